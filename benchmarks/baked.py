@@ -36,7 +36,8 @@ from layerzero.measure.shapes import standard_calls
 from layerzero.ops import table as ops_table
 from layerzero.perfdb import Measurement
 from layerzero.runtime import Runtime, install, uninstall
-from layerzero.selection.cost.measured import MEASURED, MeasuredCosts, SourcedMeasurement
+from layerzero.selection.cost.measured import MeasuredCosts, SourcedMeasurement
+from layerzero.selection.cost.roofline import MEASURED
 
 OPS = ("rms_norm", "linear", "attention")
 SPREADS = (0.01, 0.05, 0.1, 0.3, 0.6)

@@ -228,7 +228,7 @@ def measure(ranks: int, plans: int, steps: int) -> dict[str, Any]:
 
 def table(rows: dict[str, Any]) -> dict[str, Any]:
     """What documents show of the record: medians, and p99 of what is agreed."""
-    columns = ["ranks", "a plan agreed: p50", "p99", "a step's manifest", "of it to wake the followers"]
+    columns = ["ranks", "a plan agreed: p50", "p99", "a step message", "of it to wake the followers"]
     columns += ["packed", "written", "sent", "received", "admitted", "unpacked", "gloo's broadcast"]
     lines = []
     for ranks, row in rows.items():

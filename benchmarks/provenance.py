@@ -1,8 +1,8 @@
 """Where a number comes from: the script and its options, the commit, whether the tree was clean, the machine.
 
 Every record under `benchmarks/results` has these four; `tests/benchmarks/test_records.py` refuses others.
-A copy of the tree without its history takes the commit from LZ_SOURCE_COMMIT, set by whoever copied a
-clean tree.
+A copy of the tree without its history, or with another one, takes the commit from LZ_SOURCE_COMMIT, set by
+whoever copied a clean tree.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ WRITTEN = (":!benchmarks/results", ":!docs", ":!README.md")
 
 def provenance() -> dict[str, Any]:
     """`script`, `commit`, `clean` and `machine`; commit and clean are None where nobody knows."""
-    commit, changed = git("rev-parse", "HEAD"), None
-    if commit is not None:
+    commit, changed = os.environ.get("LZ_SOURCE_COMMIT") or None, ""
+    if commit is None:
+        commit = git("rev-parse", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *WRITTEN)
-    else:
-        commit = os.environ.get("LZ_SOURCE_COMMIT") or None
-        changed = None if commit is None else ""
     return {
         "script": command(),
         "commit": commit,

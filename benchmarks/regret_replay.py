@@ -29,12 +29,12 @@ from layerzero.perfdb.record import BenchmarkCase, Launch, Measurement, implausi
 from layerzero.perfdb.shipped import ShippedTable, read_table
 from layerzero.selection.context import CostModel, SelectionContext
 from layerzero.selection.cost.measured import (
-    SHIPPED,
     MeasuredCosts,
     SourcedMeasurement,
     bucket_of,
     request_of,
 )
+from layerzero.selection.cost.roofline import SHIPPED
 from layerzero.selection.decide import decide
 from layerzero.selection.key import KeyMaker
 from layerzero.selection.record import Selection

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +12,14 @@ from pathlib import Path
 import torch
 from models.llama import FOLDER, Llama, SampleArgs
 from tokenizers import Tokenizer
+from torch import Tensor
 
 import layerzero as lz
 from layerzero.ops.host_copies import to_device_with_host_copy
 
-# Rows of a prompt that one step takes: longer prompts go in pieces, so that nobody's next token waits long.
+# Rows of a prompt that one step takes: longer prompts go in pieces, so that no request waits long for its
+# next token.
 PREFILL_CHUNK = 256
-_HALF = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,6 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = field(default_factory=lambda: random.getrandbits(62))
-    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -41,8 +43,6 @@ class SamplingParams:
             raise ValueError(f"top_p needs to be above 0 and at most 1, got {self.top_p}")
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise ValueError(f"seed needs 64 bits with a sign, got {self.seed}")
-        if len(self.stop) > 4 or "" in self.stop:
-            raise ValueError(f"stop needs at most 4 strings, none of them empty, got {list(self.stop)}")
 
 
 async def generate(model: Llama, prompt: Sequence[int], params: SamplingParams) -> AsyncGenerator[int, None]:
@@ -58,73 +58,18 @@ async def generate(model: Llama, prompt: Sequence[int], params: SamplingParams) 
         *chunks, ids = to_device_with_host_copy(torch.tensor(prompt), device).split(PREFILL_CHUNK)
         for chunk in chunks:
             await model.step(chunk, sequence.extend(len(chunk)))
-        for drawn in range(params.max_tokens):
-            draw = SampleArgs(params.temperature, params.top_p, params.seed, drawn)
-            ids = await model.sample_next(ids, sequence.extend(len(ids)), draw)
-            number = int(await lz.to_host(ids))
-            yield number
-            if number in model.config.eos_token_ids:
-                return
+        drawn = itertools.count()
 
+        async def step(ids: Tensor) -> Tensor:
+            draw = SampleArgs(params.temperature, params.top_p, params.seed, next(drawn))
+            return await model.sample_next(ids, sequence.extend(len(ids)), draw)
 
-class IncrementalDetokenizer:
-    """Tokens into text, piece by piece: whole characters only, nothing of a stop string.
-
-    A token's text depends on the ones before it, so each is decoded behind the last few that are known.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
-        self._ids: list[int] = []
-        self._prefix_offset = self._read_offset = (
-            0  # ids from _behind on are decoded, those before _known are in _text
-        )
-        self._text = ""
-        self._num_released = 0
-        self.stopped = False
-
-    def feed(self, token: int) -> str:
-        """The text that `token` completes; may be empty."""
-        self._ids.append(token)
-        self._take(whole=True)
-        return self._release(self._num_held_back())
-
-    def end(self) -> str:
-        """What was held back at the end of the text."""
-        if self.stopped:
-            return ""
-        self._take(whole=False)
-        return self._release(0)
-
-    def _take(self, whole: bool) -> None:
-        """Add the text of the ids that are not in it yet; a character that is only half there waits."""
-        before = self._tokenizer.decode(self._ids[self._prefix_offset : self._read_offset])
-        after = self._tokenizer.decode(self._ids[self._prefix_offset :])
-        if whole and after.endswith(_HALF):
-            return
-        self._text += after[len(before) :]
-        self._prefix_offset, self._read_offset = self._read_offset, len(self._ids)
-
-    def _release(self, num_held_back: int) -> str:
-        """Give what no stop string begins in; `held` characters at the end wait for what follows."""
-        ends = [
-            position
-            for position in (self._text.find(stop, self._num_released) for stop in self._stop)
-            if position >= 0
-        ]
-        self.stopped = bool(ends)
-        upto = min(ends) if ends else len(self._text) - num_held_back
-        piece = self._text[self._num_released : upto]
-        self._num_released = max(self._num_released, upto)
-        return piece
-
-    def _num_held_back(self) -> int:
-        """How many characters at the end may begin a stop string."""
-        longest = 0
-        for stop in self._stop:
-            sizes = range(min(len(stop) - 1, len(self._text)), longest, -1)
-            longest = next((size for size in sizes if self._text.endswith(stop[:size])), longest)
-        return longest
+        async with contextlib.aclosing(lz.run_ahead(step, ids, max_steps=params.max_tokens)) as tokens:
+            async for token in tokens:
+                number = int(token)
+                yield number
+                if number in model.config.eos_token_ids:
+                    return
 
 
 def load_tokenizer(folder: Path = FOLDER) -> Tokenizer:

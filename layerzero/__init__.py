@@ -1,6 +1,6 @@
 """Choose, explain and run the fastest healthy kernel for an operation, and batch awaited calls.
 
-General layout, from the top down (a module imports only what stands below it):
+General layout, from the top down (a module imports only what is below it):
 
     cli, integrations, speculative    the `lz` command; frameworks; a draft and a target
     api, sync                         the public functions: thin
@@ -28,7 +28,7 @@ from layerzero.ops.files import FILES as _FILES
 __version__ = "0.1.0"
 
 # The public names that are no ops, and where each is defined. Where torch is imported already, what a call
-# runs through is imported with the package; everything else when it is first used: nobody's first call waits
+# runs through is imported with the package; everything else when it is first used: no first call waits
 # for a command's tables, and `lz --help` does not wait for torch.
 _HOMES = {
     "layerzero.calls.batched": ("batched",),
@@ -53,8 +53,7 @@ _HOMES = {
         "rehearse_capture",
         "validate_graph_capture",
     ),
-    "layerzero.api.readback": ("to_host",),
-    "layerzero.api.run_ahead": ("run_ahead",),
+    "layerzero.api.readback": ("run_ahead", "to_host"),
     "layerzero.api.step_runner": ("StepRunner",),
     "layerzero.api.inspect": (
         "dry_run",
@@ -69,7 +68,7 @@ _HOMES = {
     "layerzero.actors.group.join": ("rank_group",),
     "layerzero.api.start": ("start",),
     "layerzero.api.timeline": ("timeline",),
-    "layerzero.api.tokenize": ("detokenize", "tokenize"),
+    "layerzero.tokenization.tokenize": ("detokenize", "tokenize"),
     "layerzero.api.solve": ("solve",),
     "layerzero.api.tune": ("TuneReport", "record", "tune", "tune_blocking"),
     "layerzero.api.warmup": ("readiness_check", "warmup", "warmup_blocking"),
@@ -110,13 +109,14 @@ _HOMES = {
         "rope_tables",
         "xpos_table",
     ),
+    "layerzero.ops.sampling.logits": ("adjust_logits", "token_logprobs"),
     "layerzero.ops.sampling.verify": ("tree_mask",),
     "layerzero.spec.reasons": ("Reason", "Rejected"),
     "layerzero.runtime": ("Runtime",),
     "layerzero.selection.record": ("Accepted", "Selection"),
     "layerzero.spec.settings": ("Settings",),
     "layerzero.warmup.manifest": ("Manifest",),
-    "layerzero.api.tokenizer": ("Tokenizer", "Tokens"),
+    "layerzero.tokenization.tokenizer": ("Tokenizer", "Tokens"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -39,16 +39,12 @@ from layerzero.api.inspect import select as select
 from layerzero.api.inspect import select_batch as select_batch
 from layerzero.api.inspect import validate as validate
 from layerzero.api.inspect import which as which
+from layerzero.api.readback import run_ahead as run_ahead
 from layerzero.api.readback import to_host as to_host
-from layerzero.api.run_ahead import run_ahead as run_ahead
 from layerzero.api.solve import solve as solve
 from layerzero.api.start import start as start
 from layerzero.api.step_runner import StepRunner as StepRunner
 from layerzero.api.timeline import timeline as timeline
-from layerzero.api.tokenize import detokenize as detokenize
-from layerzero.api.tokenize import tokenize as tokenize
-from layerzero.api.tokenizer import Tokenizer as Tokenizer
-from layerzero.api.tokenizer import Tokens as Tokens
 from layerzero.api.tune import TuneReport as TuneReport
 from layerzero.api.tune import record as record
 from layerzero.api.tune import tune as tune
@@ -72,6 +68,8 @@ from layerzero.ops.rope.scaling import NTKScaling as NTKScaling
 from layerzero.ops.rope.scaling import YarnScaling as YarnScaling
 from layerzero.ops.rope.scaling import rope_tables as rope_tables
 from layerzero.ops.rope.scaling import xpos_table as xpos_table
+from layerzero.ops.sampling.logits import adjust_logits as adjust_logits
+from layerzero.ops.sampling.logits import token_logprobs as token_logprobs
 from layerzero.ops.sampling.verify import tree_mask as tree_mask
 from layerzero.runtime import Runtime as Runtime
 from layerzero.selection.record import Accepted as Accepted
@@ -101,6 +99,10 @@ from layerzero.spec.kernel import Kernel as Kernel
 from layerzero.spec.reasons import Reason as Reason
 from layerzero.spec.reasons import Rejected as Rejected
 from layerzero.spec.settings import Settings as Settings
+from layerzero.tokenization.tokenize import detokenize as detokenize
+from layerzero.tokenization.tokenize import tokenize as tokenize
+from layerzero.tokenization.tokenizer import Tokenizer as Tokenizer
+from layerzero.tokenization.tokenizer import Tokens as Tokens
 from layerzero.warmup.manifest import Manifest as Manifest
 
 __version__: str
@@ -116,6 +118,14 @@ def bind(op: Literal["add_layer_norm", "add_rms_norm", "quantize", "rope", "veri
     The callable's `.binding.plan` is what it holds.
 
     Raises: NoKernelFoundError, ValueError, TypeError: as the call itself would.
+
+    Example:
+        >>> import torch, layerzero as lz
+        >>> x, weight = torch.ones(2, 8), torch.ones(8)
+        >>> with lz.start(scoped=True):
+        ...     norm = lz.bind("rms_norm", x, weight)
+        ...     norm(x, weight).shape
+        torch.Size([2, 8])
     """
 
 @overload
@@ -214,7 +224,7 @@ async def alibi(
 ) -> Tensor:
     """The bias that `slopes` put on the scores of `q_len` queries and `k_len` keys.
 
-    Args: slopes (H,), any float dtype. The last query stands at the last key, as in causal attention.
+    Args: slopes (H,), any float dtype. The last query is at the last key, as in causal attention.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
@@ -851,7 +861,7 @@ async def rope(
     """Turn the first R features of each head by the angles of the token's position.
 
     Args: q (..., Hq, D), k (..., Hk, D), positions (...) int32 or int64, cos and sin (max_positions, R / 2)
-        in float32 or float64, R <= D; what lies behind R passes unchanged. Feature i turns with i + R / 2
+        in float32 or float64, R <= D; what follows R passes unchanged. Feature i turns with i + R / 2
         (rotate-half, as in LLaMA), or 2i with 2i + 1 where `interleaved` (as in GPT-J).
         xpos_scale (max_positions, R / 2) multiplies the turned q and divides the turned k.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.

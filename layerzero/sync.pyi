@@ -80,7 +80,7 @@ def alibi(
 ) -> Tensor:
     """The bias that `slopes` put on the scores of `q_len` queries and `k_len` keys.
 
-    Args: slopes (H,), any float dtype. The last query stands at the last key, as in causal attention.
+    Args: slopes (H,), any float dtype. The last query is at the last key, as in causal attention.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
     Returns: (H, q_len, k_len) in slopes' dtype: -slope * |distance to the diagonal|.
     Raises: ValueError, TypeError: an argument does not fit, by name.
@@ -608,7 +608,7 @@ def rope(
     """Turn the first R features of each head by the angles of the token's position.
 
     Args: q (..., Hq, D), k (..., Hk, D), positions (...) int32 or int64, cos and sin (max_positions, R / 2)
-        in float32 or float64, R <= D; what lies behind R passes unchanged. Feature i turns with i + R / 2
+        in float32 or float64, R <= D; what follows R passes unchanged. Feature i turns with i + R / 2
         (rotate-half, as in LLaMA), or 2i with 2i + 1 where `interleaved` (as in GPT-J).
         xpos_scale (max_positions, R / 2) multiplies the turned q and divides the turned k.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.

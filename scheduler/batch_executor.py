@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,30 +11,11 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.native import FAST_PATH
 from layerzero.ops.op import Args, Batching, Op, RejectedCall
 from layerzero.scheduler.core.pending_call import Failed
-from layerzero.scheduler.loop_drivers import LoopDrivers
-from layerzero.scheduler.readback import Readback
-from layerzero.scheduler.streams import CrossStreamModes, DeviceStreams
-from layerzero.scheduler.torch_modes import Modes, apply_modes, capture, without_gradient
+from layerzero.scheduler.modes.streams import CrossStreamModes, DeviceStreams
+from layerzero.scheduler.modes.torch_modes import Modes, apply_modes, without_gradient
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.plan import Plan, signature_of
 from layerzero.spec.errors import NoKernelFoundError
-
-
-def attach(device: LocalDevice) -> None:
-    """Give a device its batchers, one for each event loop that comes to use it."""
-    cuda = device.device.index if device.device.type == "cuda" else None
-    streams = None if cuda is None else DeviceStreams(cuda, device.event_thread, device.settings.completion)
-    executor = BatchExecutor(device) if streams is None else StreamExecutor(device, streams)
-    device.loop_drivers = LoopDrivers(
-        executor,
-        device.worker,
-        device.settings,
-        always_inline=cuda is not None,
-        streams=streams,
-        make_reader=None if cuda is None else lambda driver: Readback(driver, device.event_thread),
-    )
-
-    device.capture_modes = capture if cuda is None else partial(capture, cuda)
 
 
 class BatchedFunction(Protocol):

@@ -15,10 +15,10 @@ from layerzero.native import FAST_PATH
 from layerzero.scheduler.core.bisect import Executor
 from layerzero.scheduler.core.limits import BatcherStats
 from layerzero.scheduler.loop_driver import MAX_INFLIGHT_ON_HOST, LoopDriver
+from layerzero.scheduler.modes.streams import HOST, DeviceStreams
+from layerzero.scheduler.modes.task_modes import TASK_MODES
+from layerzero.scheduler.modes.torch_modes import capture
 from layerzero.scheduler.protocols import HostReader
-from layerzero.scheduler.streams import HOST, DeviceStreams
-from layerzero.scheduler.task_modes import TASK_MODES
-from layerzero.scheduler.torch_modes import capture
 from layerzero.scheduler.watching import BatchWatch
 from layerzero.spec.errors import RuntimeClosedError
 from layerzero.spec.settings import Settings
@@ -205,7 +205,9 @@ class LoopDrivers:
         limits.max_inflight_batches = driver._max_inflight = MAX_INFLIGHT_ON_HOST if host else 1
         if not self._always_inline:
             driver.inline_limit_us = settings.inline_limit_us
-        driver._max_inline_us = settings.max_inline_us
+            if driver.batcher.at_once is not None:
+                driver.batcher.at_once.limit_us = settings.inline_limit_us
+        driver.inline.max_us = settings.max_inline_us
         driver.batcher._admit()
 
     def stats(self) -> BatcherStats:

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from layerzero.scheduler.core.pending_call import PendingCall
-from layerzero.scheduler.torch_modes import Stream
+from layerzero.scheduler.modes.torch_modes import Stream
 
 
 class HostReader(Protocol):

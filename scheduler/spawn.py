@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from layerzero.scheduler.core.pending_call import PENDING_CALL, RUNNING, PendingCall
 from layerzero.scheduler.loop_driver import Cancelled, LoopDriver
-from layerzero.scheduler.task_modes import TASK_MODES
+from layerzero.scheduler.modes.task_modes import TASK_MODES
 
 T = TypeVar("T")
 

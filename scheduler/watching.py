@@ -24,7 +24,7 @@ from layerzero.scheduler.core.pending_call import (
     Failed,
     PendingCall,
 )
-from layerzero.scheduler.streams import DeviceStreams
+from layerzero.scheduler.modes.streams import DeviceStreams
 
 if TYPE_CHECKING:
     from layerzero.observe.timeline import Timeline
@@ -247,6 +247,7 @@ class LeftCall:
     def __init__(self, watch: BatchWatch, call: PendingCall, error: BaseException) -> None:
         self._begin_ns = watch.loop_ns(call.submitted_at)
         self._end_ns = monotonic_ns()
+        assert call.caller is not None  # it was submitted
         self._caller: Caller = call.caller
         self._op: str = call.op.name
         self._state = call.state

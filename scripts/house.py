@@ -110,13 +110,14 @@ def comments(text: str) -> int:
 
 
 def undocumented(tree: ast.AST) -> list[str]:
-    """Public classes and functions at module level without a docstring."""
+    """Public classes and functions at module level without a docstring; an overload needs none."""
     return [
         node.name
         for node in ast.iter_child_nodes(tree)
         if isinstance(node, (*_FUNCTION, ast.ClassDef))
         and not node.name.startswith("_")
         and not ast.get_docstring(node)
+        and not any(ast.unparse(decorator) == "overload" for decorator in node.decorator_list)
     ]
 
 

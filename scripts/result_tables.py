@@ -282,7 +282,7 @@ def _said(record: dict[str, Any], part: str, what: str) -> list[tuple[int, dict[
 
 
 def ganged(record: dict[str, Any]) -> Table:
-    """Return tokens per second of a gang beside one device and beside plain torch.distributed."""
+    """Return tokens per second of a rank group beside one device and beside plain torch.distributed."""
     ways = ("gang", "by hand over torch.distributed", "one device", "by hand on one device")
     rows = [
         [
@@ -296,7 +296,10 @@ def ganged(record: dict[str, Any]) -> Table:
         ]
         for ranks, row in _said(record, "generate", "generation")
     ]
-    columns = ["GPUs", "steps are", "requests", "context", *ways, "gang over by hand", "gang over one device"]
+    columns = [
+        "GPUs", "steps are", "requests", "context", "rank group", *ways[1:],
+        "rank group over by hand", "rank group over one device",
+    ]  # fmt: skip
     return {"columns": columns, "rows": rows}
 
 
@@ -323,7 +326,9 @@ def guessed(record: dict[str, Any]) -> Table:
         ]
         for _, row in _said(record, "speculate", "speculation")
     ]
-    columns = ["drafts that stay", "plain tokens/s", "one GPU", "draft on another GPU", "target over a gang"]
+    columns = [
+        "drafts accepted", "plain tokens/s", "one GPU", "draft on another GPU", "target over a rank group",
+    ]  # fmt: skip
     return {"columns": columns, "rows": sorted(rows, reverse=True)}
 
 

@@ -10,7 +10,7 @@ import torch
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
 from layerzero.ops import table as ops_table
-from layerzero.scheduler.batch_executor import attach
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.settings import Settings
@@ -60,10 +60,8 @@ def kernel(
 def device(
     kernels: Iterable[Kernel], settings: Settings | None = None, on: str = "cpu", **more: Any
 ) -> LocalDevice:
-    """A device, of the CPU unless told, that knows only `kernels`, with its batchers attached."""
+    """A device, of the CPU unless told, that knows only `kernels`, with its batchers."""
     registry = Registry(kernels, lambda _: [])
-    made = LocalDevice(
+    return ScheduledDevice(
         torch.device("cuda:0" if on == "cuda" else on), settings or Settings(), registry, **more
     )
-    attach(made)
-    return made

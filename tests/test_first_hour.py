@@ -33,7 +33,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_a_repl_shows_is_a_line_and_what_print_shows_is_a_table() -> None:
-    """An explanation, the last selection, counters: short as a repr, readable in print and in a notebook."""
+    """An explanation, the last selection, counters, a runtime: short as a repr, readable in print."""
     q = torch.randn(1, 4, 16, 32)
     lz.sync.attention(q, q, q)
     explained, last = lz.explain("attention", q, q, q), lz.last_selection()
@@ -42,6 +42,11 @@ def test_what_a_repl_shows_is_a_line_and_what_print_shows_is_a_table() -> None:
         assert len(repr(shown)) < 120 and "attention" in repr(shown)
         assert "torch.attention.sdpa_cpu" in str(shown) and str(shown).count("\n") > 3
         assert shown._repr_html_().count("<tr>") > 3
+    with lz.start(lz.Settings(warm="off"), scoped=True) as runtime:
+        assert repr(runtime) == "<Runtime open: no device yet>"
+        runtime.device("cpu")
+        assert repr(runtime) == "<Runtime open: cpu>"
+    assert repr(runtime) == str(runtime) == "<Runtime closed: cpu>"
     counters = Counters()
     counters.add("selections", op="<b>")
     assert repr(counters) == "<Counters 1 series of 1 counters>"

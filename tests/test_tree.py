@@ -1,6 +1,9 @@
 """Rules about the source tree itself, each checked on the syntax trees of the files."""
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +13,13 @@ from scripts import house
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ("layerzero", "actors", "scheduler")
-FILE_LIMIT = 500
+FILE_LIMIT = 400
+# Longer ones, each with its bound: it may shrink, and leaves the list when it is short enough.
+LONG_FILES = {
+    "scheduler/core/batcher.py": 410,
+    "scheduler/loop_driver.py": 415,
+    "examples/tensor_parallel/run.py": 410,
+}
 FUNCTION_LIMIT = 80
 ASSERTING_CALLS = ("raises", "warns", "deprecated_call", "fail")
 
@@ -94,8 +103,12 @@ def test_every_test_says_what_it_states() -> None:
 
 def test_files_stay_short() -> None:
     """A module longer than the limit is two modules."""
-    lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources(*PACKAGE)}
-    assert {name: n for name, n in lengths.items() if n > FILE_LIMIT} == {}
+    lengths = {
+        str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in sources(*PACKAGE, "examples")
+    }
+    long = {name: n for name, n in lengths.items() if n > FILE_LIMIT}
+    assert {name: n for name, n in long.items() if n > LONG_FILES.get(name, 0)} == {}
+    assert LONG_FILES.keys() - long.keys() == set(), "these are short now: strike them off the list"
 
 
 def test_functions_stay_short() -> None:
@@ -251,13 +264,30 @@ def test_few_modules_stand_loose() -> None:
 
 
 def test_a_folder_is_a_room_not_a_hall() -> None:
-    """No package holds more than 16 modules beside its `__init__`."""
+    """A package holds at most 12 modules beside its `__init__`."""
     sizes: dict[Path, int] = {}
     for module in house.modules():
         if module.path.name != "__init__.py":
             sizes[module.path.parent] = sizes.get(module.path.parent, 0) + 1
-    crowded = {str(folder.relative_to(ROOT)): n for folder, n in sizes.items() if n > 16}
+    crowded = {str(folder.relative_to(ROOT)): n for folder, n in sizes.items() if n > 12}
     assert crowded == {}
+
+
+def test_the_figures_of_the_house_hold() -> None:
+    """What `python -m scripts.house` prints stays as good as it is."""
+    figures = house.measure()
+    assert figures.function_lines_median <= 8
+    assert figures.function_lines_p95 <= 30
+    assert figures.longest_function[1] <= FUNCTION_LIMIT
+    assert figures.undocumented_public_names == 0
+    assert figures.duplicate_classes == {}
+    assert figures.cycles == figures.cycles_with_inner_imports == []
+
+
+def test_a_public_name_without_a_docstring_is_counted() -> None:
+    """The count sees a bare function and a bare class, and takes an overload for its implementation's."""
+    tree = ast.parse("@overload\ndef f(): ...\ndef g(): ...\nclass C: ...\ndef _h(): ...\n")
+    assert house.undocumented(tree) == ["g", "C"]
 
 
 def test_no_module_of_ours_is_imported_by_a_string() -> None:
@@ -277,3 +307,125 @@ def test_no_module_of_ours_is_imported_by_a_string() -> None:
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     """Not at the top, and not from inside a function."""
     assert house.cycles(house.modules(), inner=True) == []
+
+
+# The outcome of a call is whatever the called function returns.
+UNTYPED_BY_NATURE = {"value"}
+
+
+def untyped_attributes(tree: ast.AST) -> Iterator[str]:
+    """Attributes that a class declares as `Any`, in its body or on `self`."""
+    for owner in ast.walk(tree):
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        for node in ast.walk(owner):
+            if not isinstance(node, ast.AnnAssign) or "Any" not in ast.unparse(node.annotation).split(" | "):
+                continue
+            if isinstance(node.target, ast.Name) and node in owner.body:
+                yield node.target.id
+            elif isinstance(node.target, ast.Attribute):
+                yield node.target.attr
+
+
+def attributes_set_from_outside(tree: ast.AST) -> Iterator[tuple[str, ast.Attribute]]:
+    """Attributes that are assigned on another object than `self`."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+            continue
+        if not isinstance(node.value, ast.Name) or node.value.id not in ("self", "cls"):
+            yield node.attr, node
+
+
+def test_no_untyped_attribute_is_set_from_outside() -> None:
+    """What one object gives another has a type: a protocol, a class or a callable, never `Any`."""
+    modules = house.modules()
+    untyped = {name for module in modules for name in untyped_attributes(module.tree)} - UNTYPED_BY_NATURE
+    injected = [
+        f"{where(module.path, node)} .{name}"
+        for module in modules
+        for name, node in attributes_set_from_outside(module.tree)
+        if name in untyped
+    ]
+    assert injected == []
+
+
+def test_the_rule_about_untyped_attributes_sees_what_it_should() -> None:
+    """The check itself finds an attribute that is declared as `Any` and set by somebody else."""
+    tree = ast.parse(
+        "class Device:\n    size: Any\n    def __init__(self):\n        self.drivers: Any = None\n"
+        "def attach(device):\n    device.drivers = 1\n"
+    )
+    assert list(untyped_attributes(tree)) == ["size", "drivers"]
+    assert [name for name, _ in attributes_set_from_outside(tree)] == ["drivers"]
+
+
+# Words that this project once used in a meaning of its own, or that say less than the field's word.
+PRIVATE_WORDS = {
+    r"lanes?": "batcher, queue",
+    r"tickets?": "pending call",
+    r"crowds?": "callers, batch",
+    r"gangs?": "rank group",
+    r"reaper": "event thread",
+    r"signs? of life": "heartbeat",
+    r"(next|earlier|later|one) li(fe|ves)": "incarnation",
+    r"told": "notified, given, reported",
+    r"(no|some)body": "no caller, another process",
+    r"who(so|y)?ever": "the caller that",
+    r"for ever": "forever",
+    r"go(es)? on": "continue",
+    r"stands?(?! (for|out)\b)": "is, is stored",
+}
+PRIVATE = re.compile(rf"\b({'|'.join(PRIVATE_WORDS)})\b", re.IGNORECASE)
+CODE_SPAN = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->")
+
+
+def private_words(text: str) -> list[str]:
+    """The private words of a sentence; names in backticks, links and generated marks are no prose."""
+    return [match[0] for match in PRIVATE.finditer(CODE_SPAN.sub("", text))]
+
+
+def prose_of(path: Path) -> Iterator[tuple[int, str]]:
+    """The prose of a Python file or a document, with line numbers; code in a document is left out."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        fenced = False
+        for number, line in enumerate(text.splitlines(), 1):
+            fenced ^= line.startswith("```")
+            if not fenced:
+                yield number, line
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING) or token.type == getattr(
+            tokenize, "FSTRING_MIDDLE", -1
+        ):
+            for offset, line in enumerate(token.string.splitlines()):
+                yield token.start[0] + offset, line
+
+
+def test_prose_has_the_words_of_the_field() -> None:
+    """Docstrings, comments, messages and documents use none of `PRIVATE_WORDS`."""
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    others = {ROOT / "REQUIREMENTS.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "serve.py"}
+    paths = {*sources("layerzero", "actors", "examples"), *documents} - others
+    uses = [
+        f"{path.relative_to(ROOT)}:{number} {words}"
+        for path in sorted(paths)
+        for number, line in prose_of(path)
+        if (words := private_words(line))
+    ]
+    assert uses == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("a call waits in its lane", ["lane"]),
+        ("Whoever comes next is told.", ["Whoever", "told"]),
+        ("a crowd of callers goes on", ["crowd", "goes on"]),
+        ("`gang` in backticks and [a record](gang.json) are names", []),
+        ("-1 stands for no bound", []),
+    ],
+)
+def test_the_rule_about_words_sees_what_it_should(line: str, words: list[str]) -> None:
+    """The check itself finds the words and leaves names alone."""
+    assert private_words(line) == words

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerzero.actors.device.placement import on_owning_device
 from layerzero.actors.device.registry import Registry
 from layerzero.ops.op import Op
 from layerzero.selection.record import Selection
@@ -52,3 +51,23 @@ class KernelCalls:
                 run = with_memory(op, run)
         call = compile_transforms(op, transforms, on_owning_device(self.device, run))
         return without_graph(call) if self.settings.inference else call
+
+
+def on_owning_device(device: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, made with `device` as the thread's current one where there are several.
+
+    Kernels that torch does not launch, those of Triton among them, go to the thread's current device; a new
+    thread begins with the first.
+    """
+    if device.type != "cuda" or torch.cuda.device_count() < 2:
+        return run
+    index = device.index or 0
+    current = torch.cuda.current_device
+
+    def call(*args: Any) -> Any:
+        if current() == index:
+            return run(*args)
+        with torch.cuda.device(index):
+            return run(*args)
+
+    return call

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from layerzero._util import log
-from layerzero.actors.device.ending import ENDING
+from layerzero._util.ending import ENDING
 from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.worker import Worker
 from layerzero.observe.counters import Counters

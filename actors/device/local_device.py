@@ -14,12 +14,12 @@ from layerzero.actors.device.live_checks import LiveChecks
 from layerzero.actors.device.loading import KernelLoader, dispatch_table_for
 from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.actors.device.plan_compiler import PlanCompiler
-from layerzero.actors.device.probe_timer import ProbeTimer
 from layerzero.actors.device.recovery import Recovery, validated_args
 from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.selection_inputs import SelectionInputs
 from layerzero.actors.device.worker import Worker
 from layerzero.health import Health, QuarantineStore, Transition
+from layerzero.health.probe_timer import ProbeTimer
 from layerzero.observe.counters import Counters
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.selection.context import (
@@ -46,7 +46,7 @@ from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:  # what only some deployments use is imported where they ask for it
-    from layerzero.actors.device.watching import PlanMiddleware
+    from layerzero.actors.device.plan_compiler import PlanMiddleware
     from layerzero.graphs.proof import Proofs
     from layerzero.observe.spans import Spans
     from layerzero.perfdb import Measurement
@@ -59,9 +59,8 @@ class LocalDevice:
     """One device: reads of its snapshot need no lock; every change makes the next version.
 
     `snapshot` is for the process-wide policy; `state_for_policy` returns that of a context's own policy.
-    The scheduler sets `loop_drivers` (one batcher for each event loop) and `capture_modes` (torch's modes of
-    a caller). `kernel_calls` and `compiler` make plans ready to run,
-    `loader` works in the background.
+    `kernel_calls` and `compiler` make plans ready to run, `loader` works in the background. A runtime opens
+    it as a `ScheduledDevice`, which adds the batchers.
     """
 
     def __init__(
@@ -87,8 +86,6 @@ class LocalDevice:
             initialize_vector_math()
         self.clock: Clock = clock or MonotonicClock()
         self.counters = counters if counters is not None else Counters()
-        self.loop_drivers: Any = None
-        self.capture_modes: Any = None
         self.measured: tuple[Measurement, ...] = ()  # what was tuned here and no file holds
         self.spans: Spans | None = None
         self.closed = False
@@ -249,14 +246,15 @@ class LocalDevice:
     ) -> Plan:
         """The plan for a call, remembered or made now.
 
-        Raises: ValueError, TypeError: an argument is wrong, by name. NoKernelFoundError: nobody may and can.
+        Raises: ValueError, TypeError: an argument is wrong, by name. NoKernelFoundError: no kernel may and
+            can.
         """
         if self.closed:
             raise RuntimeClosedError(f"device {self.device} is closed")
         if (
             (snapshot is None or snapshot.agreed_terms is None)
             and self._inputs.states_workspace(op.name)
-            and self.workspace_budget.refresh_due()
+            and self._inputs.budget.refresh_due()
         ):
             current = snapshot is self.snapshot
             self._refresh_workspace_budget()
@@ -353,7 +351,7 @@ class LocalDevice:
     ) -> tuple[Any, Plan]:
         """The result of the next kernel that can answer, after `plan`'s kernel raised; and the plan of that.
 
-        Raises: ValueError: the data was wrong. KernelExecutionError: nobody could answer.
+        Raises: ValueError: the data was wrong. KernelExecutionError: no kernel could answer.
         """
         args = validated_args(plan.op, args, error)
         if snapshot is not None and snapshot.agreed_terms is not None:

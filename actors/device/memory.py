@@ -29,11 +29,11 @@ class WorkspaceBudget:
         self._free = free
         self._refreshed_at: float | None = None
         self.bytes: int | None = None
-        # The system's free memory stands in a file, which nobody reads on an event loop's thread.
+        # The system's free memory is in a file, which is not read on an event loop's thread.
         self.reads_quickly = free is not free_memory or device.type == "cuda"
 
     def refresh_due(self) -> bool:
-        """Whether the last look was long enough ago; whoever is told so looks."""
+        """Whether the last look was long enough ago; the caller that gets True looks."""
         now_s = self._clock()
         if self._refreshed_at is not None and now_s - self._refreshed_at < REFRESH_EVERY_S:
             return False
@@ -47,7 +47,7 @@ class WorkspaceBudget:
         return self.bytes != before
 
     def current_bytes(self, settings: Settings, before: int | None = None) -> int | None:
-        """The room of this moment, `before` while free memory is near it; None where nobody knows."""
+        """The room of this moment, `before` while free memory is near it; None where it is unknown."""
         free, limit = self._free(self._device), settings.workspace_limit_bytes
         return (
             workspace_budget(free, self._total, settings.memory_headroom, limit, before)

@@ -3,7 +3,7 @@
 A sampled call pays for copies of its operands and outputs, since the caller may change either; one whose
 operands are changed while it runs, as by a caller that was cancelled, is let go. The comparison happens on
 the guard's thread. A kernel that misses is asked about again in float64, so that the reference's own rounding
-convicts nobody, and then quarantined with the evidence, in later processes too.
+convicts no kernel, and then quarantined with the evidence, in later processes too.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class NumericsGuard:
         sizes = " ".join(f"{name}={size}" for name, size in request.dims.items())
         asks = " ".join(sorted(request.features))
         why = f"wrong numbers: {mismatch} ({request.dtype} {sizes}{' ' + asks if asks else ''})"
-        # Kept out before anybody is told, so that who reads the counter may rely on it; told even when the
-        # quarantine cannot be written.
+        # Kept out before anything reports it, so that a reader of the counter may rely on it; reported even
+        # when the quarantine cannot be written.
         try:
             self._health.quarantine(kernel, why)
         finally:

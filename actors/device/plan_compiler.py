@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+from layerzero._util import foreign
 from layerzero.actors.device.kernel_calls import KernelCalls
 from layerzero.actors.device.loading import KernelLoader
 from layerzero.actors.device.recovery import Recovery, with_guard
-from layerzero.actors.device.watching import unless_foreign
 from layerzero.health import Health
 from layerzero.observe.counters import Counters
 from layerzero.ops.op import Op
@@ -17,8 +17,18 @@ from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import NoKernelFoundError
 
-if TYPE_CHECKING:
-    from layerzero.actors.device.watching import PlanMiddleware
+
+class PlanMiddleware(Protocol):
+    """What sees the calls of a device: a recorder, a guard of numerics; without one nothing is paid.
+
+    One that only times calls and `reads_arguments` never watches transformed ones, too.
+    """
+
+    reads_arguments: bool
+
+    def wrap(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, watched; `call` itself where there is nothing to see."""
+        ...
 
 
 class PlanCompiler:
@@ -69,3 +79,14 @@ class PlanCompiler:
         self._counters.add("selections", op=op.name)
         call = self._calls.callable_for(op, selection, selection.kernel)
         return Plan(op, with_guard(self._calls.device, op, call), selection, selection.request)
+
+
+def unless_foreign(wrapped: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """`wrapped`; `call` itself where the caller's transforms, modes or hooks would be observed with it."""
+    if wrapped is call:
+        return call
+
+    def either(*args: Any) -> Any:
+        return (call if foreign.in_foreign_mode() or foreign.has_transformed(args) else wrapped)(*args)
+
+    return either

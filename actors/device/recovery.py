@@ -1,4 +1,4 @@
-"""What happens when a kernel raises: the next one answers inside the same call, and health is told.
+"""What happens when a kernel raises: the next one answers inside the same call, and health is updated.
 
 A failure counts against a kernel only if another kernel answers the same call: when all raise, the data
 is at fault, not the kernel. Nor does it count where the caller's transforms, modes or hooks had a part in it.

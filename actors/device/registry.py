@@ -51,7 +51,7 @@ class Registry:
             self._add(kernel)
 
     def with_overlay(self, knobs: SelectionOptions) -> SelectionOptions:
-        """`knobs` with the overlay that these kernels stand under."""
+        """`knobs` with the overlay that applies to these kernels."""
         return dataclasses.replace(knobs, overlay=self._overlay) if self._overlay else knobs
 
     def add(self, kernel: Kernel) -> None:
@@ -209,7 +209,7 @@ class Registry:
                 self._failed = {**self._failed, kernel_id: _load_failure(kernel, error)}
             raise
         with self._lock:
-            # A kernel that was replaced while it loaded must not stand in for its successor.
+            # A kernel that was replaced while it loaded must not replace its successor.
             if self._by_id.get(kernel_id) is kernel:
                 return self._loaded.setdefault(kernel_id, loaded)
         return loaded

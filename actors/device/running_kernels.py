@@ -2,7 +2,7 @@
 
 A journal is a file mapped into memory. Each thread has a slot of two words: the number of its kernel, and
 when it began (0: it has ended). The kernel keeps what was written when the process is killed, so that the
-next life of the device, or a watchdog outside, reads who was in flight. Two deaths under one kernel
+next incarnation of the device, or a watchdog outside, reads who was in flight. Two crashes under one kernel
 quarantine it.
 """
 
@@ -45,7 +45,7 @@ class RunningKernel(msgspec.Struct, frozen=True):
 
 
 class Crash(msgspec.Struct, frozen=True):
-    """One death of a device's process under a kernel; `at` is wall-clock time in seconds since 1970."""
+    """One crash of a device's process under a kernel; `at` is wall-clock time in seconds since 1970."""
 
     kernel: str
     time_s: float
@@ -56,7 +56,7 @@ class _Local(threading.local):
 
 
 class RunningKernelLog:
-    """The journal of one life of a device; `watched` wraps a callable, `close` says that all is well.
+    """The journal of one incarnation of a device; `watched` wraps a callable, `close` says that all is well.
 
     `twin` is the compiled module that notes a call in less time, `layerzero.native.KERNEL_NOTES`'s.
     """
@@ -120,7 +120,7 @@ class RunningKernelLog:
             self._names.append(kernel)
             if self._closed:
                 return len(self._names) - 1
-            # Before the first call: the number must mean something to whoever finds the file.
+            # Before the first call: the number must mean something to the reader of the file.
             handle = os.open(self._names_path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0))
             with os.fdopen(handle, "a", encoding="utf-8") as file:
                 file.write(kernel + "\n")
@@ -152,11 +152,11 @@ class RunningKernelLog:
             self._words[_HEADER // 8 + index * _WORDS + 1] = _now()
 
     def close(self) -> None:
-        """Remove the files: this life ended in order, and nobody is to blame."""
+        """Remove the files: this incarnation ended in order, and no kernel is suspect."""
         self._closed = True
         for path in (self.path, self._names_path):
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # others live there, or their deaths are noted
+        with suppress(OSError):  # others live there, or their crashes are noted
             self.path.parent.rmdir()
 
 
@@ -171,7 +171,7 @@ def _running_in(data: bytes, names: list[str]) -> list[RunningKernel]:
 
 
 def read(path: Path) -> list[RunningKernel]:
-    """The kernels that a journal shows in flight; a file that is none, or is cut short, shows nobody.
+    """The kernels that a journal shows in flight; a file that is none, or is cut short, shows none.
 
     Reads another process's journal as well as that of a dead one.
     """
@@ -190,10 +190,10 @@ def read(path: Path) -> list[RunningKernel]:
 
 
 def read_crash_log(folder: Path, name: str) -> list[str]:
-    """The kernels that were in flight in earlier lives of a device; their journals are removed.
+    """The kernels that were in flight in earlier incarnations of a device; their journals are removed.
 
-    Only the caller knows that no earlier life runs any more.
-    Raises: PermissionError: others can write the folder; whom its journals blame says nothing.
+    Only the caller knows that no earlier incarnation runs any more.
+    Raises: PermissionError: others can write the folder; which kernels its journals name says nothing.
     """
     suspects: list[str] = []
     if folder.is_dir():
@@ -208,9 +208,9 @@ def read_crash_log(folder: Path, name: str) -> list[str]:
 
 
 class CrashRecords:
-    """The deaths of one device, remembered in a file beside its journals.
+    """The crashes of one device, stored in a file beside its journals.
 
-    A death older than a day is forgiven: a process may be killed from outside under an innocent kernel.
+    A crash older than a day no longer counts: a process may be killed from outside under an innocent kernel.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -229,7 +229,7 @@ class CrashRecords:
             return []
 
     def add(self, kernels: Iterable[str], time_s: float) -> list[str]:
-        """Note one death under each of `kernels`; the ones that have now died too often."""
+        """Note one crash under each of `kernels`; returns those that have now crashed too often."""
         kernels = list(kernels)
         self._crashes = [death for death in self._crashes if time_s - death.time_s < CRASH_MEMORY_S]
         self._crashes += [Crash(kernel, time_s) for kernel in kernels]

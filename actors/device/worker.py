@@ -11,8 +11,8 @@ from queue import Empty, SimpleQueue
 import torch
 
 from layerzero._util import log
+from layerzero._util.ending import join_at_exit
 from layerzero._util.fork_safety import renew_after_fork
-from layerzero.actors.device.ending import join_at_exit
 from layerzero.spec.errors import RuntimeClosedError
 
 Job = Callable[[], object]
@@ -24,7 +24,7 @@ class Worker:
     """One daemon thread, started by the first job; jobs run in the order of `submit`.
 
     A forked child has no such thread: there the worker begins anew, with an empty queue. A job reports its
-    own result; what it raises is logged and the thread goes on. When the process ends, the job that runs is
+    own result; what it raises is logged and the thread continues. When the process ends, the job that runs is
     waited for and those behind it are dropped.
     """
 
@@ -101,7 +101,7 @@ def _drop(queue: SimpleQueue[tuple[Job, int] | None]) -> None:
 
 
 def _work(queue: SimpleQueue[tuple[Job, int] | None]) -> None:
-    # Holds the queue, not the worker: a worker that nobody holds can be collected.
+    # Holds the queue, not the worker: a worker without a reference can be collected.
     while (queued := queue.get()) is not None:
         job, threads = queued
         del queued

@@ -140,7 +140,7 @@ class LeaderChannel:
         peer.close()
 
     def send(self, frame: bytes, *, last: bool = False) -> None:
-        """Give `frame` to every follower; behind the `last` one they may hang up, and nobody is told.
+        """Send `frame` to every follower; after the `last` one a closed connection is no error.
 
         Raises: DeviceLostError: one has failed or gone, or has not read for so long that its line is full;
             nothing may be run that needs it.
@@ -159,7 +159,7 @@ class LeaderChannel:
                         "it hangs"
                     )
                 except OSError as error:
-                    if not last:  # the reason, if it said one, lies on the line that it cut
+                    if not last:  # the reason, if it sent one, is on the connection that it closed
                         self.wait_for_reason()
                     self.failure = self.failure or f"rank {rank} is gone: {error}"
         if self.failure is not None:
@@ -181,7 +181,7 @@ class LeaderChannel:
             if behind := self._ranks_behind(number):  # who has gone after it takes nothing from the step
                 late = f"ranks {behind} did not end it within {timeout_s} s of rank 0"
                 raise DeviceLostError(
-                    f"step {number} counts for nobody: {self.failure or late}", retryable=False
+                    f"step {number} counts for no rank: {self.failure or late}", retryable=False
                 )
             digests = {rank: digest for rank, (_, digest) in self._step_ends.items() if digest}
         for rank, words in digests.items():
@@ -205,7 +205,7 @@ class LeaderChannel:
             self._step_ended.notify_all()
 
     def _send_heartbeat(self) -> None:
-        """Give a sign of life to followers that have read all there was; who reads nothing needs none."""
+        """Send a heartbeat to followers that have read all there was; who reads nothing needs none."""
         if not self._sending.acquire(blocking=False):
             return  # a step is being sent
         try:
@@ -281,7 +281,7 @@ class LeaderChannel:
 
 
 class FollowerChannel:
-    """A follower's end of the line; `silence_s` without a sign of life mean that rank 0 is frozen or gone."""
+    """A follower's end of the line; `silence_s` without a heartbeat mean that rank 0 is frozen or gone."""
 
     def __init__(
         self,
@@ -324,20 +324,20 @@ class FollowerChannel:
                     self._limit = limit
                 if (frame := self._frame()) is not None:
                     return frame
-                if until is not None:  # a sign of life is no step message
+                if until is not None:  # a heartbeat is no step message
                     limit = min(limits[-1], max(1e-3, until - time.monotonic()))
         except BlockingIOError:
             if until is not None and time.monotonic() >= until:
                 raise DeviceLostError(f"rank 0 sent nothing for {timeout_s:g} s", retryable=False) from None
             raise DeviceLostError(
-                f"rank 0 gave no sign of life for {self._silence_s:g} s: it is frozen, or its host is gone",
+                f"rank 0 sent no heartbeat for {self._silence_s:g} s: it is frozen, or its host is gone",
                 retryable=True,
             ) from None
         except (OSError, EOFError) as error:
             raise DeviceLostError(f"rank 0 is gone: {error or 'it hung up'}", retryable=True) from error
 
     def _frame(self) -> bytes | None:
-        """One frame, or None for a sign of life.
+        """One frame, or None for a heartbeat.
 
         As much as there is comes with one call of the system, for it costs more than the rest.
 
@@ -375,7 +375,7 @@ class FollowerChannel:
         self._send(_STEP_END.pack(_STEP_END_MARK, number) + ran)
 
     def fail(self, why: str) -> None:
-        """Tell rank 0 that this rank cannot go on; a line that is cut says the same."""
+        """Tell rank 0 that this rank cannot continue; a closed connection says the same."""
         self._send(why.encode())
 
     def _send(self, data: bytes) -> None:

@@ -35,7 +35,7 @@ from layerzero.calls.blocking import context_runtime
 from layerzero.spec.errors import ConfigurationError, DeviceLostError, RuntimeClosedError
 from layerzero.spec.settings import Settings
 
-_MAX_ATTEMPTS = 4  # lives that one request may see the end of without an item of its own
+_MAX_ATTEMPTS = 4  # incarnations that one request may see the end of without an item of its own
 _END_S = 10.0
 _POLL_S = 0.05
 
@@ -44,7 +44,7 @@ class RemoteRankGroup:
     """Ranks on a pool's devices that live and end together; `run` and `stream` send code to rank 0.
 
     `devices` are the ranks in order, `plan_digest` is the plan that they agreed on, `epoch` counts their
-    lives.
+    incarnations.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RemoteRankGroup:
         """How often the rank group has begun again."""
         return self._restart_policy.restarts
 
-    # -- lives -----------------------------------------------------------------------------------
+    # -- incarnations -----------------------------------------------------------------------------------
 
     async def __aenter__(self) -> RemoteRankGroup:
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
@@ -144,7 +144,7 @@ class RemoteRankGroup:
         ]
         try:
             await asyncio.wait(ranks, return_when=asyncio.FIRST_COMPLETED)
-            # The first that ended may only have noticed what another died of.
+            # The first that ended may only have noticed what ended another.
             await asyncio.wait(ranks, timeout=_END_S if self._closed else 10 * _POLL_S)
         finally:
             for rank in ranks:
@@ -268,7 +268,7 @@ class RemoteRankGroup:
         """The items of the async generator function `fn(model, *args, **kwargs)` beside rank 0's model.
 
         With `resume`, `fn` also gets `so_far`, the items delivered already, and yields what follows them:
-        after the loss of a rank it goes on in the next epoch and nothing is delivered twice.
+        after the loss of a rank it continues in the next epoch and nothing is delivered twice.
         Raises: as `run`.
         """
         so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []

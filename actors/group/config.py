@@ -15,11 +15,12 @@ Mode = Literal["inference", "training"]
 class GroupConfig:
     """One rank's configuration; equal on all ranks but for `rank`, `host` and `on_failure`.
 
-    `epoch` counts the lives of the group: its ranks restart together, under the next one. In `mode`
+    `epoch` counts the incarnations of the group: its ranks restart together, under the next one. In `mode`
     "training" ranks with other versions or policies are refused, in "inference" they are logged. `host` is
     where the other ranks reach rank 0. `timeout_s` bounds every wait for another rank, in seconds.
     `on_failure(reason)` is called once, on the thread that noticed. `token` is what followers authenticate
-    with, 32 bytes; empty, rank 0 makes one and publishes it in the store.
+    with and what signs values in the store, 32 bytes; empty, rank 0 makes one and publishes it in the store,
+    which then is trusted.
 
     Raises: ConfigurationError: `rank`, `ranks` or `mode` is out of range.
     """

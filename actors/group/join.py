@@ -133,7 +133,7 @@ class RankHandle:
             # A rank that left breaks the others' collectives, whose error does not say why it left.
             if isinstance(error, RuntimeError) and (why := self._group.failure_reason()) is not None:
                 raise DeviceLostError(f"the rank group failed in {name}: {why}", retryable=False) from error
-            # Other ranks are in the same step: nobody can tell whether they wait in a collective of it.
+            # Other ranks are in the same step: it is unknown whether they wait in a collective of it.
             self._group.fail(f"{name} raised {type(error).__name__}: {error}"[:300])
             raise
         self._steps.end_step(name)
@@ -320,7 +320,8 @@ def join_with(
     runtime: Runtime, config: GroupConfig, store: Store, device: torch.device | str | None = None
 ) -> JoinContext:
     """The group of a configuration, with a device of `runtime`."""
-    return JoinContext(RankGroup(runtime.device(device), TorchStore(store), config), runtime)
+    group_store = TorchStore(store, token=config.token)
+    return JoinContext(RankGroup(runtime.device(device), group_store, config), runtime)
 
 
 def _number(name: str, value: int | None, variable: str) -> int:

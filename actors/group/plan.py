@@ -1,7 +1,7 @@
 """What each rank of a rank group brings, and the plan that all of them can follow.
 
 A profile says what one rank has; the plan is a pure function of all profiles, rank 0's policy and the mode,
-so that every rank can check it. `gang.py` carries the plan to the ranks.
+so that every rank can check it. `rank_group.py` carries the plan to the ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from layerzero.spec.kernel import Kernel
 class RankProfile(msgspec.Struct, frozen=True):
     """What one rank brings: its hardware's `group`, versions, ready kernels with a digest of each.
 
-    `memory` is what one workspace may take there, in bytes, or None where nobody knows.
+    `memory` is what one workspace may take there, in bytes, or None where it is unknown.
     """
 
     rank: int

@@ -3,7 +3,7 @@
 A plan is what every selection follows from: the kernels that may be chosen, the policy, whether measurements
 count, the memory of the poorest rank. Ranks with one plan make the same choices for the same step without
 another word. Rank 0 proposes it, all vote, one outcome holds (`agreement.py`), and it comes in force at a
-named step. A rank that cannot follow fails the rank group; nobody falls back alone. `actors/group/steps.py`
+named step. A rank that cannot follow fails the rank group; no rank falls back alone. `actors/group/steps.py`
 takes the steps.
 
 This file blocks; `actors/group/join.py` runs it beside an event loop.
@@ -257,7 +257,7 @@ class RankGroup:
         return state.agreed_terms.digest if state is not None and state.agreed_terms is not None else ""
 
     def raise_if_failed(self) -> None:
-        """Refuse to go on in a rank group that has failed.
+        """Refuse to continue in a rank group that has failed.
 
         Raises: DeviceLostError: it has.
         """
@@ -265,7 +265,7 @@ class RankGroup:
             raise DeviceLostError(f"the rank group has failed: {self.failure}", retryable=True)
 
     def confirm(self, number: int, selections_digest: str) -> None:
-        """After step `number`: let nobody have its results before all ranks say that they ran the same ops.
+        """After step `number`: release its results only when all ranks say that they ran the same ops.
 
         Raises: ConsistencyError: a rank ran others. DeviceLostError: one has failed, or says nothing in time.
         """

@@ -27,9 +27,10 @@ RequestId = int | str
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
     """One step: `asked` are its requests, encoded, `name` what runs, `plan` and `decided` are digests.
 
-    `epoch` and `number` say which step of which life of the rank group; `decided` is the digest of what rank
-    0's selections were up to here; `values` are the step's arguments for ranks that have no coroutines of
-    their own, packed by `pack`, empty where each rank brings its own. An empty `name` ends the rank group.
+    `epoch` and `number` say which step of which incarnation of the rank group; `decided` is the digest of
+    what rank 0's selections were up to here; `values` are the step's arguments for ranks that have no
+    coroutines of their own, packed by `pack`, empty where each rank brings its own. An empty `name` ends the
+    rank group.
     """
 
     epoch: int
@@ -53,7 +54,7 @@ class StepMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepSequence:
-    """Where one rank stands in the sequence of step messages; knows neither sockets nor clocks."""
+    """The place of one rank in the sequence of step messages; knows neither sockets nor clocks."""
 
     __slots__ = ("epoch", "number", "plan_digest", "rank")
 
@@ -68,7 +69,7 @@ class StepSequence:
     ) -> StepMessage:
         """The next step message, on rank 0.
 
-        Raises: ValueError: a request stands in it twice.
+        Raises: ValueError: a request is in it twice.
         """
         if len(set(requests)) != len(requests):
             repeated = sorted({str(r) for r in requests if list(requests).count(r) > 1})
@@ -80,7 +81,7 @@ class StepSequence:
         )
 
     def accept(self, message: StepMessage, selections_digest: str) -> None:
-        """Take the next step message on a follower that stands where it should.
+        """Take the next step message on a follower that expects it.
 
         Raises: ConsistencyError: it is of another epoch, not the next one, under another plan, or rank 0's
             selections up to here were not this rank's.
@@ -212,7 +213,7 @@ def pack(values: Sequence[Any], what: str) -> bytes:
 
 
 def aligned_contiguous(tensor: Tensor) -> Tensor:
-    """The tensor as it lies on every rank of a step: contiguous, from an address that divides by 64.
+    """The tensor as it is laid out on every rank of a step: contiguous, from an address that divides by 64.
 
     Rows that one rank took out of a larger batch could else mean another kernel there than elsewhere.
     """

@@ -66,7 +66,7 @@ class Steps:
     def next_frame(self, name: str, requests: Sequence[RequestId], packed: bytes = b"") -> bytes:
         """On rank 0: the frame that says what the next step is; it counts as taken.
 
-        Raises: DeviceLostError: the rank group has failed. ValueError: a request stands in it twice.
+        Raises: DeviceLostError: the rank group has failed. ValueError: a request is in it twice.
         """
         group = self.group
         group.raise_if_failed()
@@ -81,7 +81,7 @@ class Steps:
         """On a follower: the next step message, and the DispatchState that its selections are made in.
 
         An empty `name` says that rank 0 has ended the rank group.
-        Raises: ConsistencyError: this rank does not stand where rank 0 stands. DeviceLostError: rank 0 is
+        Raises: ConsistencyError: this rank is not where rank 0 is. DeviceLostError: rank 0 is
             gone.
         """
         group = self.group
@@ -94,7 +94,7 @@ class Steps:
     def accept(self, frame: bytes) -> tuple[StepMessage, DispatchState]:
         """What `next` gives for a frame that has been received.
 
-        Raises: ConsistencyError: it is none, or this rank does not stand where rank 0 stands.
+        Raises: ConsistencyError: it is none, or this rank is not where rank 0 is.
         """
         group, message = self.group, decode(frame)
         if message.name:  # the end comes under any plan

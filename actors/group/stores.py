@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,10 +11,11 @@ from typing import TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]  # public, not declared
 
-from layerzero.spec.errors import DeviceLostError
+from layerzero.spec.errors import ConsistencyError, DeviceLostError
 
 T = TypeVar("T")
 PREFIX = "layerzero-group"
+_DIGEST_BYTES = 64  # SHA-256 in hexadecimal: `compare_set` of torch takes text
 
 
 class TorchStore:
@@ -22,20 +24,27 @@ class TorchStore:
     Keys are stored under `prefix`. The store outlives process groups, so that ranks can still exchange values
     after a collective failed. One thread at a time uses an instance: it sets the timeout of its own client.
 
-    Raises (every method): DeviceLostError: the store's process is gone.
+    With a `token` that only the ranks have, each value carries a keyed digest of its key and itself: a store
+    of torch answers every process that reaches its port, and what such a process wrote is refused.
+
+    Raises (every method): DeviceLostError: the store's process is gone. ConsistencyError: the value under a
+        key has no digest of this token.
     """
 
-    def __init__(self, store: Store, prefix: str = PREFIX) -> None:
+    def __init__(self, store: Store, prefix: str = PREFIX, token: bytes = b"") -> None:
         self._store = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+        self._token = token
         self._timeout_s = 0.0
 
     def set(self, key: str, value: bytes) -> None:
         """Store `value` under `key`."""
-        _reached(lambda: self._store.set(key, value))  # type: ignore[arg-type]  # bytes as well
+        sealed = self._seal(key, value)
+        _reached(lambda: self._store.set(key, sealed))  # type: ignore[arg-type]  # bytes as well
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
         """The value under `key`, waiting for it; None after `timeout_s` seconds."""
-        return self._waiting(timeout_s, lambda: self._store.get(key))
+        sealed = self._waiting(timeout_s, lambda: self._store.get(key))
+        return None if sealed is None else self._open(key, sealed)
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> tuple[bool, ...]:
         """Whether each of `keys` is stored, once all are or after `timeout_s` seconds."""
@@ -45,12 +54,34 @@ class TorchStore:
             return True
 
         if self._waiting(timeout_s, wait):
-            return (True,) * len(keys)
-        return tuple(bool(_reached(partial(self._store.check, [key]))) for key in keys)
+            present = (True,) * len(keys)
+        else:
+            present = tuple(bool(_reached(partial(self._store.check, [key]))) for key in keys)
+        if self._token:
+            for key, is_present in zip(keys, present, strict=True):
+                if is_present:
+                    self._open(key, _reached(partial(self._store.get, key)))
+        return present
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Store `desired` where `expected` is stored (b"": nothing is); the value stored afterwards."""
-        return _reached(lambda: self._store.compare_set(key, expected.decode(), desired.decode()))
+        before, after = (self._seal(key, value).decode() if value else "" for value in (expected, desired))
+        return self._open(key, _reached(lambda: self._store.compare_set(key, before, after)))
+
+    def _seal(self, key: str, value: bytes) -> bytes:
+        """`value` behind its digest."""
+        if not self._token:
+            return value
+        return hmac.digest(self._token, f"{key}\0".encode() + value, "sha256").hex().encode() + value
+
+    def _open(self, key: str, sealed: bytes) -> bytes:
+        """The value behind the digest."""
+        if not self._token:
+            return sealed
+        value = sealed[_DIGEST_BYTES:]
+        if not hmac.compare_digest(sealed, self._seal(key, value)):
+            raise ConsistencyError(f"the store's value of {key!r} was written by no rank of this group")
+        return value
 
     def _waiting(self, timeout_s: float, wait: Callable[[], T]) -> T | None:
         """The result of a call that waits in the store; None after `timeout_s` seconds."""

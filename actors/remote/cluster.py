@@ -125,7 +125,7 @@ class Cluster:
 class _RayClient:
     """Ray's client of this process, which a forked child must not call: its threads and locks stay behind.
 
-    A child that only collects an old handle would wait for ever for a lock that one of those threads held.
+    A child that only collects an old handle would wait forever for a lock that one of those threads held.
     """
 
     def __init__(self) -> None:
@@ -189,9 +189,9 @@ def join(settings: Settings) -> Cluster:
 
 
 def _check_listening(address: str) -> None:
-    """See that somebody listens at host:port: Ray itself would wait for minutes.
+    """Check that a process listens at host:port: Ray itself would wait for minutes.
 
-    Raises: OSError: nobody does.
+    Raises: OSError: none does.
     """
     from ray.util import get_node_ip_address
 
@@ -211,7 +211,7 @@ def _check_listening(address: str) -> None:
 
 
 def _ensure_token() -> None:
-    """Whoever reaches a port of Ray's runs code as us: a cluster that we start asks for a token."""
+    """Any process that reaches a port of Ray runs code as us: a cluster that we start requires a token."""
     mode = os.environ.setdefault(_MODE, "token")
     if mode == "token" and not (os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH)):
         os.environ[_TOKEN] = secrets.token_hex(32)
@@ -225,9 +225,9 @@ def _require_authentication(host: str) -> None:
         log.warning("cluster.unauthenticated", host=host)
         return
     raise ConfigurationError(
-        f"the cluster at {host} asks for no token, so whoever reaches its ports runs code in it: make one "
-        f"with `ray get-auth-token --generate` and set {_MODE}=token, for Ray and before this process "
-        f"imports ray; {_MODE}=disabled takes the risk",
+        f"the cluster at {host} asks for no token, so any process that reaches its ports runs code in it: "
+        f"make one with `ray get-auth-token --generate` and set {_MODE}=token, for Ray and before this "
+        f"process imports ray; {_MODE}=disabled takes the risk",
         field="cluster",
     )
 

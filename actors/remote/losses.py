@@ -1,4 +1,4 @@
-"""What a call without a device of its own has lost on its way, and whether it may go on. Imports no ray."""
+"""What a call without a device of its own has lost, and whether it may continue. Imports no ray."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import anyio
 from layerzero._util import log
 from layerzero.spec.errors import DeviceLostError
 
-# Lives of devices that one call may begin in and lose. Two deaths take a kernel out: the third may answer.
+# Incarnations of devices that one call may begin in and lose. Two crashes take a kernel out: the third may
+# answer.
 MAX_BEGUN = 3
 
 
 class Losses:
-    """The losses of one call: `begun` are lives that were lost after it had begun in them.
+    """The losses of one call: `begun` are incarnations that were lost after it had begun in them.
 
     `again` says whether it may begin once more then. `patience_s` is how long it may still wait for a device.
     """
@@ -35,8 +36,8 @@ class Losses:
     def add(self, error: DeviceLostError, device: str) -> None:
         """Note a loss.
 
-        Raises: DeviceLostError: `error`, where the call may not go on; an error of the hosted code's own is
-            no loss of the device.
+        Raises: DeviceLostError: `error`, where the call may not continue; an error of the hosted code's own
+            is no loss of the device.
         """
         if "hosted_on" in error.context:
             raise error
@@ -51,6 +52,7 @@ class Losses:
         log.warning("device_pool.moved", device=device, why=str(error)[:200])
 
     def gave_up_error(self, last: Any) -> DeviceLostError:
-        """What the caller of a call is told that had begun and may not begin again."""
-        what = f"the call lost {self.begun} lives of devices after it had begun, so it is not run again"
+        """The error of a call that had begun and may not begin again."""
+        lost = f"the call lost {self.begun} incarnations of devices after it had begun"
+        what = f"{lost}, so it is not run again"
         return DeviceLostError(f"{what}: {last}", retryable=False)

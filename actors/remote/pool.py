@@ -177,7 +177,7 @@ class DevicePool:
     ) -> AsyncIterator[Any]:
         """The items that the async generator function `fn` yields on a device; see `DeviceClient.stream`.
 
-        With `resume` and without `on`, a stream goes on elsewhere when its device is lost.
+        With `resume` and without `on`, a stream continues elsewhere when its device is lost.
         """
         if on is not None:
             device = self.device(on)
@@ -200,7 +200,7 @@ class DevicePool:
                 losses.add(error, device.name)
 
     async def prepare(self, fn: Callable[..., Any], /, *args: Any) -> dict[str, Any]:
-        """Run `fn(*args)` on every device now, and on each again at the start of its later lives.
+        """Run `fn(*args)` on every device now, and on each again at the start of its later incarnations.
 
         What loads a model, registers a kernel or puts a policy in force belongs here. The results by device.
         """

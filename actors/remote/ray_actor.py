@@ -26,12 +26,12 @@ from layerzero.actors.device.running_kernels import (
     RunningKernelLog,
     read_crash_log,
 )
+from layerzero.actors.remote.parcels import Payload, payload_bytes, to_payload
 from layerzero.actors.rpc.channel import Listener
 from layerzero.actors.rpc.client import DeviceFacts, DeviceState
 from layerzero.actors.rpc.connection import Connection
 from layerzero.actors.rpc.frames import Address
 from layerzero.actors.rpc.identity import facts_of
-from layerzero.actors.rpc.parcels import Payload, payload_bytes, to_payload
 from layerzero.actors.rpc.server import CallOutcome, CallServer, Envelope, install_server
 from layerzero.actors.rpc.tensors import RemoteTensor, TensorPayload
 from layerzero.native import KERNEL_NOTES
@@ -54,11 +54,11 @@ class Opened(Protocol):
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a life of a device begins with; the same for every life but for what the earlier ones taught.
+    """All that an incarnation of a device begins with; only what earlier ones taught differs.
 
     `opener` is an import string "module:function" of a function from Settings to `Opened`. `pool` names the
     pool, `secret` opens the side channel, `decided` are requests to decide again, `condemned` the kernels
-    that earlier lives took out.
+    that earlier incarnations took out.
     """
 
     name: str
@@ -71,7 +71,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a life says of itself when it begins: `blamed` kernels were in flight when the last one ended."""
+    """What an incarnation reports when it begins: `blamed` kernels were in flight when the last one ended."""
 
     facts: DeviceFacts
     address: Address
@@ -81,7 +81,7 @@ class StartReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """A sign of life: state, load, kernels in flight, new decisions, kernels out of service."""
+    """A heartbeat: state, load, kernels in flight, new decisions, kernels out of service."""
 
     incarnation: str
     state: DeviceState
@@ -93,7 +93,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceActor:
-    """One life of one device. The constructor does nothing, `start` opens everything, once."""
+    """One incarnation of one device. The constructor does nothing, `start` opens everything, once."""
 
     def __init__(self) -> None:
         self._server: CallServer | None = None
@@ -104,7 +104,7 @@ class DeviceActor:
         self._starting: asyncio.Lock | None = None
 
     async def start(self, spec: DeviceSpec) -> StartReport:
-        """Open the device, rebuild what earlier lives had, listen; a repeated call gets the same answer."""
+        """Open the device, rebuild what earlier incarnations had, listen; a second call returns the same."""
         if self._starting is None:
             self._starting = asyncio.Lock()
         async with self._starting:
@@ -145,7 +145,7 @@ class DeviceActor:
         self._server = host
         facts = facts_of(device, spec.name, host.incarnation, node)
         log.info(
-            "device.started", device=spec.name, generation=host.incarnation, blamed=suspects, rebuilt=rebuilt
+            "device.started", device=spec.name, incarnation=host.incarnation, blamed=suspects, rebuilt=rebuilt
         )
         return StartReport(
             facts=facts,
@@ -182,9 +182,9 @@ class DeviceActor:
         return None if self._listener is None else self._listener.connections.get(envelope.client)
 
     async def _may_begin(self, envelope: Envelope) -> bool:
-        """Ask the client whether the request may begin: it may have sent it to another life meanwhile.
+        """Ask the client whether the request may begin: it may have sent it to another incarnation meanwhile.
 
-        A note would not do. What lies in this machine's buffer has reached nobody, and a cut network keeps it
+        A note would not do. What is in this machine's buffer has reached no other, and a cut network keeps it
         there while the client takes us for dead.
         """
         connection = self._connection(envelope)
@@ -224,7 +224,7 @@ class DeviceActor:
         return TensorPayload.pack(self._server.tensor_store.get(handle))
 
     async def leave(self) -> None:
-        """Say that the end to come is in order: nobody is blamed; the channel's end says that all is done."""
+        """Announce an orderly end: no kernel is suspect; the channel's end says that all is done."""
         if self._running_log is not None:
             self._running_log.close()
         if self._opened is not None:
@@ -233,9 +233,9 @@ class DeviceActor:
             self._listener.close()
 
     async def heartbeat(self, received: int = 0) -> Heartbeat | None:
-        """A sign of life from the thread of control; None before `start` has ended.
+        """A heartbeat from the thread of control; None before `start` has ended.
 
-        `known` is how many of this life's decisions have arrived.
+        `known` is how many of this incarnation's decisions have arrived.
         """
         host = self._server
         if host is None:

@@ -1,8 +1,8 @@
 """RayDevice: a device that lives in a Ray actor, as its pool sees it: requests, streams, tensors.
 
 Ray carries requests. The side channel carries control, the items of streams, and the question whether a
-request may begin. A request is sent again under its number until it is answered or the life that had it is
-over; without an answer to that question it never ran, so only then it may run elsewhere.
+request may begin. A request is sent again under its number until it is answered or the incarnation that had
+it is over; without an answer to that question it never ran, so only then it may run elsewhere.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from layerzero.actors.remote import sending
 from layerzero.actors.remote.losses import MAX_BEGUN
+from layerzero.actors.remote.parcels import Payload
 from layerzero.actors.remote.ray_actor import Kind
 from layerzero.actors.remote.restarts import IncarnationLost, health_of
 from layerzero.actors.remote.sending import payload_of, unpickle
 from layerzero.actors.remote.supervised import PAUSE_S, SupervisedDevice
 from layerzero.actors.rpc.client import DeviceHealth, DeviceState
-from layerzero.actors.rpc.parcels import Payload
 from layerzero.actors.rpc.server import CallOutcome
 from layerzero.actors.rpc.settling import result_of
 from layerzero.actors.rpc.tensors import RemoteTensor, TensorPayload
@@ -59,7 +59,7 @@ class RayDevice(SupervisedDevice):
         self._refuse_a_fork()  # asyncio itself would say that no loop runs here
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
-        begun = 0  # in lives that it lost
+        begun = 0  # in incarnations that it lost
         while True:
             try:
                 incarnation = await self._serving_incarnation(deadline, wait)
@@ -87,7 +87,7 @@ class RayDevice(SupervisedDevice):
             return result_of(unpickle(outcome), self.name)
 
     async def _must_resend(self, outcome: CallOutcome) -> bool:
-        """Whether a request that did not run is for the next life, having come too late for this one."""
+        """Whether a request that did not run came too late here and is for the next incarnation."""
         if outcome.status == "draining" and self.state is not DeviceState.DRAINING:
             await asyncio.sleep(PAUSE_S)
             return True
@@ -104,7 +104,7 @@ class RayDevice(SupervisedDevice):
     ) -> AsyncIterator[Any]:
         """The items of `fn` in the actor; see `DeviceClient.stream`."""
         so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []
-        begun = 0  # in lives that it lost since its last item
+        begun = 0  # in incarnations that it lost since its last item
         while True:
             try:
                 incarnation = await self._serving_incarnation(None, wait_for_restart)
@@ -180,12 +180,12 @@ class RayDevice(SupervisedDevice):
     # -- health and the end ----------------------------------------------------------------------
 
     async def health(self) -> DeviceHealth:
-        """How the device is, as of its last sign of life."""
+        """How the device is, as of its last heartbeat."""
         why = "" if self.state is DeviceState.RUNNING else self._why
         return health_of(self, self._incarnation, self._facts, self._restart_policy.restarts, why)
 
     async def prepare(self, fn: Callable[..., Any], /, *args: Any) -> Any:
-        """Run `fn` now and at the start of every later life."""
+        """Run `fn` now and at the start of every later incarnation."""
         payload = payload_of(fn, args, {})
         result = await self._request("call", payload)
         self._prepared.append(payload)

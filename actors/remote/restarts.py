@@ -1,4 +1,4 @@
-"""One life of a remote device as its client knows it, and how many lives it may have."""
+"""One incarnation of a remote device as its client knows it, and how many incarnations it may have."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _REST_S = 10.0
 
 
 class IncarnationLost(Exception):
-    """The life that had a request is over; the text says why."""
+    """The incarnation that had a request is over; the text says why."""
 
 
 class ActorIncarnation:
-    """What the client holds for one life: its channel, its request numbers, which requests may have begun.
+    """What the client has for one incarnation: its channel, request numbers, which requests may have begun.
 
     A request begins only when the client has said that it may, so one that is not in `started` never ran in
-    this life and never will, whatever became of the network.
+    this incarnation and never will, whatever became of the network.
 
-    `over` is resolved with the reason when the life has ended, after everything that the process had
+    `over` is resolved with the reason when the incarnation has ended, after everything that the process had
     written to the channel has been read.
     """
 
@@ -59,7 +59,7 @@ class ActorIncarnation:
         return self._channel
 
     def attach(self, channel: Connection) -> None:
-        """Use a channel; its end is the end of this life."""
+        """Use a channel; its end is the end of this incarnation."""
         self._channel = channel
         channel.on_closed(lambda: self.end("its process or its node has gone"))
 
@@ -106,7 +106,7 @@ class ActorIncarnation:
             self._loop.call_soon_threadsafe(self.channel.notify, "free", key)
 
     def end(self, why: str) -> None:
-        """Say that the life is over."""
+        """Say that the incarnation is over."""
         if not self.over.done():
             self.over.set_result(why)
         if self._channel is not None:
@@ -148,9 +148,9 @@ class Items:
 
 
 class RestartPolicy:
-    """The crash-loop breaker: how long to wait before the next life, and when to give up.
+    """The crash-loop breaker: how long to wait before the next incarnation, and when to give up.
 
-    More than `Settings.max_restarts` deaths within five minutes are too many; each death within that time
+    More than `Settings.max_restarts` crashes within five minutes are too many; each crash within that time
     doubles the delay. Restarts on request do not count.
     """
 
@@ -161,7 +161,7 @@ class RestartPolicy:
         self.restarts = 0
 
     def record_crash(self) -> bool:
-        """Note a death; False where there shall be no further life."""
+        """Note a crash; False where there shall be no further incarnation."""
         now_s = self._clock.now()
         self._crashes = [crash_s for crash_s in self._crashes if now_s - crash_s < WINDOW_S] + [now_s]
         if len(self._crashes) > self._max_restarts:
@@ -174,26 +174,26 @@ class RestartPolicy:
         self.restarts += 1
 
     def reset(self) -> None:
-        """Forget every death: somebody wants it to begin anew."""
+        """Forget every crash: the device was asked to begin anew."""
         self._crashes.clear()
         self.restarts += 1
 
     @property
     def verdict(self) -> str:
-        """Why there is no further life."""
+        """Why there is no further incarnation."""
         times, most = len(self._crashes), self._max_restarts
         return f"it died {times} times within {WINDOW_S:.0f} s, more than max_restarts={most}"
 
     @property
     def delay_s(self) -> float:
-        """Seconds to wait before the next life."""
+        """Seconds to wait before the next incarnation."""
         now_s = self._clock.now()
         recent = sum(now_s - crash_s < WINDOW_S for crash_s in self._crashes)
         return 0.0 if recent < 2 else min(FIRST_DELAY_S * 2.0 ** (recent - 2), MAX_DELAY_S)
 
 
 def with_quarantined(spec: DeviceSpec, started: StartReport) -> DeviceSpec:
-    """What the next life begins with, now that this one has said what the last one died of."""
+    """What the next incarnation begins with, now that this one has said what ended the last one."""
     if started.suspects or started.quarantined:
         log.warning(
             "device.suspects", device=spec.name, kernels=started.suspects, quarantined=started.quarantined
@@ -203,7 +203,7 @@ def with_quarantined(spec: DeviceSpec, started: StartReport) -> DeviceSpec:
 
 
 def with_decisions(spec: DeviceSpec, heartbeat: Heartbeat) -> DeviceSpec:
-    """What the next life begins with, with the decisions that a sign of life has told."""
+    """What the next incarnation begins with, with the decisions that a heartbeat has brought."""
     requests = {repr(request): request for request in (*spec.decided, *heartbeat.decided)}
     return msgspec.structs.replace(spec, decided=tuple(requests.values())[-MAX_DECIDED:])
 
@@ -211,7 +211,7 @@ def with_decisions(spec: DeviceSpec, heartbeat: Heartbeat) -> DeviceSpec:
 def health_of(
     device: Any, incarnation: ActorIncarnation | None, facts: DeviceFacts | None, restarts: int, why: str
 ) -> DeviceHealth:
-    """How a device is, as of the last sign of its life."""
+    """How a device is, as of the last heartbeat."""
     heartbeat = None if incarnation is None else incarnation.last_heartbeat
     longest = heartbeat.running[0] if heartbeat is not None and heartbeat.running else None
     return DeviceHealth(

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from layerzero.actors.remote.parcels import Payload, StoredPayload, payload_bytes, to_payload
 from layerzero.actors.remote.ray_actor import Kind
 from layerzero.actors.remote.restarts import ActorIncarnation, IncarnationLost
-from layerzero.actors.rpc.parcels import Payload, StoredPayload, payload_bytes, to_payload
 from layerzero.actors.rpc.server import CallOutcome, Envelope
 from layerzero.actors.rpc.tensors import TensorPayload
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError
@@ -37,13 +37,13 @@ class Sender:
         tensor_payload: Any,
         deadline: float | None,
     ) -> CallOutcome:
-        """The outcome of one request in one life, sent as often as it takes.
+        """The outcome of one request in one incarnation, sent as often as it takes.
 
         Ray needs seconds to report a lost message. The channel says at once that a request begins and that
         it has ended; a copy is sent where that or the answer does not come soon.
 
-        Raises: LostLife: the life is over; another one's answer to a copy says so too, and nothing of the
-            first one, which may have begun. DeadlineExceededError: the deadline has passed.
+        Raises: IncarnationLost: the incarnation is over; another one's answer to a copy says so too, and
+            nothing of the first one, which may have begun. DeadlineExceededError: the deadline has passed.
         """
         loop = asyncio.get_running_loop()
         replies: set[asyncio.Future[Any]] = set()
@@ -152,7 +152,7 @@ def _outcome_of(reply: asyncio.Future[Any]) -> CallOutcome | None:
 
 
 def lost_call(device: str, lost: object, begun: int = 0) -> DeviceLostError:
-    """What the caller of a call that had begun is told; `begun`: lives lost by one that may run again."""
+    """The error text of a call that had begun; `begun`: incarnations lost by one that may run again."""
     what = f"device {device!r} was lost while the call ran there ({lost}); it had started"
     if begun:
         what += f" and lost its device {begun} times, so it is not run again"
@@ -162,12 +162,12 @@ def lost_call(device: str, lost: object, begun: int = 0) -> DeviceLostError:
 
 
 def lost_stream(device: str, lost: object, begun: int = 0) -> DeviceLostError:
-    """What the consumer of a stream that had begun is told; `begun` as above, since its last item."""
+    """The error text of a stream that had begun; `begun` as above, since its last item."""
     what = f"device {device!r} was lost in the middle of a stream ({lost})"
     if begun:
-        what += f"; it lost its device {begun} times since its last item, so it does not go on"
+        what += f"; it lost its device {begun} times since its last item, so it does not continue"
     else:
-        what += "; pass resume=True and take so_far where it can go on from what was delivered"
+        what += "; pass resume=True and take so_far where it can continue from what was delivered"
     return DeviceLostError(what, retryable=False)
 
 

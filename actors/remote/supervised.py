@@ -1,7 +1,7 @@
-"""SupervisedDevice: the lives of a device in a Ray actor, begun, watched, ended and begun again.
+"""SupervisedDevice: the incarnations of a device in a Ray actor, begun, watched, ended and begun again.
 
-Ray places the actor and starts it again. The end of the side channel is the first sign of a death; a life
-that gives no sign, or whose kernel does not end, is ended.
+Ray places the actor and starts it again. The end of the side channel is the first sign of a crash; an
+incarnation that sends no heartbeat, or whose kernel does not end, is ended.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from layerzero._util import log
 from layerzero._util.clock import Clock, MonotonicClock
 from layerzero._util.fork_safety import renew_after_fork
+from layerzero.actors.remote.parcels import Payload
 from layerzero.actors.remote.ray_actor import DeviceSpec, Heartbeat, StartReport
 from layerzero.actors.remote.restarts import ActorIncarnation, RestartPolicy, with_decisions, with_quarantined
 from layerzero.actors.remote.sending import Sender, await_ref, unpickle
@@ -22,7 +23,6 @@ from layerzero.actors.rpc.channel import connect
 from layerzero.actors.rpc.client import DeviceFacts, DeviceState
 from layerzero.actors.rpc.connection import Handler
 from layerzero.actors.rpc.frames import Address
-from layerzero.actors.rpc.parcels import Payload
 from layerzero.actors.rpc.settling import result_of
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
 
@@ -71,9 +71,9 @@ class SupervisedDevice:
 
     @property
     def facts(self) -> DeviceFacts:
-        """What it is, as of its present life.
+        """What it is, as of its present incarnation.
 
-        Raises: DeviceLostError: it has not begun its first life.
+        Raises: DeviceLostError: it has not begun its first incarnation.
         """
         if self._facts is None:
             raise DeviceLostError(f"device {self.name!r} has not started", retryable=True)
@@ -81,9 +81,9 @@ class SupervisedDevice:
 
     @property
     def address(self) -> Address:
-        """Where the side channel of the present life listens; another process may dial it.
+        """Where the side channel of the present incarnation listens; another process may dial it.
 
-        Raises: DeviceLostError: the device is between two lives.
+        Raises: DeviceLostError: the device is between two incarnations.
         """
         incarnation = self._incarnation
         if incarnation is None or incarnation.over.done():
@@ -100,14 +100,14 @@ class SupervisedDevice:
         """The Ray actor's handle; for placement and tests."""
         return self._actor
 
-    # -- lives -----------------------------------------------------------------------------------
+    # -- incarnations -----------------------------------------------------------------------------------
 
     async def wait_until_serving(self) -> None:
         """Wait until it serves, or never will."""
         await self._serving.wait()
 
     async def open(self, timeout_s: float) -> None:
-        """Create the actor and wait for its first life.
+        """Create the actor and wait for its first incarnation.
 
         Raises: DeviceLostError: it did not begin within `timeout_s`; the message says what it waited for.
         """
@@ -125,7 +125,7 @@ class SupervisedDevice:
             raise DeviceLostError(f"device {self.name!r} did not start: {self._why}", retryable=False)
 
     async def _supervise(self) -> None:
-        """Begin a life, wait until it is over, begin the next, until closed or given up."""
+        """Begin an incarnation, wait until it is over, begin the next, until closed or given up."""
         while self.state is not DeviceState.CLOSED:
             try:
                 incarnation = await self._begin_incarnation()
@@ -143,7 +143,7 @@ class SupervisedDevice:
                 return
 
     def _note_end(self, why: str) -> bool:
-        """Note the end of a life; False where there shall be no other."""
+        """Note the end of an incarnation; False where there shall be no other."""
         if self.state is DeviceState.CLOSED:
             return False
         self._serving.clear()
@@ -160,7 +160,7 @@ class SupervisedDevice:
     def _give_up(self, why: str) -> None:
         self.state, self._why = DeviceState.DEAD, why
         log.error("device.dead", device=self.name, why=why)
-        self._serving.set()  # whoever waits is to see that it will not come
+        self._serving.set()  # wakes the waiting callers: it will not come
         self._kill(restart=False)
 
     async def _start_actor(self) -> StartReport:
@@ -220,7 +220,7 @@ class SupervisedDevice:
         return incarnation
 
     async def _watch(self, incarnation: ActorIncarnation) -> None:
-        """Ask for signs of life; end a life that gives none, or whose kernel does not end."""
+        """Request heartbeats; end an incarnation that sends none, or whose kernel does not end."""
         limit = self._spec.settings.hang_s
         while not incarnation.over.done():
             try:
@@ -228,10 +228,10 @@ class SupervisedDevice:
                     await_ref(self._actor.heartbeat.remote(incarnation.decisions_received)), limit
                 )
             except TimeoutError:
-                self._hang(incarnation, f"gave no sign of life for {limit} s")
+                self._hang(incarnation, f"sent no heartbeat for {limit} s")
                 return
             except Exception as error:
-                # The end of the channel tells a death; an error of Ray's alone may be a lost message.
+                # The end of the channel means a crash; an error of Ray's alone may be a lost message.
                 log.debug("device.heartbeat_lost", device=self.name, error=str(error)[:200])
                 await asyncio.sleep(HEARTBEAT_S)
                 continue
@@ -269,7 +269,7 @@ class SupervisedDevice:
             )
 
     async def _serving_incarnation(self, deadline: float | None, wait: bool = True) -> ActorIncarnation:
-        """The present life, waiting for it while the device restarts.
+        """The present incarnation, waiting for it while the device restarts.
 
         Raises: RuntimeClosedError, DeviceLostError, DeadlineExceededError.
         """
@@ -317,11 +317,11 @@ class SupervisedDevice:
             return False
 
     async def restart(self, *, drain_s: float = 30.0) -> None:
-        """Drain, end the process, and wait for the next life.
+        """Drain, end the process, and wait for the next incarnation.
 
-        One that had died too often begins anew, its deaths forgiven.
+        One that had crashed too often begins anew, with no crash counted.
 
-        Raises: DeviceLostError: there is no next life within `Settings.placement_timeout_s`.
+        Raises: DeviceLostError: there is no next incarnation within `Settings.placement_timeout_s`.
         """
         if self.state is DeviceState.DEAD:
             await self._revive()
@@ -330,10 +330,10 @@ class SupervisedDevice:
             self.state = DeviceState.RUNNING  # it took no calls for the sake of this restart
         incarnation = await self._serving_incarnation(None)
         self.state = DeviceState.RESTARTING
-        self._serving.clear()  # calls wait for the next life instead of being refused
+        self._serving.clear()  # calls wait for the next incarnation instead of being refused
         await self._request_drain(drain_s)
         await self._wait_for_answers(incarnation, max(drain_s, _LAST_S))
-        self._restart_requested = True  # before the goodbye, whose end of the channel is no death
+        self._restart_requested = True  # set first: closing the channel below must not count as a crash
         self._restart_policy.record_restart()
         await self._request_leave(incarnation)
         incarnation.end("restarted on request")
@@ -356,7 +356,7 @@ class SupervisedDevice:
             await asyncio.sleep(PAUSE_S)
 
     async def _request_leave(self, incarnation: ActorIncarnation) -> None:
-        with suppress(Exception):  # a process that cannot say goodbye is ended all the same
+        with suppress(Exception):  # a process that cannot end in order is ended all the same
             await asyncio.wait_for(incarnation.channel.request("leave"), _LAST_S)
 
     async def close(self) -> None:

@@ -31,7 +31,7 @@ class Listener:
     seconds tells how many were refused.
 
     On Linux the socket has one of the abstract names, which vanish with their owner, however it ends;
-    elsewhere it lies in a folder of this user's alone.
+    elsewhere it is in a folder of this user alone.
     """
 
     def __init__(self, handlers: dict[str, Handler], *, node: str, host: str, secret: bytes) -> None:
@@ -107,7 +107,7 @@ async def connect(
 ) -> Connection:
     """Dial a device's channel: its unix socket on its own node, else TCP.
 
-    Raises: OSError: nobody listens. DeviceLostError: the handshake failed.
+    Raises: OSError: no process listens. DeviceLostError: the handshake failed.
     """
     loop = asyncio.get_running_loop()
 

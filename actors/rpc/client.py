@@ -19,7 +19,7 @@ from layerzero.spec.hardware import Hardware
 
 
 class DeviceState(StrEnum):
-    """Where a device stands.
+    """The state of a device.
 
     STARTING -> RUNNING -> DRAINING -> CLOSED, and RUNNING -> RESTARTING -> RUNNING after a loss. HUNG is the
     moment between the watchdog's verdict and the end of the process. DEAD will not come back by itself.
@@ -37,8 +37,8 @@ class DeviceState(StrEnum):
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a device is: where it lives, the hardware under it, the versions and the kernels it has.
 
-    `generation` names one life of its process; `device` is torch's name inside that process; `kernels` is a
-    digest of the registry; `versions` maps distributions to versions.
+    `incarnation` names one run of its process; `device` is torch's name inside that process; `kernels`
+    is a digest of the registry; `versions` maps distributions to versions.
     """
 
     name: str
@@ -86,12 +86,12 @@ class DeviceClient(Protocol):
 
     @property
     def state(self) -> DeviceState:
-        """Where it stands now."""
+        """Its present state."""
         ...
 
     @property
     def facts(self) -> DeviceFacts:
-        """What it is, as of its present life."""
+        """What it is, as of its present incarnation."""
         ...
 
     @property
@@ -136,8 +136,8 @@ class DeviceClient(Protocol):
         """The items that the async generator function `fn` yields on the device; plain values only.
 
         With `resume`, `fn` also gets `so_far`, a list of the items delivered already, and yields what follows
-        them: after a loss it is called again on the device's next life and nothing is delivered twice. A
-        caller that has items from elsewhere passes them as `so_far`.
+        them: after a loss it is called again on the device's next incarnation and nothing is delivered twice.
+        A caller that has items from elsewhere passes them as `so_far`.
 
         Raises: as `run`.
         """
@@ -157,7 +157,7 @@ class DeviceClient(Protocol):
     async def fetch(self, handle: RemoteTensor) -> Tensor:
         """A copy, in this process, of a tensor that lives on the device.
 
-        Raises: DeviceLostError: the life of the device that held it has ended.
+        Raises: DeviceLostError: the incarnation of the device that held it has ended.
         """
         ...
 
@@ -170,11 +170,11 @@ class DeviceClient(Protocol):
         ...
 
     async def restart(self, *, drain_s: float = 30.0) -> None:
-        """Drain, then begin a new life with the same kernels, decisions and preparations."""
+        """Drain, then begin a new incarnation with the same kernels, decisions and preparations."""
         ...
 
     async def prepare(self, fn: Callable[..., Any], /, *args: Any) -> Any:
-        """Run `fn(*args)` now, and again at the start of every later life, before any call."""
+        """Run `fn(*args)` now, and again at the start of every later incarnation, before any call."""
         ...
 
     async def close(self) -> None:

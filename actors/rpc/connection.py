@@ -163,7 +163,7 @@ class Connection(MessageStream):
                 return
             try:
                 result = handler(message.body, self)
-            except Exception as error:  # it is nobody's answer, and the frames behind it are to be read
+            except Exception as error:  # it answers no request, and the frames after it are to be read
                 log.warning("channel.note_failed", kind=message.kind, peer=self.peer, error=_text(error))
                 return
             if isinstance(result, Awaitable):

@@ -27,7 +27,7 @@ _CLIENT = "here"
 class LocalClient:
     """The device of this process; `DeviceClient` says what each method promises.
 
-    `restart` begins a new generation of the host: its tensors go, its preparations run again.
+    `restart` begins a new incarnation of the host: its tensors go, its preparations run again.
     """
 
     def __init__(self, device: LocalDevice, name: str) -> None:
@@ -71,7 +71,7 @@ class LocalClient:
 
     @property
     def state(self) -> DeviceState:
-        """Where it stands now."""
+        """Its present state."""
         if self._closed:
             return DeviceState.CLOSED
         if self._restarting is not None:
@@ -213,7 +213,7 @@ class LocalClient:
         return await self._server.drain(timeout_s)
 
     async def restart(self, *, drain_s: float = 30.0) -> None:
-        """Begin a new generation in the same process."""
+        """Begin a new incarnation in the same process."""
         old = await self._serving()
         restarting = self._restarting = asyncio.get_running_loop().create_future()
         try:

@@ -165,7 +165,7 @@ class MessageStream(asyncio.Protocol):
 
     @property
     def peer_closed(self) -> bool:
-        """Whether this machine knows that the other end has gone, read or not; a cut network tells nobody."""
+        """Whether the system knows that the other end has gone; a cut network reports nothing."""
         if self._transport is None or self._transport.is_closing():
             return True
         return self._poll is not None and any(what & _GONE for _, what in self._poll.poll(0))

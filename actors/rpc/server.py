@@ -1,7 +1,7 @@
 """Host: runs other people's code beside a LocalDevice, once for each request, until it is drained.
 
 The host of this process serves an in-process port directly, and an actor's port through Ray and the side
-channel. Everything that must hold in both cases stands here: one execution a request, cancelling, deadlines,
+channel. Everything that must hold in both cases is here: one execution a request, cancelling, deadlines,
 draining, streams, handlers for control messages, the tensors kept for others.
 """
 
@@ -23,9 +23,9 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.running_kernels import RunningKernel
 from layerzero.actors.rpc.client import DeviceState
 from layerzero.actors.rpc.connection import Connection, Handler
-from layerzero.actors.rpc.faults import lost_device
 from layerzero.actors.rpc.idempotency_log import AlreadyAcknowledged, IdempotencyLog
 from layerzero.actors.rpc.tensors import RemoteTensor, RemoteTensorStore
+from layerzero.health.device_faults import lost_device
 from layerzero.ops import table as ops_table
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, NoKernelFoundError, UnknownOpError
@@ -38,7 +38,7 @@ Status = Literal["done", "failed", "cancelled", "stale", "settled", "draining", 
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """What travels with a request: who asks, its number, what of the client's is settled, for which life.
+    """What travels with a request: its client and number, what the client has settled, for which incarnation.
 
     `timeout_s` is the backstop on the host; the client has its own clock.
     """
@@ -78,8 +78,8 @@ class _ServedCall:
 class CallServer:
     """Hosts code on one device, on the event loop that made it.
 
-    `generation` names this life. `handlers` answers control messages by kind; hosted code adds its own with
-    `on`. `journal` is the device's, or None where nobody reads it.
+    `incarnation` names this run. `handlers` answers control messages by kind; hosted code adds its own
+    with `on`. `journal` is the device's, or None where it is not read.
     """
 
     def __init__(self, device: LocalDevice, name: str) -> None:
@@ -99,7 +99,7 @@ class CallServer:
         self._loop = asyncio.get_running_loop()
         self._limit = anyio.Semaphore(MAX_RUNNING)
         self._running: set[asyncio.Task[CallOutcome]] = set()
-        self.inherited_requests: Sequence[CallSpec] = ()  # what earlier lives decided
+        self.inherited_requests: Sequence[CallSpec] = ()  # what earlier incarnations decided
         self._new_requests: deque[CallSpec] = deque(maxlen=MAX_DECIDED)
         self._decided_requests: dict[str, CallSpec] = {}  # in the order in which they were decided first
 
@@ -113,11 +113,11 @@ class CallServer:
     ) -> CallOutcome:
         """Run `work` unless this request has run or is running; the outcome of its one execution.
 
-        `leave` is asked before the work begins: whoever must know that it may have effects. What was refused
-        is over for this life.
+        `leave` is asked before the work begins: its client must know that it may have effects. What was
+        refused is over for this incarnation.
         """
         if envelope.incarnation != self.incarnation:
-            return CallOutcome("stale", detail=f"generation {envelope.incarnation} has ended")
+            return CallOutcome("stale", detail=f"incarnation {envelope.incarnation} has ended")
         try:
             entry = self.idempotency_log.find(envelope.client, envelope.number, envelope.ack_watermark)
         except AlreadyAcknowledged as error:
@@ -144,7 +144,7 @@ class CallServer:
         try:
             async with self._limit:
                 if leave is not None and not await leave():
-                    return CallOutcome("stale", detail="its client has left this life of the device")
+                    return CallOutcome("stale", detail="its client has left this incarnation of the device")
                 entry.began = True
                 with anyio.fail_after(envelope.timeout_s):
                     return CallOutcome("done", await work())
@@ -156,7 +156,7 @@ class CallServer:
             late = f"the call took longer than timeout_s={envelope.timeout_s:.3g} on {self.name!r}"
             return CallOutcome("failed", DeadlineExceededError(late))
         except (SystemExit, KeyboardInterrupt) as error:
-            # Let through, they would end the event loop, and whoever waits here would wait for ever.
+            # Let through, they would end the event loop, and callers that wait here would wait forever.
             message = f"hosted code raised {error!r}; it cannot end its device's process"
             return self._failed(RuntimeError(message).with_traceback(error.__traceback__))
         except Exception as error:
@@ -253,9 +253,9 @@ class CallServer:
         self._new_requests.append(request)
 
     def decided_requests(self, received: int = 0) -> list[CallSpec]:
-        """What this life has decided, without the first `known` of them. From one thread at a time.
+        """What this incarnation has decided, without the first `known` of them. From one thread at a time.
 
-        What was told may have been lost on the way, so who asks says how far it has come.
+        What was sent may have been lost on the way, so the request says how far its sender has come.
         """
         while self._new_requests and len(self._decided_requests) < MAX_DECIDED:
             request = self._new_requests.popleft()
@@ -263,14 +263,14 @@ class CallServer:
         return list(self._decided_requests.values())[received:]
 
     async def rebuild(self) -> int:
-        """Decide anew what earlier lives decided, at the prices in force; how many still have a kernel."""
+        """Decide anew what earlier incarnations decided, at today's prices; how many still have a kernel."""
         if not self.inherited_requests:
             return 0
         await anyio.to_thread.run_sync(self.device.wait_for_costs)  # else their arrival would undo it
         return self.rebuild_decisions(self.inherited_requests)
 
     def rebuild_decisions(self, requests: Sequence[CallSpec]) -> int:
-        """Decide requests of an earlier life again, plans included; how many still have a kernel."""
+        """Decide requests of an earlier incarnation again, plans included; how many still have a kernel."""
         rebuilt_count = 0
         for request in requests:
             try:

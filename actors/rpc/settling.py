@@ -35,7 +35,7 @@ class RequestNumbers:
         return min(self._outstanding, default=self._next)
 
     def take_acks(self, max_count: int = 256) -> tuple[int, ...]:
-        """Settled numbers at or above the floor that were not told yet."""
+        """Settled numbers at or above the floor that were not sent yet."""
         watermark = self.ack_watermark
         acks = [number for number in self._unsent_acks if number >= watermark][:max_count]
         self._unsent_acks = [number for number in self._unsent_acks if number >= watermark][max_count:]

@@ -70,7 +70,7 @@ def send_small_frames(peer: socket.socket) -> None:
 
 
 def limit_waits(peer: socket.socket, option: int, timeout_s: float | None) -> None:
-    """Let a blocking socket wait at most `timeout_s` seconds, None for ever; `option` SO_SNDTIMEO or
+    """Let a blocking socket wait at most `timeout_s` seconds, None forever; `option` SO_SNDTIMEO or
     SO_RCVTIMEO.
 
     A call that has waited so long raises BlockingIOError. The system keeps the limit: Python's own timeout

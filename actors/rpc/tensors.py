@@ -86,7 +86,8 @@ class RemoteTensorStore:
     def get(self, handle: RemoteTensor) -> Tensor:
         """The tensor of a handle.
 
-        Raises: ValueError: it lives on another device. LookupError: it was freed, or lost with a life.
+        Raises: ValueError: it lives on another device. LookupError: it was freed, or lost with an
+            incarnation.
         """
         if handle.device != self._device:
             raise ValueError(
@@ -95,7 +96,7 @@ class RemoteTensorStore:
             )
         tensor = self._tensors.get(handle.key)
         if tensor is None:
-            lost = "was lost with an earlier life of its device"
+            lost = "was lost with an earlier incarnation of its device"
             why = "was freed" if handle.incarnation == self._incarnation else lost
             raise LookupError(f"{handle!r} {why}; ship it again")
         return tensor

@@ -148,7 +148,7 @@ def deny_planned_attention(found: dict[str, Any]) -> None:
 
 def planted() -> dict[str, Callable[[], bool]]:
     """Checks that say whether each planted bug of several streams is caught, and that without it none is."""
-    from layerzero.scheduler import streams
+    from layerzero.scheduler.modes import streams
     from tests.cuda import test_streams as bugs
 
     def under(what: Callable[[], bool], name: str | None = None) -> bool:

@@ -2,7 +2,7 @@
 
 `Layer.forward` and `Llama.forward` are ordinary coroutines over `ops`, and `ops` says who meets whom:
 awaited ops coalesce one by one across all requests; a layer or a step given to `lz.batched` coalesces as a
-whole and runs the same coroutine over blocking ops inside. Keys and values lie in a `PagedCache`.
+whole and runs the same coroutine over blocking ops inside. Keys and values are in a `PagedCache`.
 
 Axes: T rows (tokens of one request, or of all requests that met), H query heads, Hk key heads, D head size,
 C channels, F inner channels.
@@ -23,82 +23,15 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.kvcache import AttentionMetadata, KVCacheSpec, PagedCache, PagedSequence, TokenRange
-from layerzero.ops.host_copies import to_device_with_host_copy
+from models.llama_config import LlamaConfig as LlamaConfig
+from models.sampling import SampleArgs as SampleArgs
+from models.sampling import adjusted_rows, note_logprobs
+from models.sampling import sample_tokens as sample_tokens
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "generate"
 T = TypeVar("T")
-N = TypeVar("N", int, float)
 Per = Literal["op", "layer", "step"]
 GetWeight = Callable[[str, tuple[int, ...]], Tensor]
-
-
-@dataclass(frozen=True)
-class LlamaConfig:
-    """The shape of a Llama, as `config.json` of its folder gives it."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    rope_scaling: lz.LinearScaling | lz.Llama3Scaling | lz.YarnScaling | None = None
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    eos_token_ids: frozenset[int] = frozenset()
-
-    @classmethod
-    def read(cls, folder: Path) -> LlamaConfig:
-        """Read `folder / "config.json"`.
-
-        Raises: ValueError: the model is no Llama, or scales its rotary angles in a way unknown here.
-        """
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if values.get("model_type") != "llama" or values.get("hidden_act", "silu") != "silu":
-            raise ValueError(
-                f"folder needs a Llama with silu, got {values.get('model_type')!r} with "
-                f"{values.get('hidden_act')!r} in {folder}"
-            )
-        rotary = values.get("rope_parameters") or {}
-        end = values.get("eos_token_id")
-        return cls(
-            vocab_size=values["vocab_size"],
-            hidden_size=values["hidden_size"],
-            intermediate_size=values["intermediate_size"],
-            num_hidden_layers=values["num_hidden_layers"],
-            num_attention_heads=values["num_attention_heads"],
-            num_key_value_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
-            head_dim=values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
-            rms_norm_eps=values["rms_norm_eps"],
-            rope_theta=float(rotary.get("rope_theta", values.get("rope_theta", 10000.0))),
-            max_position_embeddings=values["max_position_embeddings"],
-            rope_scaling=_scaling(values.get("rope_scaling") or rotary, values["max_position_embeddings"]),
-            tie_word_embeddings=values.get("tie_word_embeddings", False),
-            attention_bias=values.get("attention_bias", False),
-            mlp_bias=values.get("mlp_bias", False),
-            eos_token_ids=frozenset(() if end is None else [end] if isinstance(end, int) else end),
-        )
-
-
-def _scaling(
-    values: Mapping[str, Any], positions: int
-) -> lz.LinearScaling | lz.Llama3Scaling | lz.YarnScaling | None:
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind == "default":
-        return None
-    factor, trained = values["factor"], values.get("original_max_position_embeddings", positions)
-    if kind == "linear":
-        return lz.LinearScaling(factor)
-    if kind == "llama3":
-        return lz.Llama3Scaling(factor, values["low_freq_factor"], values["high_freq_factor"], trained)
-    if kind == "yarn":
-        return lz.YarnScaling(factor, trained, values.get("beta_fast", 32.0), values.get("beta_slow", 1.0))
-    raise ValueError(f"rope_scaling needs default, linear, llama3 or yarn, got {kind!r}")
 
 
 # -- who meets whom -------------------------------------------------------------------------------------
@@ -141,42 +74,6 @@ def run_sync(coro: Coroutine[Any, Any, T]) -> T:
 _NAMES = tuple(field.name for field in fields(Ops))
 AWAITED = Ops(**{name: getattr(lz, name) for name in _NAMES})
 BLOCKING = Ops(**{name: _as_coroutine(getattr(lz.sync, name)) for name in _NAMES})
-
-
-@dataclass(slots=True)
-class SampleArgs:
-    """How one sequence's next token is drawn; `offset` counts its draws, so that each has its own."""
-
-    temperature: float
-    top_p: float
-    seed: int
-    offset: int
-
-
-def _one_or_per_row(values: list[N], device: torch.device) -> N | Tensor:
-    """The number that all callers give, or one a row."""
-    if values.count(values[0]) == len(values):
-        return values[0]
-    return to_device_with_host_copy(torch.tensor(values, dtype=torch.float64), device)
-
-
-def sample_tokens(logits: Tensor, sample_args: Sequence[SampleArgs]) -> Tensor:
-    """The tokens (B,) for the rows of `logits`, each drawn as its caller wants it."""
-    temperature = _one_or_per_row([draw.temperature for draw in sample_args], logits.device)
-    if not isinstance(temperature, Tensor) and temperature == 0:  # the likeliest: nothing is drawn
-        greedy: Tensor = lz.sync.sample(logits, temperature=0.0, seed=0)
-        return greedy
-    seeds = to_device_with_host_copy(
-        torch.tensor([(draw.seed, draw.offset) for draw in sample_args]), logits.device
-    )
-    sampled: Tensor = lz.sync.sample(
-        logits,
-        temperature=temperature,
-        top_p=_one_or_per_row([draw.top_p for draw in sample_args], logits.device),
-        seed=seeds[:, 0],
-        offset=seeds[:, 1],
-    )
-    return sampled
 
 
 # -- the model ------------------------------------------------------------------------------------------
@@ -245,7 +142,7 @@ class Layer:
     async def forward(
         self, ops: Ops, normed: Tensor, x: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """(normed, x), each (T, C): the residual stream `x`, and it normed for whoever comes next."""
+        """(normed, x), each (T, C): the residual stream `x`, and it normed for the next layer."""
         qkv = await ops.linear(normed, self.w_qkv, self.b_qkv)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
         q, k = await ops.rope(q, k, metadata.positions, self.cos, self.sin)
@@ -349,8 +246,14 @@ class Llama:
             return last
         logits = await self.step(ids, span)
         sampled: Tensor = await lz.sample(
-            logits, temperature=draw.temperature, top_p=draw.top_p, seed=draw.seed, offset=draw.offset
+            adjusted_rows(logits, [draw]),
+            temperature=draw.temperature,
+            top_k=draw.top_k,
+            top_p=draw.top_p,
+            seed=draw.seed,
+            offset=draw.offset,
         )
+        note_logprobs(logits, sampled, [draw])
         return sampled
 
     async def forward(
@@ -385,7 +288,7 @@ class Llama:
     def sample_next_batch(self, ids: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor:
         """`next` for all callers at once: (B,), by graphs on CUDA."""
         greedy, logits = self.runners
-        if all(draw.temperature == 0 for draw in draws):
+        if all(draw.is_greedy for draw in draws):
             return greedy(spans, ids)
         return sample_tokens(logits(spans, ids), draws)
 

@@ -52,7 +52,7 @@ def read_sentences(path: Path = SENTENCES, limit: int | None = None) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one encoder layer; query, key and value stand stacked in one matrix."""
+    """The weights of one encoder layer; query, key and value are stacked in one matrix."""
 
     w_qkv: Tensor
     b_qkv: Tensor
@@ -146,7 +146,7 @@ class MiniLM:
 
     @torch.inference_mode()
     def _forward(self, rows: list[list[int]]) -> Tensor:
-        """Return the embeddings of token id rows that stand in ascending length."""
+        """Return the embeddings of token id rows in ascending length."""
         size, longest = len(rows), len(rows[-1])
         padded = [row + [0] * (longest - len(row)) for row in rows]
         lengths = torch.tensor([len(row) for row in rows], device=self.device)

@@ -5,7 +5,7 @@ sequence go along once, and every rank keeps them, under the first of them, whic
 Rank 0 alone draws, and reads its tokens, as parts of the step: the next one sends them from the host.
 
 Between two steps the devices would wait for the hosts. So while one step runs, every rank makes the places of
-the one that follows if the same sequences go on by a token each; if others come, they are made anew.
+the one that follows if the same sequences continue by a token each; if others come, they are made anew.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class RankLlama(Llama):
         return landed
 
     def _metadata(self, firsts: list[int], starts: list[int], counts: list[int]) -> AttentionMetadata:
-        """Where `counts` rows of each sequence stand, from `starts` on."""
+        """The places of `counts` rows of each sequence, from `starts` on."""
         size, device = self.cache.page_size, self.cache.device
         owners, begun = np.array(firsts), np.array(starts)
         if max(counts) == 1:

@@ -11,9 +11,9 @@ Rank 0 has the requests: each is a coroutine that runs `generation.generate`, as
 in rank 0's batcher runs on every rank, announced by a step message before the first collective. Under
 torchrun the
 same shards run beside it in a loop written by hand over plain torch.distributed; with `--cluster` the ranks
-are actors, and a text goes on from its tokens when one of them dies. Last the whole model runs on one device,
-and the last line says whether the tokens are those of that. `--layers` takes random weights in the shape of
-Llama 3 8B, so many layers of it, instead of the shipped model.
+are actors, and a text continues from its tokens when one of them dies. Last the whole model runs on one
+device, and the last line says whether the tokens are those of that. `--layers` takes random weights in the
+shape of Llama 3 8B, so many layers of it, instead of the shipped model.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def shard_weights(get: GetWeight, rank: int, ranks: int) -> GetWeight:
         axis = 0 if part in ROWS else 1 if part in COLUMNS else -1
         if axis < 0 or (kind == "bias" and part in COLUMNS):
             weight = get(name, shape)
-            # A bias is added once, whoever adds the partial sums up.
+            # A bias is added once, whichever rank adds the partial sums up.
             return torch.zeros_like(weight) if kind == "bias" and part in COLUMNS and rank else weight
         whole = tuple(size * ranks if index == axis else size for index, size in enumerate(shape))
         return get(name, whole).chunk(ranks, axis)[rank].contiguous()
@@ -123,7 +123,7 @@ class TensorParallelLlama(RankLlama):
     ) -> None:
         """`like` has the dtype and the device of the weights.
 
-        `captured` are sizes of crowds: a step of sequences that all decode is a graph for the next size, made
+        `captured` are batch sizes: a step of sequences that all decode is a graph for the next size, made
         by the first step that needs it, and anew for tables that are `WIDE` pages wider.
         """
         shard_config = shard_of(config, member.ranks)
@@ -137,7 +137,7 @@ class TensorParallelLlama(RankLlama):
         self._graph: Any = None
         if captured:
             self.table_multiple = TABLE_MULTIPLE
-            spare = self.cache.sequence(1).pages[0]  # where rows of padding stand
+            spare = self.cache.sequence(1).pages[0]  # where rows of padding are written
             fill = {"slots": spare * self.cache.page_size, "tables": spare, "lengths": 1}
             self._graph = lz.compile(self._decode, buckets=captured, fill=fill)
         self.join(member, "share")
@@ -298,7 +298,7 @@ def build_shard(options: argparse.Namespace, member: Any) -> TensorParallelLlama
 async def continue_text(
     model: TensorParallelLlama, prompt: list[int], tokens: int, seed: int, so_far: list[int] | None = None
 ) -> AsyncIterator[int]:
-    """The tokens behind `prompt` and `so_far`, drawn by seed and place: a text can go on anywhere."""
+    """The tokens behind `prompt` and `so_far`, drawn by seed and place: a text can continue on any device."""
     token_ids = list(so_far or ())
     with model.sequence(len(prompt) + tokens) as sequence:
         ids = torch.tensor([*prompt, *token_ids], device=model.cache.device)

@@ -1,6 +1,6 @@
 """Small files of state: written whole or not at all, read within bounds, set aside where they are damaged.
 
-State lies in folders that nobody else can write: who can plant a file there chooses what is believed, and
+State is in folders that no other user can write: a user that can plant a file there chooses what is read, and
 who can plant a link chooses what is overwritten.
 """
 
@@ -18,13 +18,13 @@ from typing import TypeVar
 import msgspec
 
 _T = TypeVar("_T")
-# A reader must not wait for somebody to write into a pipe that stands at a file's place.
+# A reader must not wait for another process to write into a pipe at a file's path.
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _MAX_GIVEN = 1 << 28
 _POSIX = hasattr(os, "geteuid")
 
-# What stands before the rows of any file of ours.
+# What precedes the rows of any file of ours.
 _HEAD = 1 << 18
 
 
@@ -48,7 +48,7 @@ def own_folder(path: Path, *, default: bool = False) -> Path:
     """`path`, made for this user alone where it is missing, or checked to be this user's where it is there.
 
     A `default` place, which no user chose, has mode 0700 afterwards.
-    Raises: PermissionError: it, or a link at its place, belongs to somebody else, or others can write it.
+    Raises: PermissionError: it, or a link at its place, belongs to another user, or others can write it.
         OSError: it cannot be made, or is no folder.
     """
     if not path.parent.exists():
@@ -83,7 +83,7 @@ def _exposure(status: os.stat_result) -> str:
     if status.st_uid in (user, 0) and not shared:
         return ""
     return (
-        f"to belong to this user ({user}) and to be writable by nobody else, got owner {status.st_uid} and "
+        f"to belong to this user ({user}) and to be writable by no other user, got owner {status.st_uid} and "
         f"mode {stat.S_IMODE(status.st_mode):o}"
     )
 
@@ -91,7 +91,7 @@ def _exposure(status: os.stat_result) -> str:
 def create_own(path: Path) -> int:
     """The descriptor of a new file of this user alone, to read and write.
 
-    Raises: FileExistsError: something stands there, a link too.
+    Raises: FileExistsError: something is there, a link too.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK | getattr(os, "O_CLOEXEC", 0)
     return os.open(path, flags, 0o600)
@@ -120,7 +120,7 @@ def write_whole(path: Path, data: bytes) -> None:
 def replace_own(path: Path, data: bytes, field: str) -> None:
     """Put `data` in place of `path`, for everybody to read; its folder is made where it is missing.
 
-    Raises: FileExistsError: another kind of file stands there. OSError: it cannot be written; what was
+    Raises: FileExistsError: another kind of file is there. OSError: it cannot be written; what was
         there stays.
     """
     need_own(path, field)
@@ -136,7 +136,7 @@ def replace_own(path: Path, data: bytes, field: str) -> None:
 
 
 def need_own(path: Path, field: str) -> None:
-    """Refuse a `path` where anything else stands than JSON with `field`, which a new one may replace.
+    """Refuse a `path` that is anything else than JSON with `field`, which a new one may replace.
 
     Raises: FileExistsError.
     """
@@ -160,7 +160,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 def pinned_path(path: Path) -> str:
-    """A path to the file that stands at `path` now, whatever stands there later; open until the process ends.
+    """A path to the file that is at `path` now, whatever is there later; open until the process ends.
 
     Never closed: the loader knows libraries by their paths, and a number that is given again would name the
     first one. Where the system has no such paths, `path` itself.
@@ -191,7 +191,7 @@ def _need_plain(path: Path, status: os.stat_result) -> None:
 
 
 def read_given(path: str | os.PathLike[str], limit: int = _MAX_GIVEN) -> bytes:
-    """The bytes of a file that a user named: a link may lead to it, and whoever wrote it.
+    """The bytes of a file that a user named: a link may lead to it, and any user may have written it.
 
     Raises: OSError: it cannot be read, or is no plain file. ValueError: it has more than `limit` bytes.
     """
@@ -219,7 +219,7 @@ def decode_json(data: bytes, type: type[_T]) -> _T:
 
 
 def set_aside(path: Path) -> Path:
-    """Give a damaged file a name beside it that nobody reads; gives that name."""
+    """Give a damaged file a name beside it that is never read; returns that name."""
     number = 1
     while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""What torch does around a call for somebody else: transforms, traces, modes and hooks of the caller's.
+"""What torch does around a call for other code: transforms, traces, modes and hooks of the caller's.
 
 A transformed or traced call has no memory that a kernel may read: plain torch computes it. Whatever is
 raised in such surroundings, or by them, says nothing about a kernel.
@@ -59,7 +59,7 @@ def in_foreign_mode() -> bool:
 
 
 def is_raised_outside(error: BaseException) -> bool:
-    """Whether an exception is control flow, or was raised by a mode or hook that stands around the call."""
+    """Whether an exception is control flow, or was raised by a mode or hook around the call."""
     if isinstance(error, StopIteration | StopAsyncIteration | concurrent.futures.CancelledError):
         return True
     if type(error).__module__ == "torch.utils.checkpoint":  # how a recomputation ends early

@@ -1,4 +1,4 @@
-"""What a forked child must not inherit: threads that are not there and locks that nobody will release."""
+"""What a forked child must not inherit: threads that are not there and locks that no thread will release."""
 
 from __future__ import annotations
 

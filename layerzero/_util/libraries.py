@@ -81,7 +81,7 @@ LIBRARIES: tuple[Library, ...] = (
 def examine(
     libraries: Iterable[Library] = LIBRARIES, *, imports: bool = True, timeout_s: float = 60.0
 ) -> tuple[LibraryStatus, ...]:
-    """How each library stands, in order; with `imports` every installed one is imported in a child."""
+    """The state of each library, in order; with `imports` every installed one is imported in a child."""
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="layerzero-doctor") as pool:
         return tuple(pool.map(lambda library: _one(library, imports, timeout_s), libraries))
 

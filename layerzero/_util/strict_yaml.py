@@ -1,4 +1,4 @@
-"""Read a small YAML file from somebody else: plain data with line numbers, or a refusal.
+"""Read a small YAML file from another party: plain data with line numbers, or a refusal.
 
 Refused: more than 1 MiB, more than 16 levels, anchors and aliases (they can expand without bound), tags (they
 choose types), merge keys, duplicate keys, lists or mappings as keys, a second document, and text that is
@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
-
-from layerzero._util.files import read_given
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
@@ -52,18 +49,6 @@ class Document(NamedTuple):
             if path[:end] in self.lines:
                 return self.lines[path[:end]]
         return None
-
-
-def parse_file(path: str | os.PathLike[str]) -> Document:
-    """Decode the YAML mapping in a file, as `parse` does.
-
-    Raises: OSError: it cannot be read. YamlError: as `parse`.
-    """
-    try:
-        data = read_given(path, MAX_BYTES)
-    except ValueError as error:
-        raise YamlError(f"needs at most {MAX_BYTES} bytes, got more") from error
-    return parse(data)
 
 
 def parse(data: bytes) -> Document:

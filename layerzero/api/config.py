@@ -32,6 +32,12 @@ def configure(**changes: Any) -> Settings:
     keep what they were started with (`settings.here_alone` in the log).
     Raises: ConfigurationError: an unknown setting (near names are listed), a value it does not take, or a
         setting that is read only when a runtime opens.
+
+    Example:
+        >>> import layerzero as lz
+        >>> with lz.start(scoped=True):
+        ...     lz.configure(max_batch_size=16).max_batch_size
+        16
     """
     runtime = context_runtime()
     settings = runtime.settings.replace(**changes)
@@ -64,6 +70,13 @@ def lock(op: str, kernel: str, *, when: str | tuple[str, ...] = (), for_s: float
     elsewhere. `when` limits the lock (`"Sq > 1024"`), `for_s` ends it.
 
     Raises: PolicyValidationError: the op or the kernel is unknown here.
+
+    Example:
+        >>> import layerzero as lz
+        >>> with lz.start(scoped=True):
+        ...     lz.lock("rms_norm", "reference")
+        ...     lz.get_locks()
+        {'rms_norm': 'reference'}
     """
     runtime = context_runtime()
     base = op.replace("/", ".").split(".")[0]
@@ -107,6 +120,13 @@ def add_policy(*, prefer: str = "", deny: str = "", op: str = "*", for_s: float 
     """Add a preference or a denial to the whole process, for `for_s` seconds where given.
 
     Raises: PolicyValidationError: a pattern does not parse.
+
+    Example:
+        >>> import torch, layerzero as lz
+        >>> with lz.start(scoped=True):
+        ...     lz.add_policy(deny="torch.*", op="rms_norm")
+        ...     lz.which("rms_norm", torch.ones(2, 8)).startswith("torch.")
+        False
     """
     runtime = context_runtime()
     until = _until(for_s)

@@ -29,6 +29,8 @@ from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Category
 from layerzero.spec.settings import Settings
 
+Rows = list[tuple[str, ...]]
+
 
 class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The machine and the interpreter; `awaited_path` says whether the awaited ops run compiled."""
@@ -62,7 +64,7 @@ class SQLiteInfo(msgspec.Struct, frozen=True):
 
 
 class OpKernels(msgspec.Struct, frozen=True, kw_only=True):
-    """The kernels of one op by how they stand on the default device; `elsewhere` are for other hardware."""
+    """The kernels of one op by their state on the default device; `elsewhere` are for other hardware."""
 
     op: str
     ready: tuple[str, ...] = ()
@@ -96,7 +98,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
         """Whether every required part works."""
         return not self.problems
 
-    def sections(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    def sections(self) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
         """The report as tables: a title, the column names, the rows."""
         yield "system", ("what", "value"), [*_host_rows(self.host), *_torch_rows(self.torch)]
         yield "sqlite", ("version", "note"), [(self.sqlite.version, _sqlite_note(self.sqlite))]
@@ -114,7 +116,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
                     p.name,
                     p.distribution or "-",
                     p.version or "-",
-                    "allowed" if p.name in allowed else "not allowed",
+                    f"{'' if p.name in allowed else 'not '}allowed",
                 )
                 for p in self.plugins
             ],
@@ -123,19 +125,15 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
             f"kernels on {self.device or 'no device'}",
             ("op", "ready", "cold", "blocked", "for other hardware"),
             [
-                (
-                    k.op,
-                    str(len(k.ready)),
-                    ", ".join(k.cold) or "-",
-                    ", ".join(k.blocked) or "-",
-                    str(len(k.elsewhere)),
-                )
+                (k.op, f"{len(k.ready)}", _names(k.cold), _names(k.blocked), f"{len(k.elsewhere)}")
                 for k in self.kernels
             ],
         )
-        yield "health", ("kernel", "state", "why"), _health_rows(self.health)
-        yield "policy in force", ("rule", "from"), _policy_rows(self.policy)
-        yield "settings that differ from the defaults", ("setting", "value"), _setting_rows(self.settings)
+        health: Rows = [(s.kernel, s.state.value, s.why or "-") for s in self.health]
+        yield "health", ("kernel", "state", "why"), health
+        yield "policy in force", ("rule", "from"), [_policy_row(rule) for rule in self.policy]
+        settings: Rows = [(name, repr(value)) for name, value in sorted(self.settings.items())]
+        yield "settings that differ from the defaults", ("setting", "value"), settings
 
     def __str__(self) -> str:
         parts = [
@@ -315,18 +313,11 @@ def _sqlite_note(sqlite: SQLiteInfo) -> str:
     return "free of the WAL-reset bug"
 
 
-def _health_rows(standings: tuple[BreakerStatus, ...]) -> list[tuple[str, ...]]:
-    return [(s.kernel, s.state.value, s.why or "-") for s in standings]
+def _names(kernels: tuple[str, ...]) -> str:
+    return ", ".join(kernels) or "-"
 
 
-def _policy_rows(rules: tuple[dict[str, Any], ...]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for rule in rules:
-        when = f" when {' and '.join(rule['when'])}" if rule["when"] else ""
-        text = f"{rule['action']} {', '.join(rule['patterns'])} for {rule['op']}{when}"
-        rows.append((text, f"{rule['layer']}: {rule['source']}"))
-    return rows
-
-
-def _setting_rows(settings: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [(name, repr(value)) for name, value in sorted(settings.items())]
+def _policy_row(rule: dict[str, Any]) -> tuple[str, str]:
+    when = f" when {' and '.join(rule['when'])}" if rule["when"] else ""
+    text = f"{rule['action']} {', '.join(rule['patterns'])} for {rule['op']}{when}"
+    return text, f"{rule['layer']}: {rule['source']}"

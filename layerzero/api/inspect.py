@@ -42,7 +42,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 class KernelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One registered kernel as it stands on a device: `state` is ready, cold, or why it is blocked."""
+    """One registered kernel with its state on a device: `state` is ready, cold, or why it is blocked."""
 
     id: str
     op: str
@@ -57,6 +57,13 @@ def select(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) ->
     """The selection that a call with these arguments gets now; nothing runs.
 
     Raises: UnknownOpError: the ops are listed. NoKernelFoundError: no kernel may and can.
+
+    Example:
+        >>> import torch, layerzero as lz
+        >>> with lz.start(scoped=True):
+        ...     selection = lz.select("rms_norm", torch.ones(2, 8), backend="reference")
+        >>> selection.kernel, len(selection.trace) > 1
+        ('reference.rms_norm', True)
     """
     return _plan(ops_table.get(op), args, kwargs, backend).selection_for_request()
 
@@ -84,7 +91,14 @@ def select_batch(
 
 
 def which(op: str, /, *args: Any, batch: int = 1, backend: str | None = None, **kwargs: Any) -> str:
-    """The id of the kernel that a call with these arguments gets; with `batch`, that many of them merged."""
+    """The id of the kernel that a call with these arguments gets; with `batch`, that many of them merged.
+
+    Example:
+        >>> import torch, layerzero as lz
+        >>> with lz.start(scoped=True):
+        ...     lz.which("rms_norm", torch.ones(2, 8), backend="reference")
+        'reference.rms_norm'
+    """
     definition = ops_table.get(op)
     if batch == 1:
         return _plan(definition, args, kwargs, backend).kernel
@@ -104,6 +118,13 @@ def explain(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -
     """Every kernel's verdict on a call with these arguments, decided anew; print it.
 
     Raises: NoKernelFoundError: as `select`; its message holds the same verdicts.
+
+    Example:
+        >>> import torch, layerzero as lz
+        >>> with lz.start(scoped=True):
+        ...     text = str(lz.explain("rms_norm", torch.ones(2, 8), backend="reference"))
+        >>> print(text.splitlines()[1])
+        -> reference.rms_norm: locked by backend='reference'
     """
     definition = ops_table.get(op)
     _, full = checked_build(definition, args, kwargs)
@@ -122,7 +143,7 @@ def dry_run(
     """The choice for these arguments on other hardware, or under another strictness; nothing runs.
 
     On the machine at hand this is `select`. On `hardware`, every registered kernel is judged as if its
-    library were installed there, so that a device pool can be planned from a laptop; beside them stand
+    library were installed there, so that a device pool can be planned from a laptop; beside them are
     kernels that
     are descriptors only, which the record says. A name such as "b200" or "mi300x" is a described device.
 
@@ -162,6 +183,14 @@ def validate(op: str, /, *args: Any, **kwargs: Any) -> CallSpec:
     """The request that these arguments make, after every check of the op; nothing is selected or run.
 
     Raises: ValueError, TypeError: an argument is wrong, by name.
+
+    Example:
+        >>> import torch, layerzero as lz
+        >>> lz.validate("rms_norm", torch.ones(2, 8)).dims
+        {'N': 2, 'C': 8}
+        >>> lz.validate("rms_norm", torch.ones(2, 8), torch.ones(4))
+        Traceback (most recent call last):
+        ValueError: weight needs 8 elements like x's last axis, got 4
     """
     definition = ops_table.get(op)
     _, full = checked_build(definition, args, kwargs)
@@ -172,7 +201,7 @@ def validate(op: str, /, *args: Any, **kwargs: Any) -> CallSpec:
 
 
 def list_kernels(op: str | None = None, *, backend: str | None = None) -> list[KernelInfo]:
-    """The kernels registered on the default device, in registration order, with how each stands.
+    """The kernels registered on the default device, in registration order, with the state of each.
 
     Raises: NoKernelFoundError: `op` does not exist. ValueError: no kernel is of `backend`.
     """

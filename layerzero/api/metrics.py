@@ -48,6 +48,9 @@ class _BatcherCollector:
         worst = GaugeMetricFamily(name + "queue_wait_max_seconds", "longest wait of a call", labels=device)
         sizes = HistogramMetricFamily(name + "batch_size", "calls in one batch", labels=device)
         items = CounterMetricFamily(name + "items", "calls submitted", labels=device)
+        at_once = CounterMetricFamily(
+            name + "at_once", "calls that few could join: never queued", labels=device
+        )
         tokens = CounterMetricFamily(name + "tokens", "rows or tokens launched", labels=device)
         calls = CounterMetricFamily(name + "calls", "calls by how they ended", labels=["device", "outcome"])
         live = GaugeMetricFamily(name + "in_flight", "calls submitted and not ended", labels=device)
@@ -62,6 +65,7 @@ class _BatcherCollector:
             worst.add_metric(labels, stats.wait_max_s)
             sizes.add_metric(labels, _buckets(stats.sizes), sum_value=launched)
             items.add_metric(labels, stats.submitted)
+            at_once.add_metric(labels, stats.at_once)
             tokens.add_metric(labels, stats.tokens)
             for outcome in _OUTCOMES:
                 calls.add_metric([*labels, outcome], getattr(stats, outcome))
@@ -72,10 +76,10 @@ class _BatcherCollector:
             for state in _OUT:
                 kernels_out.add_metric([*labels, state.value], states[state])
         pages = GaugeMetricFamily(self._prefix + "kv_pages", "pages of KV caches", labels=["device", "state"])
-        for where, (used, free) in _kv_pages().items():
-            pages.add_metric([where, "used"], used)
-            pages.add_metric([where, "free"], free)
-        yield from (wait, worst, sizes, items, tokens, calls, live, queued, kernels_out, pages)
+        for name, (used, free) in _kv_pages().items():
+            pages.add_metric([name, "used"], used)
+            pages.add_metric([name, "free"], free)
+        yield from (wait, worst, sizes, items, at_once, tokens, calls, live, queued, kernels_out, pages)
         yield from self._runtime.counters.collector(self._prefix).collect()
 
 

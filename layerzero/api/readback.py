@@ -1,8 +1,8 @@
-"""`to_host`: the awaitable read-back of a result, which starts when it is called."""
+"""`to_host`: a read-back that starts when it is called; `run_ahead`: a loop in front of its reader."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from typing import Any
 
 from torch import Tensor
@@ -10,12 +10,13 @@ from torch import Tensor
 from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE
 from layerzero.native import FAST_PATH
+from layerzero.ops import checks
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PendingCall
 from layerzero.scheduler.loop_driver import LoopDriver
-from layerzero.scheduler.readback import compact
-from layerzero.scheduler.streams import resume_modes, suspend_modes
-from layerzero.scheduler.torch_modes import Modes
+from layerzero.scheduler.modes.readback import compact
+from layerzero.scheduler.modes.streams import resume_modes, suspend_modes
+from layerzero.scheduler.modes.torch_modes import Modes
 
 
 class HostRead(Coroutine[Any, Any, Tensor]):
@@ -101,6 +102,14 @@ def to_host(tensor: Tensor) -> HostRead:
         ...     return (await reading).tolist()
         >>> asyncio.run(main())
         [0, 2, 4]
+
+    Example:
+        >>> import asyncio, torch, layerzero as lz
+        >>> async def main():
+        ...     async with lz.start(scoped=True):
+        ...         return await lz.to_host(torch.tensor([3, 1]))
+        >>> asyncio.run(main()).tolist()
+        [3, 1]
     """
     if not isinstance(tensor, Tensor):
         raise _no_tensor(tensor)
@@ -118,6 +127,49 @@ def to_host(tensor: Tensor) -> HostRead:
     modes = device.capture_modes()
     assert modes.stream is not None and driver.readback is not None
     return HostRead(None, driver.readback.start(plain, modes.stream), driver, device.capture_modes)
+
+
+async def run_ahead(
+    step: Callable[[Tensor], Awaitable[Tensor]], ids: Tensor, *, max_steps: int | None = None
+) -> AsyncGenerator[Tensor, None]:
+    """Yield on the host what `step` returns, step after step, each step begun with the result before it.
+
+    On CUDA step n + 1 is launched from result n on the device before n is on the host, so that the device
+    computes while the reader decides. Leaving the loop drops what ran ahead: at most one step. Give pages
+    back behind the loop, not inside it; on one stream their next sequence comes after that step. On a
+    device that answers when it has computed, nothing runs ahead. The results are the same either way.
+
+    Args: `step` takes `ids` and returns what the next step takes, both on the same device. `max_steps` ends
+        the loop after so many results; None never does.
+    Raises: ValueError: `max_steps` is below 1. TypeError: `step` returned no tensor. What `step` raises.
+
+    Example:
+        >>> import asyncio, contextlib, torch, layerzero as lz
+        >>> async def main():
+        ...     async def step(ids):
+        ...         return ids + 1
+        ...     async with contextlib.aclosing(lz.run_ahead(step, torch.tensor([5]), max_steps=3)) as tokens:
+        ...         return [int(token) async for token in tokens]
+        >>> asyncio.run(main())
+        [6, 7, 8]
+    """
+    if max_steps is not None:
+        checks.need_int("max_steps", max_steps, low=1)
+    steps = 0
+    reading: HostRead | None = None
+    while max_steps is None or steps < max_steps:
+        ids = await step(ids)
+        started = to_host(ids)
+        steps += 1
+        if reading is not None:
+            yield await reading
+            reading = None
+        if started.done:
+            yield await started
+        else:
+            reading = started
+    if reading is not None:
+        yield await reading
 
 
 def _no_tensor(value: object) -> TypeError:

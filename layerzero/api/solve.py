@@ -31,7 +31,7 @@ def solve(
 
     A runtime opened with `Settings(dispatch_table=path)` takes them from there. Buckets are those that were
     measured here or in a shipped table; tune first for others. Every bucket is warmed: a better kernel is
-    loaded and compiled before the decision is written, so that none stands in for one that was only cold.
+    loaded and compiled before the decision is written, so that none replaces one that was only cold.
     Raises: ConfigurationError: nothing was measured for this device. UnknownOpError: an op is unknown.
         FileExistsError: `path` is another kind of file.
     """

@@ -26,7 +26,7 @@ class Started:
         self._scoped = scoped
         self._runtime: Runtime | None = None
         self._token: Token[Scope | None] | None = None
-        self._loop: Any = None  # asyncio's, whose tasks have modes of their own
+        self._isolated_loop: Any = None  # asyncio's, whose tasks have modes of their own
 
     def __enter__(self) -> Runtime:
         if self._settings is not None and self._settings.cluster is not None:
@@ -65,13 +65,13 @@ class Started:
             SCOPE.reset(self._token)
         else:
             uninstall(self._runtime)
-        if self._loop is not None:
-            stop_isolating_task_modes(self._loop)
+        if self._isolated_loop is not None:
+            stop_isolating_task_modes(self._isolated_loop)
         self._runtime.close()
 
     async def __aenter__(self) -> Runtime:
         runtime = self._enter()
-        self._loop = isolate_task_modes()  # for tasks too that it makes before the first call
+        self._isolated_loop = isolate_task_modes()  # for tasks too that it makes before the first call
         if runtime.settings.cluster is not None:
             try:
                 runtime.device_pool = await open_pool(runtime.settings, OPENER)
@@ -101,6 +101,14 @@ def start(settings: Settings | None = None, *, scoped: bool = False) -> Started:
 
     Raises: ConfigurationError: a runtime is open already, a setting does not fit, or the cluster cannot be
         joined. DeviceLostError: a device of the cluster did not start.
+
+    Example:
+        >>> import asyncio, torch, layerzero as lz
+        >>> async def main():
+        ...     async with lz.start(lz.Settings(device="cpu"), scoped=True):
+        ...         return await lz.rms_norm(torch.ones(1, 4))
+        >>> asyncio.run(main()).shape
+        torch.Size([1, 4])
     """
     if settings is not None and not isinstance(settings, Settings):
         raise TypeError(f"settings needs layerzero.Settings, got {type(settings).__name__}")

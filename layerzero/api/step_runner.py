@@ -38,7 +38,7 @@ class StaticMetadata:
         slots = pages * size + torch.arange(rows, dtype=torch.int32) % size
         self._padding = torch.stack([torch.zeros_like(slots), slots, torch.ones_like(slots)])
         self._padding_tables = pages[:, None].repeat(1, self.width)
-        # Numbers and tables stand behind each other, so that one transfer brings both, on sixteen bytes.
+        # Numbers and tables follow each other, so that one transfer brings both, on sixteen bytes.
         self._tables_begin = 3 * rows + -3 * rows % 4
         first = torch.zeros(self._tables_begin + self._padding_tables.numel(), dtype=torch.int32)
         first[: 3 * rows] = self._padding.flatten()
@@ -48,7 +48,7 @@ class StaticMetadata:
         self._numbers = self._static[: 3 * rows].view(3, rows)
         self._tables = self._static[self._tables_begin :].view(rows, self.width)
         self._ranges: list[TokenRange] = []
-        self._sequences: list[PagedSequence] = []  # whose tables stand in the first rows
+        self._sequences: list[PagedSequence] = []  # whose tables are in the first rows
         self._tables_version: int | None = None
 
     def load(self, ranges: Sequence[TokenRange]) -> None:
@@ -93,7 +93,7 @@ class StepRunner:
     """A model's step over a paged cache, for whatever rows come together.
 
     `forward(metadata, input_ids, *values)` is a plain function over blocking ops: `metadata` says where the
-    rows `input_ids` (T,) of B sequences stand, `values` have a row for each sequence, and so has what it
+    rows `input_ids` (T,) of B sequences are, `values` have a row for each sequence, and so has what it
     returns. Sequences that decode one token replay a CUDA graph of `forward`, captured for buckets of rows;
     prompts run beside them as they come, in the same call. Elsewhere than on CUDA `forward` simply runs.
     Give a call of it to `lz.batched`, and the steps of all requests are one replay.
@@ -131,7 +131,7 @@ class StepRunner:
     def __call__(self, ranges: Sequence[TokenRange], input_ids: Tensor, *values: Tensor) -> Tensor:
         """A row for each of `ranges`, in their order.
 
-        Args: ranges: where each sequence's rows stand, as `PagedSequence.extend` gives them. input_ids (T,):
+        Args: ranges: where each sequence's rows are, as `PagedSequence.extend` gives them. input_ids (T,):
             the rows behind each other. values: (B, ...) each.
         Raises: ValueError: not as many rows as `ranges` have tokens, or values of another number. What
             `forward` raises. CudaGraphUnsafeError: an op of it has no kernel that may be captured.

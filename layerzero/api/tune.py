@@ -21,7 +21,7 @@ import msgspec
 
 import layerzero
 from layerzero._util import log
-from layerzero.actors.device.ending import ENDING, join_at_exit
+from layerzero._util.ending import ENDING, join_at_exit
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import context_runtime
 from layerzero.measure.calls import Call, Workload, workload_of
@@ -106,8 +106,8 @@ async def tune(
     `workload` is a list of calls, what `record()` gave or its file, or None for the standard shapes of `ops`
     (of every op by default). Numbers are checked before anything is timed. On CUDA, times are taken launched
     eagerly and replayed as a graph. `budget_s` ends it early; `missing` leaves out calls whose measurements
-    this machine's file holds, so that the next run goes on where one ended; a call is measured again where a
-    kernel takes it that came later. `repeat=2` measures twice, some
+    this machine's file holds, so that the next run continues where one ended; a call is measured again where
+    a kernel takes it that came later. `repeat=2` measures twice, some
     time apart, and reports how many winners changed; where that was no noise, a third time.
     `progress(done, total, tuned)` is called from the measuring thread. Callers who ask for the same at once
     share one measuring.
@@ -115,8 +115,9 @@ async def tune(
     Raises: ConfigurationError: the workload cannot be read. NoKernelFoundError: an op does not exist.
     """
     job = _TuneJob(
-        context_runtime(), workload, ops, device, launches, quick, budget_s, repeat, missing, progress
-    )
+        context_runtime(), workload, ops=ops, device=device, launches=launches, quick=quick,
+        budget_s=budget_s, repeat=repeat, missing=missing, progress=progress,
+    )  # fmt: skip
     finished = anyio.Event()
     token = anyio.lowlevel.current_token()
     flight = _FLIGHTS.flight(job.key(), job.run)
@@ -131,7 +132,7 @@ async def tune(
         flight.add(notify)
 
     # From a thread of its own: a flight that has landed meanwhile calls back at once, and not from the loop.
-    threading.Thread(target=listen, name="layerzero-tune-told", daemon=True).start()
+    threading.Thread(target=listen, name="layerzero-tune-reports", daemon=True).start()
     try:
         await finished.wait()
     finally:
@@ -160,14 +161,10 @@ def record() -> Iterator[Recorder]:
 
 def tune_blocking(workload: Any = None, **options: Any) -> TuneReport:
     """`tune`, blocking."""
-    job = _TuneJob(
-        context_runtime(), workload, options.pop("ops", None), options.pop("device", None),
-        options.pop("launches", ("eager", "graph")), options.pop("quick", False),
-        options.pop("budget_s", None), options.pop("repeat", 1), options.pop("missing", False),
-        options.pop("progress", None),
-    )  # fmt: skip
-    if options:
-        raise TypeError(f"tune() has no argument {min(options)!r}")
+    defaults: dict[str, Any] = dict(tune.__kwdefaults__ or {})
+    if unknown := options.keys() - defaults.keys():
+        raise TypeError(f"tune() has no argument {min(unknown)!r}")
+    job = _TuneJob(context_runtime(), workload, **defaults | options)
     return _FLIGHTS.flight(job.key(), job.run).wait()
 
 
@@ -184,7 +181,7 @@ class _TuneJob:
     """One tuning: what to measure, and what becomes of it."""
 
     def __init__(
-        self, runtime: Runtime, workload: Any, ops: Sequence[str] | None, device: str | None,
+        self, runtime: Runtime, workload: Any, *, ops: Sequence[str] | None, device: str | None,
         launches: Sequence[Launch], quick: bool, budget_s: float | None, repeat: int,
         missing: bool, progress: TuneProgress | None,
     ) -> None:  # fmt: skip
@@ -251,7 +248,7 @@ class _TuneJob:
         thirds: list[TuningResult],
         started: float,
     ) -> int:
-        """Measure each of a few calls once, then each again: the rounds of a call lie apart.
+        """Measure each of a few calls once, then each again: the rounds of a call are spread over the time.
 
         Returns how many calls there was time for, once at least.
         """
@@ -319,7 +316,7 @@ def bench_call(
 ) -> HeadToHead:  # fmt: skip
     """Every kernel that takes `call` on `device`, head to head; `save` keeps the times for choices.
 
-    Raises: ValueError: nothing could be timed, or `baseline` was not. NoKernelFoundError: nobody takes it.
+    Raises: ValueError: nothing could be timed, or `baseline` was not. NoKernelFoundError: no kernel takes it.
     """
     effort = Effort(samples=samples, budget_s=2.0)
     tuned = Tuner(device, (launch,), effort).measure(call)[-1]

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from layerzero._util import log
-from layerzero.actors.device.ending import join_at_exit
+from layerzero._util.ending import join_at_exit
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import context_runtime
 from layerzero.measure.calls import Call, Workload
@@ -56,7 +56,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     """Whether traffic would meet nothing cold; true and false like a bool.
 
     `problems` are the calls that are not ready and why, and a dispatch table that decides nothing.
-    `cold_calls` counts choices made since the last warm-up finished: calls that nobody had warmed.
+    `cold_calls` counts choices made since the last warm-up finished: calls that were not warmed.
     `pending` calls are still being made ready.
     """
 
@@ -111,8 +111,8 @@ async def warmup(
     """Make the calls of a manifest ready: kernels chosen, imported, compiled and run once.
 
     `manifest` is a Manifest, a recorded workload, the path of a manifest, or calls. Returns when the critical
-    calls are ready, or after `timeout_s` seconds with those that were not marked "late"; the rest goes on in
-    the background. A kernel that does not compile is blocked with its reason, once, and the call is served
+    calls are ready, or after `timeout_s` seconds with those that were not marked "late"; the rest continues
+    in the background. A kernel that does not compile is blocked with its reason, once, and the call is served
     by another. Processes that warm one machine at the same time compile each kernel once.
 
     Raises: ConfigurationError: the file is no manifest. RuntimeClosedError: after close.
@@ -134,7 +134,16 @@ def warmup_blocking(
 ) -> WarmupReport:
     """`warmup`, blocking; `whole` waits for the other calls too, once the critical ones were in time.
 
-    `forbid` lets nothing be compiled: what would be stands in the records.
+    `forbid` lets nothing be compiled: what would be is in the records.
+
+    Example:
+        >>> import torch, layerzero as lz
+        >>> with lz.start(scoped=True):
+        ...     with lz.record() as recorder:
+        ...         rows = lz.sync.rms_norm(torch.ones(2, 8))
+        ...     report = lz.warmup_blocking(recorder.workload())
+        >>> report.ready, [call.call for call in report.critical]
+        (True, ['rms_norm x=2x8:float32 eps=1e-06'])
     """
     job = _WarmupJob(context_runtime(), manifest_of(manifest), device, progress, forbid=forbid)
     job.start()

@@ -23,85 +23,39 @@ from layerzero.spec.kernel import Kernel, version
 from layerzero.spec.reasons import Reason, Rejected
 
 # The backends, and the ops that each has kernels for: a call imports the files that can serve it, no others.
+_OPS_OF = {
+    "flash_attn": "attention paged_attention ragged_attention",
+    "flashinfer.attention": "attention paged_attention ragged_attention",
+    "flashinfer.mla": "mla_attention",
+    "flashinfer.norm_rope": "add_rms_norm append_kv mlp quantized_linear rms_norm rope",
+    "flashinfer.sampling": "sample sample_topk sample_topp",
+    "liger": "add_rms_norm cross_entropy layer_norm linear_cross_entropy mlp rms_norm rope",
+    "native": "append_kv mla_attention paged_attention ragged_attention",
+    "native.packed": "linear mlp",
+    "native.products": "linear mlp",
+    "native.rows": "add_rms_norm rms_norm rope",
+    "onednn": "linear mlp",
+    "reference": " ".join(table.FILES),
+    "torch_native": "add_layer_norm add_rms_norm append_kv cross_entropy embedding layer_norm linear "
+    "linear_cross_entropy mlp rms_norm",
+    "torch_flex": "attention",
+    "torch_moe": "moe",
+    "torch_quantized": "dequantize quantize quantized_linear",
+    "torch_ragged": "ragged_attention",
+    "torch_sdpa": "attention",
+    "torch_varlen": "ragged_attention",
+    "triton_kernels": "add_rms_norm add_rms_norm_quantize quantize sample sample_topk "
+    "sample_topp verify_chain",
+    "xformers": "attention",
+    "zentorch": "add_rms_norm attention linear moe quantized_linear rms_norm",
+}
+_PACKAGE = "layerzero.backends."
 BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "layerzero.backends.flash_attn": ("attention", "paged_attention", "ragged_attention"),
-        "layerzero.backends.flashinfer.attention": ("attention", "paged_attention", "ragged_attention"),
-        "layerzero.backends.flashinfer.mla": ("mla_attention",),
-        "layerzero.backends.flashinfer.norm_rope": (
-            "add_rms_norm",
-            "append_kv",
-            "mlp",
-            "quantized_linear",
-            "rms_norm",
-            "rope",
-        ),
-        "layerzero.backends.flashinfer.sampling": ("sample", "sample_topk", "sample_topp"),
-        "layerzero.backends.liger": (
-            "add_rms_norm",
-            "cross_entropy",
-            "layer_norm",
-            "linear_cross_entropy",
-            "mlp",
-            "rms_norm",
-            "rope",
-        ),
-        "layerzero.backends.native": ("append_kv", "mla_attention", "paged_attention", "ragged_attention"),
-        "layerzero.backends.native.packed": ("linear", "mlp"),
-        "layerzero.backends.native.products": ("linear", "mlp"),
-        "layerzero.backends.native.rows": ("add_rms_norm", "rms_norm", "rope"),
-        "layerzero.backends.onednn": ("linear", "mlp"),
-        "layerzero.backends.reference": tuple(table.FILES),
-        "layerzero.backends.torch_native": (
-            "add_layer_norm",
-            "add_rms_norm",
-            "append_kv",
-            "cross_entropy",
-            "embedding",
-            "layer_norm",
-            "linear",
-            "linear_cross_entropy",
-            "mlp",
-            "rms_norm",
-        ),
-        "layerzero.backends.torch_flex": ("attention",),
-        "layerzero.backends.torch_moe": ("moe",),
-        "layerzero.backends.torch_quantized": ("dequantize", "quantize", "quantized_linear"),
-        "layerzero.backends.torch_ragged": ("ragged_attention",),
-        "layerzero.backends.torch_sdpa": ("attention",),
-        "layerzero.backends.torch_varlen": ("ragged_attention",),
-        "layerzero.backends.triton_kernels": (
-            "add_rms_norm",
-            "add_rms_norm_quantize",
-            "paged_attention",
-            "quantize",
-            "sample",
-            "sample_topk",
-            "sample_topp",
-            "verify_chain",
-        ),
-        "layerzero.backends.xformers": ("attention",),
-        "layerzero.backends.zentorch": (
-            "add_rms_norm",
-            "attention",
-            "linear",
-            "moe",
-            "quantized_linear",
-            "rms_norm",
-        ),
-    }
+    {_PACKAGE + name: tuple(ops.split()) for name, ops in _OPS_OF.items()}
 )
 # What serves GPUs alone: the first call of a process on a CPU does not wait for their descriptions.
-CUDA_ALONE = frozenset(
-    {
-        "layerzero.backends.flash_attn",
-        "layerzero.backends.flashinfer.attention",
-        "layerzero.backends.flashinfer.mla",
-        "layerzero.backends.flashinfer.norm_rope",
-        "layerzero.backends.flashinfer.sampling",
-        "layerzero.backends.xformers",
-    }
-)
+_GPU_LIBRARIES = ("flash_attn", "flashinfer", "xformers")
+CUDA_ALONE = frozenset(_PACKAGE + name for name in _OPS_OF if name.startswith(_GPU_LIBRARIES))
 ENTRY_POINT_GROUP = "layerzero.backends"
 
 
@@ -139,7 +93,7 @@ def _of_module(name: str, op: str) -> Iterable[Kernel]:
 
 
 class Plugin(msgspec.Struct, frozen=True):
-    """An installed backend of somebody else's: its entry point, and the distribution that announces it."""
+    """An installed backend of another distribution: its entry point, and that distribution."""
 
     name: str
     distribution: str

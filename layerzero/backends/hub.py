@@ -1,7 +1,7 @@
 """Kernels of Hugging Face's kernel hub, out of a folder, behind a lock file and an allow list.
 
 `kernels` loads them; what is trusted is decided here, before it: its own lock file pins a commit and no
-content. A repository stands at `<folder>/<owner>/<name>` as the hub lays it out (`build/<variant>/...`).
+content. A repository is at `<folder>/<owner>/<name>` as the hub lays it out (`build/<variant>/...`).
 Every file of it must be in the lock file with its SHA-256, and nothing may be there that is not: compiled
 Python beside the sources would run in their place. Downloading from the hub is not done here and has not
 been tried.
@@ -43,7 +43,7 @@ _MAX_FILE = 8 << 30
 
 
 class Locked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One repository: what is asked for, the commit it stood at, and each file's SHA-256 by its path."""
+    """One repository: what is asked for, its commit, and each file's SHA-256 by its path."""
 
     class Dependency(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
         repo_id: str

@@ -7,6 +7,7 @@ is given. What is called here works on copies of what is not ours.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +18,8 @@ from torch.nn import functional
 
 from layerzero.ops.checks import dtype_bytes
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtLeast, AtMost, Capability, Limit, MultipleOf
-from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
+from layerzero.spec.kernel import Kernel
 
-_DISTRIBUTIONS = ("liger-kernel>=0.8,<0.9",)
 # Everything in float32 and one rounding at the end; "llama" rounds before the weight.
 _WIDE = "gemma"
 
@@ -157,42 +155,6 @@ def _as_asked(loss: Tensor, target: Tensor, reduction: str, like: Tensor) -> Ten
     return (loss.view(target.shape) if reduction == "none" else loss).to(like.dtype)
 
 
-_LIMITED = "liger-kernel 0.8.5's sources; run on one H200, torch 2.11"
-_MEASURED = "benchmarks/results/rows_h200.json"
-_MAX_WIDTH = AtMost("C", 65536, Reason.WIDTH_TOO_LARGE)
-
-
-def _kernel(
-    name: str,
-    op: str,
-    load: Callable[[], Callable[..., Any]],
-    features: frozenset[str],
-    efficiency: tuple[float, float, float],
-    limits: tuple[Limit, ...],
-    workspace_bytes: Callable[[CallSpec], int] | None = None,
-    **more: Any,
-) -> Kernel:
-    return Kernel.of(
-        f"liger.{op}.{name}",
-        load,
-        Capability(
-            source=_LIMITED,
-            platforms=frozenset({"cuda", "rocm"}),
-            sm_min=80,
-            dtypes=frozenset({"float32", "float16", "bfloat16"}),
-            features=features,
-            limits=limits,
-            autocast=False,
-            **more,
-        ),
-        Efficiency(*efficiency, _MEASURED),
-        tie_break_order=45,
-        slow_import=True,
-        distributions=_DISTRIBUTIONS,
-        workspace_bytes=workspace_bytes,
-    )
-
-
 def _hidden_bytes(request: CallSpec) -> int:
     """The projection with both halves, and the gated half of it."""
     return 3 * dtype_bytes(request.dtype) * request.dim("N") * request.dim("F")
@@ -216,26 +178,39 @@ def _chunk_bytes(request: CallSpec) -> int:
     return chunk + n * (k * size + 4) + ((v * k + v) * (4 + size) if "grad" in request.modes else 0)
 
 
+_kernel = functools.partial(
+    Kernel.of,
+    measured="benchmarks/results/rows_h200.json",
+    source="liger-kernel 0.8.5's sources; run on one H200, torch 2.11",
+    platforms="cuda rocm",
+    sm_min=80,
+    dtypes="float32 float16 bfloat16",
+    autocast=False,
+    tie_break_order=45,
+    slow_import=True,
+    distributions=("liger-kernel>=0.8,<0.9",),
+)
+_WIDTH = "C <= 65536 else WIDTH_TOO_LARGE"
+
 KERNELS: tuple[Kernel, ...] = (
-    _kernel("triton", "rms_norm", _rms_norm, frozenset({"no_weight"}), (0.1, 0.62, 46.0), (_MAX_WIDTH,)),
-    _kernel("triton", "add_rms_norm", _add_rms_norm, frozenset(), (0.1, 0.86, 45.0), (_MAX_WIDTH,)),
+    _kernel("liger.rms_norm.triton", _rms_norm, (0.1, 0.62, 46.0), features="no_weight", limits=(_WIDTH,)),
+    _kernel("liger.add_rms_norm.triton", _add_rms_norm, (0.1, 0.86, 45.0), limits=(_WIDTH,)),
     _kernel(
-        "triton", "layer_norm", _layer_norm, frozenset({"bias"}), (0.1, 0.7, 40.0),
-        (_MAX_WIDTH, AtLeast("C", 2)),
+        "liger.layer_norm.triton", _layer_norm, (0.1, 0.7, 40.0), features="bias", limits=(_WIDTH, "C >= 2")
     ),
     _kernel(
-        "triton", "rope", _rope, frozenset({"partial_rotary"}), (0.1, 0.36, 96.0), (MultipleOf("R", 2),)
+        "liger.rope.triton", _rope, (0.1, 0.36, 96.0), features="partial_rotary", limits=("R % 2 == 0",)
     ),
     _kernel(
-        "gate", "mlp", _mlp, frozenset({"bias", "act_swiglu", "act_geglu_tanh"}), (0.625, 0.62, 24.0),
-        (AtMost("F", 65536, Reason.WIDTH_TOO_LARGE),), _hidden_bytes,
+        "liger.mlp.gate", _mlp, (0.625, 0.62, 24.0), features="bias act_swiglu act_geglu_tanh",
+        limits=("F <= 65536 else WIDTH_TOO_LARGE",), workspace_bytes=_hidden_bytes,
     ),
     _kernel(
-        "triton", "cross_entropy", _cross_entropy, frozenset({"label_smoothing", "class_weights"}),
-        (0.2, 0.48, 70.0), (), _logits_bytes,
+        "liger.cross_entropy.triton", _cross_entropy, (0.2, 0.48, 70.0),
+        features="label_smoothing class_weights", workspace_bytes=_logits_bytes,
     ),
     _kernel(
-        "chunked", "linear_cross_entropy", _linear_cross_entropy, frozenset({"bias", "label_smoothing"}),
-        (0.6, 0.6, 150.0), (), _chunk_bytes,
+        "liger.linear_cross_entropy.chunked", _linear_cross_entropy, (0.6, 0.6, 150.0),
+        features="bias label_smoothing", workspace_bytes=_chunk_bytes,
     ),
 )  # fmt: skip

@@ -6,14 +6,14 @@ runs oneDNN instead. With AVX-512 it is the faster one of the two, with AVX2 alo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.spec.capability import Capability
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.kernel import Kernel
 
 # How the operator names what follows the product: (attribute, algorithm). Its relu makes 0 of NaN.
 _FUSED = {
@@ -64,34 +64,20 @@ def _mlp() -> Callable[..., Any]:
     return mlp
 
 
-def _capability(features: frozenset[str]) -> Capability:
-    return Capability(
-        source="torch.ops.mkldnn._linear_pointwise, probed with torch 2.13 on AMD EPYCs: "
-        "without AVX-512 there is no primitive for bfloat16",
-        platforms=frozenset({"cpu"}),
-        dtypes=frozenset({"float32", "bfloat16"}),
-        half_isa=frozenset({"avx512f", "avx512bw"}),
-        features=features,
-        gradient=False,
-        autocast=False,
-    )
-
-
-_SOURCE = "an estimate for where no table says more: behind torch's linear on an AMD EPYC with AVX2 alone"
+_kernel = functools.partial(
+    Kernel.of,
+    measured="an estimate for where no table says more: behind torch's linear on an AMD EPYC with AVX2 alone",
+    source="torch.ops.mkldnn._linear_pointwise, probed with torch 2.13 on AMD EPYCs: "
+    "without AVX-512 there is no primitive for bfloat16",
+    platforms="cpu",
+    dtypes="float32 bfloat16",
+    half_isa="avx512f avx512bw",
+    gradient=False,
+    autocast=False,
+    tie_break_order=30,
+)
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel.of(
-        "onednn.linear.fused",
-        _linear,
-        _capability(frozenset({"bias"})),
-        Efficiency(0.72, 0.7, 2.5, _SOURCE),
-        tie_break_order=30,
-    ),
-    Kernel.of(
-        "onednn.mlp.fused",
-        _mlp,
-        _capability(frozenset({"bias", *(f"act_{name}" for name in _FUSED)})),
-        Efficiency(0.65, 0.65, 8.0, _SOURCE),
-        tie_break_order=30,
-    ),
+    _kernel("onednn.linear.fused", _linear, (0.72, 0.7, 2.5), features="bias"),
+    _kernel("onednn.mlp.fused", _mlp, (0.65, 0.65, 8.0), features="bias act_gelu act_gelu_tanh act_silu"),
 )

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from layerzero.ops.op import Op
-from layerzero.spec.capability import ACTIVATIONS, FEATURE_REASONS, Capability
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.capability import ACTIVATIONS, FEATURE_REASONS
+from layerzero.spec.kernel import Kernel
 
 EVERY_FEATURE = frozenset(FEATURE_REASONS) | {f"act_{name}" for name in ACTIVATIONS}
 EVERY_FEATURE |= {"lse_grad", "mask_grad", "mask_wide", "xpos"}
@@ -55,19 +55,13 @@ def reference_kernel(op: Op) -> Kernel:
     return Kernel.of(
         f"reference.{op.name}",
         lambda: without_autocast(op.reference),
-        Capability(
-            source="the op's definition: plain torch, float32 in between",
-            mixed_dtypes=True,
-            features=EVERY_FEATURE,
-            gradient=op.differentiable,
-            batch_invariant=op.name in BATCH_INVARIANT,
-            graph_safe=op.name in CAPTURED,
-        ),
-        Efficiency(
-            0.1,
-            0.2,
-            30.0,
-            "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread; middle of all ops",
-        ),
+        (0.1, 0.2, 30.0),
+        "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread; middle of all ops",
+        source="the op's definition: plain torch, float32 in between",
+        mixed_dtypes=True,
+        features=EVERY_FEATURE,
+        gradient=op.differentiable,
+        batch_invariant=op.name in BATCH_INVARIANT,
+        graph_safe=op.name in CAPTURED,
         tie_break_order=99,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -10,11 +11,9 @@ from torch.nn import functional
 
 from layerzero.ops.linear.mlp import activate
 from layerzero.ops.linear.moe import route
-from layerzero.spec.capability import Capability, MultipleOf
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.kernel import Kernel
 
-_GATES = frozenset({"act_swiglu", "act_geglu", "act_geglu_tanh", "act_reglu"})
-_FEATURES = _GATES | {"scores_sigmoid", "scores_raw"}
+_FEATURES = "act_swiglu act_geglu act_geglu_tanh act_reglu scores_sigmoid scores_raw"
 
 
 def by_expert(
@@ -73,43 +72,39 @@ def _sent(
 
 
 _H200 = "benchmarks/results/rows_h200.json"
-
-
-def _by_expert(name: str, platforms: frozenset[str], efficiency: Efficiency) -> Kernel:
-    return Kernel.of(
-        f"torch.moe.{name}",
-        lambda: by_expert,
-        Capability(
-            source="torch.nn.functional.linear for each expert; run on torch 2.13 CPU and 2.11 CUDA",
-            platforms=platforms,
-            features=_FEATURES,
-        ),
-        efficiency,
-        tie_break_order=45,
-        default=True,
-    )
-
+_by_expert = functools.partial(
+    Kernel.of,
+    load=lambda: by_expert,
+    source="torch.nn.functional.linear for each expert; run on torch 2.13 CPU and 2.11 CUDA",
+    features=_FEATURES,
+    tie_break_order=45,
+    default=True,
+)
 
 KERNELS: tuple[Kernel, ...] = (
     _by_expert(
-        "by_expert", frozenset({"cpu"}), Efficiency(0.5, 0.4, 25.0, "an estimate: two products an expert")
+        "torch.moe.by_expert",
+        efficiency=(0.5, 0.4, 25.0),
+        measured="an estimate: two products an expert",
+        platforms="cpu",
     ),
-    _by_expert("by_expert_cuda", frozenset({"cuda", "rocm"}), Efficiency(0.58, 0.4, 640.0, _H200)),
+    _by_expert(
+        "torch.moe.by_expert_cuda", efficiency=(0.58, 0.4, 640.0), measured=_H200, platforms="cuda rocm"
+    ),
     Kernel.of(
         "torch.moe.grouped",
         lambda: grouped_experts,
-        Capability(
-            source="torch.nn.functional.grouped_mm: rows of 16 bytes, bfloat16, compute capability 9.0",
-            platforms=frozenset({"cuda"}),
-            sm_min=90,
-            dtypes=frozenset({"bfloat16"}),
-            features=_FEATURES,
-            contiguous=True,
-            alignment=16,
-            limits=(MultipleOf("C", 8), MultipleOf("F", 8)),
-            gradient=False,
-        ),
-        Efficiency(0.57, 0.6, 395.0, _H200),
+        (0.57, 0.6, 395.0),
+        _H200,
+        source="torch.nn.functional.grouped_mm: rows of 16 bytes, bfloat16, compute capability 9.0",
+        platforms="cuda",
+        sm_min=90,
+        dtypes="bfloat16",
+        features=_FEATURES,
+        contiguous=True,
+        alignment=16,
+        limits=("C % 8 == 0", "F % 8 == 0"),
+        gradient=False,
         tie_break_order=40,
     ),
 )

@@ -5,7 +5,8 @@ They work in the operands' dtype; torch accumulates half precision in float32 in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from layerzero.ops.linear.mlp import activate
 from layerzero.ops.norm.layer_norm import layer_norm_reference
 from layerzero.ops.norm.rms_norm import rms_norm_reference
 from layerzero.ops.paged import append
-from layerzero.spec.capability import ACTIVATIONS, AtLeast, Capability, Limit
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.capability import ACTIVATIONS
+from layerzero.spec.kernel import Kernel
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -60,7 +61,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def mlp(
     x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
 ) -> Tensor:
-    """Projection, activation, projection; what stands between has the operands' dtype."""
+    """Projection, activation, projection; the value between them has the operands' dtype."""
     return functional.linear(activate(linear(x, w_up, b_up), activation), w_down, b_down)
 
 
@@ -98,7 +99,7 @@ def cross_entropy(
 def append_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str
 ) -> Tensor:
-    """One copy by index a pool, over its tokens where they stand one behind the other."""
+    """One copy by index a pool, over its tokens where they are adjacent."""
     args = (k, v, k_cache, v_cache, slot_mapping, layout)
     if layout != "NHD" or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         return append.append_kv_reference(*args)
@@ -144,145 +145,89 @@ def mlp_by_row(
     return _each_row(lambda row: mlp(row, w_up, w_down, b_up, b_down, activation), x)
 
 
-# (op, function, features, whether a row's bits are its own on the CPU, efficiency on the CPU, on CUDA)
 _ESTIMATE = "an estimate, beside the others of this table and onednn's"
 _CPU = "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread"
 _CUDA = "an estimate for an H200: linear's share of the roofs, the others beside it"
-_ACTIVATIONS = frozenset(f"act_{name}" for name in ACTIVATIONS)
-_TABLE: tuple[tuple[str, Callable[..., Any], frozenset[str], bool, Efficiency, Efficiency], ...] = (
+_LARGE = "benchmarks/results/rows_h200.json: 3.5 ms for 4096 x 128256"
+_ACTIVATED = "bias " + " ".join(f"act_{name}" for name in ACTIVATIONS)
+# Op, function, features, and its efficiency on the CPU and on CUDA, each with its source.
+Speed = tuple[float, float, float]
+_TABLE: tuple[tuple[str, Callable[..., Any], str, Speed, str, Speed, str], ...] = (
+    ("rms_norm", rms_norm, "no_weight", (0.1, 0.45, 11.0), _CPU, (0.1, 0.7, 9.0), _CUDA),
+    ("add_rms_norm", add_rms_norm, "no_weight", (0.1, 0.6, 13.0), _CPU, (0.1, 0.5, 14.0), _CUDA),
+    ("layer_norm", layer_norm, "no_weight bias", (0.15, 1.0, 3.5), _CPU, (0.1, 0.7, 8.0), _CUDA),
     (
-        "rms_norm", rms_norm, frozenset({"no_weight"}), True,
-        Efficiency(0.1, 0.45, 11.0, _CPU), Efficiency(0.1, 0.7, 9.0, _CUDA),
+        "add_layer_norm", add_layer_norm, "no_weight bias", (0.15, 1.0, 5.5), _ESTIMATE, (0.1, 0.5, 13.0),
+        _CUDA,
+    ),
+    ("linear", linear, "bias", (0.8, 0.75, 2.5), _ESTIMATE, (0.7, 0.74, 8.0), _CUDA),
+    ("mlp", mlp, _ACTIVATED, (0.75, 0.7, 14.0), _ESTIMATE, (0.6, 0.6, 25.0), _CUDA),
+    ("embedding", embedding, "padding_idx", (0.1, 1.0, 3.0), _CPU, (0.1, 0.6, 6.0), _CUDA),
+    (
+        "cross_entropy", cross_entropy, "label_smoothing class_weights", (0.03, 0.15, 9.0), _CPU,
+        (0.1, 0.07, 25.0), _LARGE,
     ),
     (
-        "add_rms_norm", add_rms_norm, frozenset({"no_weight"}), True,
-        Efficiency(0.1, 0.6, 13.0, _CPU), Efficiency(0.1, 0.5, 14.0, _CUDA),
-    ),
-    (
-        "layer_norm", layer_norm, frozenset({"no_weight", "bias"}), True,
-        Efficiency(0.15, 1.0, 3.5, _CPU), Efficiency(0.1, 0.7, 8.0, _CUDA),
-    ),
-    (
-        "add_layer_norm", add_layer_norm, frozenset({"no_weight", "bias"}), True,
-        Efficiency(0.15, 1.0, 5.5, _ESTIMATE), Efficiency(0.1, 0.5, 13.0, _CUDA),
-    ),
-    (
-        "linear", linear, frozenset({"bias"}), False,
-        Efficiency(0.8, 0.75, 2.5, _ESTIMATE), Efficiency(0.7, 0.74, 8.0, _CUDA),
-    ),
-    (
-        "mlp", mlp, _ACTIVATIONS | {"bias"}, False,
-        Efficiency(0.75, 0.7, 14.0, _ESTIMATE), Efficiency(0.6, 0.6, 25.0, _CUDA),
-    ),
-    (
-        "embedding", embedding, frozenset({"padding_idx"}), True,
-        Efficiency(0.1, 1.0, 3.0, _CPU), Efficiency(0.1, 0.6, 6.0, _CUDA),
-    ),
-    (
-        "cross_entropy", cross_entropy, frozenset({"label_smoothing", "class_weights"}), True,
-        Efficiency(0.03, 0.15, 9.0, _CPU),
-        Efficiency(0.1, 0.07, 25.0, "benchmarks/results/rows_h200.json: 3.5 ms for 4096 x 128256"),
-    ),
-    (
-        "linear_cross_entropy", linear_cross_entropy, frozenset({"bias", "label_smoothing"}), False,
-        Efficiency(0.6, 0.5, 16.0, _ESTIMATE), Efficiency(0.5, 0.4, 35.0, _ESTIMATE),
+        "linear_cross_entropy", linear_cross_entropy, "bias label_smoothing", (0.6, 0.5, 16.0), _ESTIMATE,
+        (0.5, 0.4, 35.0), _ESTIMATE,
     ),
 )  # fmt: skip
-
-
+# Ops whose rows get their bits from other rows' company on the CPU.
+_BITS_OF_BATCH = frozenset({"linear", "linear_cross_entropy", "mlp"})
 # Their operands may be of several dtypes.
 _MIXED = frozenset({"add_layer_norm", "add_rms_norm"})
-
-# In half precision the CPU's layer norm computes x * rstd - mean * rstd in float32, so a row of equal numbers
-# gives up to 6e-5 where the truth is 0. With one column every row is such a row.
-_LIMITS: Mapping[str, tuple[Limit, ...]] = {
-    "layer_norm": (AtLeast("C", 2),),
-    "add_layer_norm": (AtLeast("C", 2),),
-}
-
-
-def _native(
-    op: str, function: Callable[..., Any], features: frozenset[str], efficiency: Efficiency, **more: Any
-) -> Kernel:
-    on_cpu = "cpu" in more["platforms"]
-    return Kernel.of(
-        f"torch.{op}.{'native' if on_cpu else 'cuda'}",
-        lambda: function,
-        Capability(source="torch.nn.functional; run on torch 2.13 CPU", features=features, **more),
-        efficiency,
-        tie_break_order=40,
-        default=True,
-    )
-
-
-def _by_row(op: str, function: Callable[..., Any], features: frozenset[str], launch_us: float) -> Kernel:
-    return Kernel.of(
-        f"torch.{op}.by_row",
-        lambda: function,
-        Capability(
-            source="by construction; run bitwise against other batches on torch 2.13 CPU",
-            platforms=frozenset({"cpu"}),
-            features=features,
-            batch_invariant=True,
-        ),
-        Efficiency(0.15, 0.03, launch_us, _CPU),
-        tie_break_order=90,
-    )
-
-
-_POOLS = frozenset({"kv_float64", "kv_float32", "kv_bfloat16", "kv_float16", "kv_strided"})
-
-
 # Captured and replayed on one H200: benchmarks/results/graphs_h200.json.
 _CAPTURED = frozenset(
     {"add_layer_norm", "add_rms_norm", "embedding", "layer_norm", "linear", "mlp", "rms_norm"}
 )
+# In half precision the CPU's layer norm computes x * rstd - mean * rstd in float32, so a row of equal numbers
+# gives up to 6e-5 where the truth is 0. With one column every row is such a row.
+_LIMITS = {"layer_norm": ("C >= 2",), "add_layer_norm": ("C >= 2",)}
+
+_kernel = functools.partial(
+    Kernel.of, source="torch.nn.functional; run on torch 2.13 CPU", tie_break_order=40, default=True
+)
+_append = functools.partial(
+    _kernel,
+    load=lambda: append_kv,
+    measured=_ESTIMATE,
+    source="torch.Tensor.index_copy_ and indexed assignment; run on torch 2.13 CPU",
+    features="kv_float64 kv_float32 kv_bfloat16 kv_float16 kv_strided",
+    layouts="NHD HND",
+    gradient=False,
+    batch_invariant=True,
+)
+_by_row = functools.partial(
+    Kernel.of,
+    measured=_CPU,
+    source="by construction; run bitwise against other batches on torch 2.13 CPU",
+    platforms="cpu",
+    batch_invariant=True,
+    tie_break_order=90,
+)
 
 
-def _append(variant: str, platforms: frozenset[str], efficiency: Efficiency) -> Kernel:
-    return Kernel.of(
-        f"torch.append_kv.{variant}",
-        lambda: append_kv,
-        Capability(
-            source="torch.Tensor.index_copy_ and indexed assignment; run on torch 2.13 CPU",
-            platforms=platforms,
-            features=_POOLS,
-            layouts=frozenset({"NHD", "HND"}),
-            gradient=False,
-            batch_invariant=True,
-            graph_safe="cuda" in platforms,
+def _of_op(
+    op: str, function: Callable[..., Any], features: str, cpu: Speed, on_cpu: str, cuda: Speed, on_cuda: str
+) -> tuple[Kernel, Kernel]:
+    """The kernels of one op, on the CPU and on GPUs."""
+    both = functools.partial(_kernel, load=lambda: function, features=features, mixed_dtypes=op in _MIXED)
+    return (
+        both(
+            f"torch.{op}.native", efficiency=cpu, measured=on_cpu, platforms="cpu",
+            batch_invariant=op not in _BITS_OF_BATCH, limits=_LIMITS.get(op, ()),
         ),
-        efficiency,
-        tie_break_order=40,
-        default=True,
-    )
-
-
-def _kernels() -> Iterator[Kernel]:
-    yield _append("native", frozenset({"cpu"}), Efficiency(0.1, 0.3, 12.0, _ESTIMATE))
-    yield _append("cuda", frozenset({"cuda", "rocm"}), Efficiency(0.1, 0.3, 20.0, _ESTIMATE))
-    for op, function, features, own_bits, cpu, cuda in _TABLE:
-        yield _native(
-            op,
-            function,
-            features,
-            cpu,
-            platforms=frozenset({"cpu"}),
-            batch_invariant=own_bits,
-            mixed_dtypes=op in _MIXED,
-            limits=_LIMITS.get(op, ()),
-        )
-        yield _native(
-            op,
-            function,
-            features,
-            cuda,
-            platforms=frozenset({"cuda", "rocm"}),
+        both(
+            f"torch.{op}.cuda", efficiency=cuda, measured=on_cuda, platforms="cuda rocm",
             graph_safe=op in _CAPTURED,
-            mixed_dtypes=op in _MIXED,
-        )
-    yield _by_row("linear", linear_by_row, frozenset({"bias"}), 15.0)
-    yield _by_row("mlp", mlp_by_row, _ACTIVATIONS | {"bias"}, 30.0)
+        ),
+    )  # fmt: skip
 
 
-KERNELS: tuple[Kernel, ...] = tuple(_kernels())
+KERNELS: tuple[Kernel, ...] = (
+    _append("torch.append_kv.native", efficiency=(0.1, 0.3, 12.0), platforms="cpu"),
+    _append("torch.append_kv.cuda", efficiency=(0.1, 0.3, 20.0), platforms="cuda rocm", graph_safe=True),
+    *(kernel for row in _TABLE for kernel in _of_op(*row)),
+    _by_row("torch.linear.by_row", lambda: linear_by_row, (0.15, 0.03, 15.0), features="bias"),
+    _by_row("torch.mlp.by_row", lambda: mlp_by_row, (0.15, 0.03, 30.0), features=_ACTIVATED),
+)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
@@ -11,11 +10,10 @@ from torch.nn import functional
 
 from layerzero.ops.linear.linear import contiguous_if_odd
 from layerzero.ops.quantize.quantize import FORMAT_OF, decode, dequantize_reference, quantize_reference
-from layerzero.spec.capability import AtLeast, Capability, MultipleOf
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.kernel import Kernel
 
-_FORMATS = frozenset({"quant_int8", "quant_fp8_e4m3", "quant_fp8_e5m2"})
-_SCALES = frozenset({"scale_per_tensor", "scale_per_row", "scale_per_group"})
+_FORMATS = "quant_int8 quant_fp8_e4m3 quant_fp8_e5m2"
+_SCALES = "scale_per_tensor scale_per_row scale_per_group"
 
 
 def dequantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str) -> Tensor:
@@ -63,112 +61,59 @@ def _shifted(out: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return shifted.to(x.dtype).view(*x.shape[:-1], out.shape[1])
 
 
-def _kernel(
-    name: str, function: Callable[..., Any], efficiency: Efficiency, source: str, **more: Any
-) -> Kernel:
-    op = name.split(".")[1]
-    rank, default = more.pop("rank", 40), more.pop("default", False)
-    return Kernel(
-        id=name,
-        op=op,
-        backend="torch",
-        capability=Capability(source=source, gradient=False, **more),
-        load=lambda: function,
-        efficiency=efficiency,
-        tie_break_order=rank,
-        default=default,
-    )
-
-
 _HERE = "run on torch 2.13, AMD EPYC with AVX-512"
 _H200 = "benchmarks/results/rows_h200.json"
+_kernel = functools.partial(Kernel.of, gradient=False, tie_break_order=40)
 # int8 by int8 into int32, whatever the operands' dtype.
-_INT8: dict[str, Any] = {
-    "features": frozenset({"quant_int8", "scale_per_tensor", "scale_per_row", "bias", "inputs_quantized"}),
-    "dtypes": frozenset({"float32", "bfloat16", "float16"}),
-    "mixed_dtypes": True,
-}
+_int8 = functools.partial(
+    _kernel,
+    load=lambda: exact_products,
+    features="quant_int8 scale_per_tensor scale_per_row bias inputs_quantized",
+    dtypes="float32 bfloat16 float16",
+    mixed_dtypes=True,
+)
 
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
-        "torch.quantize.native",
-        quantize_reference,
-        Efficiency(0.05, 0.15, 22.0, "an estimate: six passes over the rows"),
-        "torch's elementwise functions; " + _HERE,
-        features=_FORMATS | _SCALES | {"scale_given"},
-        batch_invariant=True,
-        default=True,
+        "torch.quantize.native", lambda: quantize_reference, (0.05, 0.15, 22.0),
+        "an estimate: six passes over the rows", source=f"torch's elementwise functions; {_HERE}",
+        features=f"{_FORMATS} {_SCALES} scale_given", batch_invariant=True, default=True,
     ),
     _kernel(
-        "torch.dequantize.native",
-        dequantize_reference,
-        Efficiency(0.05, 0.4, 8.0, "an estimate: two passes over the rows"),
-        "torch's elementwise functions; " + _HERE,
-        features=_FORMATS | _SCALES,
-        batch_invariant=True,
-        default=True,
+        "torch.dequantize.native", lambda: dequantize_reference, (0.05, 0.4, 8.0),
+        "an estimate: two passes over the rows", source=f"torch's elementwise functions; {_HERE}",
+        features=f"{_FORMATS} {_SCALES}", batch_invariant=True, default=True,
     ),
     _kernel(
-        "torch.quantized_linear.widened",
-        dequantized_linear,
-        Efficiency(0.55, 0.12, 12.0, "an estimate: the weight is written and read again in x's dtype"),
-        "by construction; " + _HERE,
-        features=_FORMATS | _SCALES | {"bias", "inputs_float", "inputs_quantized"},
-        mixed_dtypes=True,
-        default=True,
+        "torch.quantized_linear.widened", lambda: dequantized_linear, (0.55, 0.12, 12.0),
+        "an estimate: the weight is written and read again in x's dtype", source=f"by construction; {_HERE}",
+        features=f"{_FORMATS} {_SCALES} bias inputs_float inputs_quantized", mixed_dtypes=True, default=True,
     ),
-    _kernel(
-        "torch.quantized_linear.int_mm",
-        exact_products,
-        Efficiency(0.95, 0.5, 30.0, "an estimate: below float32's time on an AMD EPYC with AVX-512"),
-        "torch._int_mm; " + _HERE + "; with one column of weights it reads the wrong ones",
-        platforms=frozenset({"cpu"}),
-        limits=(AtLeast("K", 2),),
-        batch_invariant=True,
-        **_INT8,
+    _int8(
+        "torch.quantized_linear.int_mm", efficiency=(0.95, 0.5, 30.0),
+        measured="an estimate: below float32's time on an AMD EPYC with AVX-512",
+        source=f"torch._int_mm; {_HERE}; with one column of weights it reads the wrong ones",
+        platforms="cpu", limits=("K >= 2",), batch_invariant=True,
     ),
-    _kernel(
-        "torch.quantized_linear.int_mm_cuda",
-        exact_products,
-        Efficiency(0.28, 0.5, 115.0, _H200),
-        "ATen/native/cuda/Blas.cpp: more than 16 rows, inner and outer sizes of 8; tried with 32",
-        platforms=frozenset({"cuda"}),
-        sm_min=80,
-        alignment=16,
-        limits=(AtLeast("N", 17), MultipleOf("K", 32), MultipleOf("C", 32)),
-        graph_safe=True,
-        **_INT8,
-    ),
-    _kernel(
-        "torch.quantized_linear.scaled_mm",
-        scaled_mm_linear,
-        Efficiency(0.5, 0.6, 90.0, _H200),
-        "ATen/native/cuda/Blas.cpp: scales by row on both sides need 9.0; sizes of 16, tried with 32",
-        platforms=frozenset({"cuda"}),
-        sm_min=90,
-        features=frozenset({"quant_fp8_e4m3", "scale_per_row", "bias", "inputs_quantized"}),
-        limits=(MultipleOf("K", 32), MultipleOf("C", 32)),
-        dtypes=frozenset({"bfloat16"}),
-        alignment=16,
+    _int8(
+        "torch.quantized_linear.int_mm_cuda", efficiency=(0.28, 0.5, 115.0), measured=_H200,
+        source="ATen/native/cuda/Blas.cpp: more than 16 rows, inner and outer sizes of 8; tried with 32",
+        platforms="cuda", sm_min=80, alignment=16, limits=("N >= 17", "K % 32 == 0", "C % 32 == 0"),
         graph_safe=True,
     ),
     _kernel(
-        "torch.quantized_linear.int8pack",
-        int8_weight_linear,
-        Efficiency(
-            0.4, 0.9, 8.0, "an estimate: below bfloat16's time for one row on an AMD EPYC with AVX-512"
-        ),
-        "torch._weight_int8pack_mm; "
-        + _HERE
-        + "; inner sizes that are no multiple of 16 read past the rows; "
-        "loads of 32 bytes of a row, 16 of the weight, that end the process at other addresses",
-        platforms=frozenset({"cpu"}),
-        isa=frozenset({"avx512f"}),
-        features=frozenset({"quant_int8", "scale_per_tensor", "scale_per_row", "bias", "inputs_float"}),
-        contiguous=True,
-        alignment=32,
-        limits=(MultipleOf("K", 32),),
-        dtypes=frozenset({"bfloat16", "float16"}),
-        mixed_dtypes=True,
+        "torch.quantized_linear.scaled_mm", lambda: scaled_mm_linear, (0.5, 0.6, 90.0), _H200,
+        source="ATen/native/cuda/Blas.cpp: scales by row on both sides need 9.0; sizes of 16, tried with 32",
+        platforms="cuda", sm_min=90, features="quant_fp8_e4m3 scale_per_row bias inputs_quantized",
+        limits=("K % 32 == 0", "C % 32 == 0"), dtypes="bfloat16", alignment=16, graph_safe=True,
     ),
-)
+    _kernel(
+        "torch.quantized_linear.int8pack", lambda: int8_weight_linear, (0.4, 0.9, 8.0),
+        "an estimate: below bfloat16's time for one row on an AMD EPYC with AVX-512",
+        source=f"torch._weight_int8pack_mm; {_HERE}; inner sizes that are no multiple of 16 read past the "
+        "rows; loads of 32 bytes of a row, 16 of the weight, that end the process at other addresses",
+        platforms="cpu", isa="avx512f", contiguous=True, alignment=32, limits=("K % 32 == 0",),
+        features="quant_int8 scale_per_tensor scale_per_row bias inputs_float",
+        dtypes="bfloat16 float16", mixed_dtypes=True,
+    ),
+)  # fmt: skip

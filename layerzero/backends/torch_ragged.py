@@ -6,41 +6,30 @@ launch. Rows are gathered once and put back once; one launch a size replaces one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.spec.capability import AtMost, Capability
-from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
+from layerzero.ops.attention.adapters import takes
+from layerzero.ops.attention.arguments import RaggedArgs
+from layerzero.spec.kernel import Kernel
 
 # Lengths are rounded up to a multiple of this; a larger step means fewer launches and more padding.
 STEP = 8
 
 
-def padded_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    return_lse: bool,
-) -> Tensor:
+@takes(RaggedArgs)
+def padded_attention(call: RaggedArgs) -> Tensor:
     """Attention of every sequence to itself, one SDPA launch for each padded length."""
-    starts = cu_seqlens_q.tolist()
-    starts_k = starts if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.tolist()
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    starts = call.cu_seqlens_q.tolist()
+    starts_k = starts if call.cu_seqlens_k is call.cu_seqlens_q else call.cu_seqlens_k.tolist()
+    out = call.q.new_empty(call.q.shape[0], call.q.shape[1], call.v.shape[2])
     for members in _by_length(starts, starts_k):
-        _attend(q, k, v, [starts[b] for b in members], [starts_k[b] for b in members],
+        _attend(call, [starts[b] for b in members], [starts_k[b] for b in members],
                 [starts[b + 1] - starts[b] for b in members],
-                [starts_k[b + 1] - starts_k[b] for b in members], is_causal, scale, out)  # fmt: skip
+                [starts_k[b + 1] - starts_k[b] for b in members], out)  # fmt: skip
     return out
 
 
@@ -55,9 +44,10 @@ def _by_length(starts: Sequence[int], starts_k: Sequence[int]) -> list[list[int]
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, starts: list[int], starts_k: list[int],
-    lengths: list[int], lengths_k: list[int], is_causal: bool, scale: float | None, out: Tensor,
+    call: RaggedArgs, starts: list[int], starts_k: list[int], lengths: list[int], lengths_k: list[int],
+    out: Tensor,
 ) -> None:  # fmt: skip
+    q, k, v = call[:3]
     size, size_k = max(lengths), max(lengths_k)
     if size_k == 0:
         for start, length in zip(starts, lengths, strict=True):
@@ -72,9 +62,9 @@ def _attend(
         tensor.index_select(0, index).view(many, width, *tensor.shape[1:]).transpose(1, 2)
         for tensor, index, width in ((q, rows, size), (k, rows_k, size_k), (v, rows_k, size_k))
     ]
-    mask = _mask(lengths, lengths_k, size, size_k, real_k, is_causal)
+    mask = _mask(lengths, lengths_k, size, size_k, real_k, call.is_causal)
     mixed = functional.scaled_dot_product_attention(
-        parts[0], parts[1], parts[2], attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        parts[0], parts[1], parts[2], attn_mask=mask, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     flat = mixed.transpose(1, 2).reshape(many * size, *out.shape[1:])
     if min(lengths) == size:
@@ -106,26 +96,19 @@ def _mask(
     return (seen & real_k[:, None, :])[:, None]
 
 
-def _load() -> Callable[..., Any]:
-    return padded_attention
-
-
 KERNELS: tuple[Kernel, ...] = (
     Kernel.of(
         "torch.ragged_attention.padded",
-        _load,
-        Capability(
-            source="torch.nn.functional.scaled_dot_product_attention on the CPU, sequences padded by length",
-            platforms=frozenset({"cpu"}),
-            dtypes=frozenset({"float32", "bfloat16"}),
-            features=frozenset({"causal", "gqa", "scale", "scale_not_positive"}),
-            limits=(AtMost("D", 512, Reason.HEAD_DIM_TOO_LARGE),),
-            gradient=False,
-            autocast=False,  # the products' dtype would not be the rows'
-        ),
-        Efficiency(
-            0.4, 0.3, 150.0, "an estimate, from batches of short sequences on an AMD EPYC with AVX-512"
-        ),
+        lambda: padded_attention,
+        (0.4, 0.3, 150.0),
+        "an estimate, from batches of short sequences on an AMD EPYC with AVX-512",
+        source="torch.nn.functional.scaled_dot_product_attention on the CPU, sequences padded by length",
+        platforms="cpu",
+        dtypes="float32 bfloat16",
+        features="causal gqa scale scale_not_positive",
+        limits=("D <= 512 else HEAD_DIM_TOO_LARGE",),
+        gradient=False,
+        autocast=False,  # the products' dtype would not be the rows'
         tie_break_order=30,
         default=True,
     ),

@@ -8,6 +8,7 @@ itself is bottom-right (Flash); otherwise the hidden keys go in as a mask.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,7 @@ from layerzero.ops.attention import masks
 from layerzero.ops.attention.lse import apply_sinks
 from layerzero.ops.batching import concat_copy
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtMost, Capability, MultipleOf, ProductAtMost, SameAs
-from layerzero.spec.kernel import Efficiency, Kernel, Tiling
-from layerzero.spec.reasons import Reason
+from layerzero.spec.kernel import Kernel, Tiling
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -35,12 +34,6 @@ _flash = _operator("_scaled_dot_product_flash_attention")
 _efficient = _operator("_scaled_dot_product_efficient_attention")
 _cudnn = _operator("_scaled_dot_product_cudnn_attention")
 _sdpa = functional.scaled_dot_product_attention
-
-_FUSED = frozenset({"scale", "causal"})
-_MASKS = frozenset({"mask_bool", "mask_float", "mask_and_causal", "window"})
-_WIDE_BIAS = frozenset({"alibi", "mask_wide"})  # a float32 bias beside half precision operands
-
-_SAME_HEAD_SIZES = SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER)
 
 
 def math(
@@ -200,11 +193,6 @@ def _padded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return bias.expand(q.shape[0], q.shape[1], q.shape[2], sk)
 
 
-_H200 = "an estimate for an H200, beside the prefills in benchmarks/results/regret_h200.json"
-
-_CPU = "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread"
-
-
 def _score_bytes(request: CallSpec) -> int:
     """What the step by step implementation holds at once, in float32: scores, softmax and operands.
 
@@ -215,150 +203,87 @@ def _score_bytes(request: CallSpec) -> int:
     return 2 * 4 * heads * (rows * keys + (rows + 2 * keys) * width)
 
 
-def _kernel(
-    variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
-    workspace_bytes: Callable[[CallSpec], int] | None = None, tiling: Tiling | None = None, **capability: Any,
-) -> Kernel:  # fmt: skip
-    return Kernel.of(
-        f"torch.attention.{variant}",
-        lambda: run,
-        Capability(layouts=frozenset({"BHSD"}), **capability),
-        efficiency,
-        workspace_bytes=workspace_bytes,
-        tiling=tiling,
-        tie_break_order=rank,
-        default=default,
-    )
-
-
+_H200 = "an estimate for an H200, beside the prefills in benchmarks/results/regret_h200.json"
+_CPU = "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread"
+_AS_DISPATCHED = "ATen/native/transformers/attention.cpp; run against float64 on torch 2.13 CPU"
+_DISPATCHER = "ATen/native/transformers/cuda/sdp_utils.cpp"
 _EFFICIENT_TILES = Tiling(
     rows=((128, 64), (256, 32)),
     packed=False,
     splits=False,
     source="ATen/native/transformers/cuda/mem_eff_attention/kernels/cutlassF.h, half precision from sm80 on",
 )
-_ANYWHERE = _FUSED | _MASKS | _WIDE_BIAS | {"scale_not_positive"}
-_AS_DISPATCHED = "ATen/native/transformers/attention.cpp; run against float64 on torch 2.13 CPU"
+_MASKED = "scale causal mask_bool mask_float mask_and_causal window"
+# With a float32 bias beside half precision operands.
+_ANYWHERE = f"{_MASKED} alibi mask_wide scale_not_positive"
+_TILED = f"{_ANYWHERE} gqa empty_rows lse sinks"
+_GRID = "B * Hq <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED"
+_SAME_HEAD_SIZES = "D == Dv else HEAD_DIMS_DIFFER"
+_HEAD_SIZES = ("D <= 256 else HEAD_DIM_TOO_LARGE", "D % 8 == 0 else HEAD_DIM_ALIGNMENT", _SAME_HEAD_SIZES)
+
+_kernel = functools.partial(Kernel.of, layouts="BHSD")
 # The tiled kernel of the CPU, in one call or in one a sequence.
-_TILED: dict[str, Any] = {
-    "platforms": frozenset({"cpu"}),
-    "features": _ANYWHERE | {"gqa", "empty_rows", "lse", "sinks"},
-    "last_stride1": True,
-    "limits": (_SAME_HEAD_SIZES,),
-}
-_FUSED_CUDA: dict[str, Any] = {
-    "platforms": frozenset({"cuda"}),
-    "sm_min": 80,
-    "sm_max": 121,
-    "last_stride1": True,
-    "graph_safe": True,
-}
-_HEAD_SIZES = (
-    AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-    MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-    _SAME_HEAD_SIZES,
+_tiled = functools.partial(
+    _kernel, measured=_CPU, platforms="cpu", last_stride1=True, limits=(_SAME_HEAD_SIZES,)
 )
+_fused = functools.partial(
+    _kernel, measured=_H200, platforms="cuda", sm_min=80, sm_max=121, last_stride1=True, alignment=16,
+    graph_safe=True,
+)  # fmt: skip
 
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
-        "sdpa_math",
-        math,
-        Efficiency(0.02, 0.1, 40.0, _H200),
-        80,
-        workspace_bytes=_score_bytes,
-        source=_AS_DISPATCHED,
-        features=_ANYWHERE
-        | {"gqa", "dropout", "empty_rows", "mask_grad", "sinks", "sinks_grad", "block_mask"},
-        graph_safe=True,
+        "torch.attention.sdpa_math", lambda: math, (0.02, 0.1, 40.0), _H200, source=_AS_DISPATCHED,
+        features=f"{_ANYWHERE} gqa dropout empty_rows mask_grad sinks sinks_grad block_mask",
+        graph_safe=True, workspace_bytes=_score_bytes, tie_break_order=80,
     ),
-    _kernel(
-        "sdpa_flash_cpu",
-        flash_cpu,
-        Efficiency(0.4, 0.8, 9.0, _CPU),
-        40,
+    _tiled(
+        "torch.attention.sdpa_flash_cpu", lambda: flash_cpu, (0.4, 0.8, 9.0),
         source="ATen/native/cpu/FlashAttentionKernel.cpp; run against float64 on torch 2.13 CPU",
-        **{**_TILED, "features": _TILED["features"] | {"block_mask"}},
+        features=f"{_TILED} block_mask", tie_break_order=40,
     ),
-    _kernel(
-        "by_sequence",
-        by_sequence,
-        Efficiency(0.3, 0.5, 20.0, _CPU),
-        90,
+    _tiled(
+        "torch.attention.by_sequence", lambda: by_sequence, (0.3, 0.5, 20.0),
         source="by construction; run bitwise against other batches on torch 2.13 CPU",
-        batch_invariant=True,
-        **_TILED,
+        features=_TILED, batch_invariant=True, tie_break_order=90,
     ),
     _kernel(
-        "sdpa_cpu",
-        default,
-        Efficiency(0.4, 0.8, 7.0, _CPU),
-        45,
-        default=True,
-        source=_AS_DISPATCHED,
-        platforms=frozenset({"cpu"}),
-        features=_ANYWHERE | {"gqa", "dropout", "empty_rows", "mask_grad"},
+        "torch.attention.sdpa_cpu", lambda: default, (0.4, 0.8, 7.0), _CPU, source=_AS_DISPATCHED,
+        platforms="cpu", features=f"{_ANYWHERE} gqa dropout empty_rows mask_grad",
+        tie_break_order=45, default=True,
     ),
     _kernel(
-        "sdpa",
-        default,
-        Efficiency(0.51, 0.63, 9.2, _H200),
-        45,
-        default=True,
         # cuDNN, which torch takes where it can, writes garbage for rows that see nothing, and reads other
         # numbers than it was given where rows do not begin at multiples of 16 bytes (H100, torch 2.11).
+        "torch.attention.sdpa", lambda: default, (0.51, 0.63, 9.2), _H200,
         source="torch docs, scaled_dot_product_attention; run on an H200, torch 2.11",
-        alignment=16,
-        platforms=frozenset({"cuda", "rocm"}),
-        features=_FUSED | _MASKS | {"gqa", "dropout"},
-        graph_safe=True,
+        alignment=16, platforms="cuda rocm", features=f"{_MASKED} gqa dropout", graph_safe=True,
+        tie_break_order=45, default=True,
     ),
-    _kernel(
-        "sdpa_flash",
-        flash,
-        Efficiency(0.27, 0.6, 9.2, _H200),
-        40,
-        source="ATen/native/transformers/cuda/sdp_utils.cpp; alignment: torch/nn/attention/bias.py",
-        dtypes=frozenset({"float16", "bfloat16"}),
+    _fused(
         # Rows that see nothing come out right, but not their gradient (torch 2.11, bfloat16). Misaligned rows
         # end the process's use of the device (H100, torch 2.11).
-        features=_FUSED | {"gqa", "dropout", "lse"},
-        alignment=16,
-        limits=(*_HEAD_SIZES, ProductAtMost(("B", "Hq"), 65535)),
-        **_FUSED_CUDA,
+        "torch.attention.sdpa_flash", lambda: flash, (0.27, 0.6, 9.2),
+        source=f"{_DISPATCHER}; alignment: torch/nn/attention/bias.py", dtypes="float16 bfloat16",
+        features="scale causal gqa dropout lse", limits=(*_HEAD_SIZES, _GRID), tie_break_order=40,
     ),
-    _kernel(
-        "sdpa_efficient",
-        efficient,
-        Efficiency(0.16, 0.3, 7.7, _H200),
-        60,
-        tiling=_EFFICIENT_TILES,
-        source="ATen/native/transformers/cuda/sdp_utils.cpp; run on an H200, torch 2.11",
-        dtypes=frozenset({"float16", "bfloat16", "float32"}),
-        features=_FUSED | _MASKS | {"dropout", "empty_rows", "lse"},
-        alignment=16,
-        limits=(
-            MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-            MultipleOf("Dv", 8, Reason.HEAD_DIM_ALIGNMENT),
-            ProductAtMost(("B", "Hq"), 65535),
-        ),
+    _fused(
+        "torch.attention.sdpa_efficient", lambda: efficient, (0.16, 0.3, 7.7), tiling=_EFFICIENT_TILES,
+        source=f"{_DISPATCHER}; run on an H200, torch 2.11", dtypes="float16 bfloat16 float32",
+        features=f"{_MASKED} dropout empty_rows lse",
+        limits=("D % 8 == 0 else HEAD_DIM_ALIGNMENT", "Dv % 8 == 0 else HEAD_DIM_ALIGNMENT", _GRID),
         deterministic=False,  # its backward adds with atomics
-        **_FUSED_CUDA,
+        tie_break_order=60,
     ),
-    _kernel(
-        "sdpa_cudnn",
-        cudnn,
-        Efficiency(0.51, 0.63, 8.7, _H200),
-        42,
-        source="ATen/native/transformers/cuda/sdp_utils.cpp; run on an H200, torch 2.11, cuDNN 9.19",
-        dtypes=frozenset({"float16", "bfloat16"}),
-        features=_FUSED | _MASKS | {"gqa", "dropout", "lse"},
-        alignment=16,
+    _fused(
+        "torch.attention.sdpa_cudnn", lambda: cudnn, (0.51, 0.63, 8.7),
+        source=f"{_DISPATCHER}; run on an H200, torch 2.11, cuDNN 9.19", dtypes="float16 bfloat16",
+        features=f"{_MASKED} gqa dropout lse",
         limits=(
-            *_HEAD_SIZES,
-            AtMost("B", 65535, Reason.CUDA_BLOCK_LIMIT_EXCEEDED),
-            AtMost("Hq", 65535, Reason.CUDA_BLOCK_LIMIT_EXCEEDED),
+            *_HEAD_SIZES, "B <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED",
+            "Hq <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED",
         ),
         deterministic=False,  # torch refuses it under use_deterministic_algorithms
-        **_FUSED_CUDA,
+        tie_break_order=42,
     ),
-)
+)  # fmt: skip

@@ -7,20 +7,16 @@ other lengths, all rows bound it, which costs empty blocks and waits for nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
 
+from layerzero.ops.attention.adapters import Result, int32
 from layerzero.ops.host_copies import max_seqlen
-from layerzero.spec.capability import AtMost, Capability, Limit, MultipleOf, ProductAtMost, SameAs
-from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
+from layerzero.spec.kernel import Kernel
 
 aten = torch.ops.aten
-Result = Tensor | tuple[Tensor, Tensor]
-
 # The memory-efficient kernel's names for what a query may see.
 _EVERYTHING, _BOTTOM_RIGHT = 0, 2
 
@@ -35,7 +31,7 @@ def flash(
     if window_left >= 0 or right >= 0:
         windowed = {"window_size_left": window_left, "window_size_right": 0 if is_causal else right}
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, _int32(cu_seqlens_q), _int32(cu_seqlens_k), max_seqlen(cu_seqlens_q, q.shape[0]),
+        q, k, v, int32(cu_seqlens_q), int32(cu_seqlens_k), max_seqlen(cu_seqlens_q, q.shape[0]),
         max_seqlen(cu_seqlens_k, k.shape[0]), 0.0, is_causal and not windowed, False, scale=scale,
         **windowed,
     )  # fmt: skip
@@ -51,70 +47,41 @@ def efficient(
 ) -> Tensor:  # fmt: skip
     """The memory-efficient kernel that torch carries from xFormers, the only one of the two with float32."""
     out: Tensor = aten._efficient_attention_forward(
-        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, _int32(cu_seqlens_q), _int32(cu_seqlens_k),
+        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, int32(cu_seqlens_q), int32(cu_seqlens_k),
         max_seqlen(cu_seqlens_q, q.shape[0]), max_seqlen(cu_seqlens_k, k.shape[0]), 0.0,
         _BOTTOM_RIGHT if is_causal else _EVERYTHING, False, scale=scale,
     )[0]  # fmt: skip
     return out.squeeze(0)
 
 
-def _int32(offsets: Tensor) -> Tensor:
-    return offsets.to(torch.int32).contiguous()
-
-
-def _kernel(
-    variant: str, run: Callable[..., Any], efficiency: Efficiency, rank: int, default: bool = False,
-    limits: tuple[Limit, ...] = (), **capability: Any,
-) -> Kernel:  # fmt: skip
-    return Kernel.of(
-        f"torch.ragged_attention.{variant}",
-        lambda: run,
-        Capability(
-            source=f"aten::_{variant}_attention_forward; run against float64 on an H200, torch 2.11",
-            platforms=frozenset({"cuda"}),
-            sm_min=80,
-            sm_max=121,
-            last_stride1=True,
-            limits=(*limits, ProductAtMost(("B", "Hq"), 65535)),
-            gradient=False,  # the operator under the public function records none
-            graph_safe=True,
-            **capability,
-        ),
-        efficiency,
-        tie_break_order=rank,
-        default=default,
-    )
-
-
+_kernel = functools.partial(
+    Kernel.of,
+    platforms="cuda",
+    sm_min=80,
+    sm_max=121,
+    last_stride1=True,
+    alignment=16,
+    gradient=False,  # the operator under the public function records none
+    graph_safe=True,
+)
+_SOURCE = "aten::_{}_attention_forward; run against float64 on an H200, torch 2.11"
 _DENSE = "its dense form on one H200, bf16, causal prefill 2048, 32/8 heads of 128: {} us"
+_GRID = "B * Hq <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED"
 
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
-        "flash",
-        flash,
-        Efficiency(0.27, 0.6, 12.0, _DENSE.format(164)),
-        40,
-        default=True,
-        dtypes=frozenset({"float16", "bfloat16"}),
-        features=frozenset({"causal", "scale", "gqa", "window", "lse"}),
-        alignment=16,
+        "torch.ragged_attention.flash", lambda: flash, (0.27, 0.6, 12.0), _DENSE.format(164),
+        source=_SOURCE.format("flash"), dtypes="float16 bfloat16", features="causal scale gqa window lse",
         limits=(
-            AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-            MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-            SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
+            "D <= 256 else HEAD_DIM_TOO_LARGE", "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
+            "D == Dv else HEAD_DIMS_DIFFER", _GRID,
         ),
+        tie_break_order=40, default=True,
     ),
     _kernel(
-        "efficient",
-        efficient,
-        Efficiency(0.16, 0.3, 12.0, _DENSE.format(269)),
-        60,
-        dtypes=frozenset({"float16", "bfloat16", "float32"}),
-        features=frozenset({"causal", "scale"}),
-        alignment=16,
-        limits=(
-            MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-            MultipleOf("Dv", 8, Reason.HEAD_DIM_ALIGNMENT),
-        ),
+        "torch.ragged_attention.efficient", lambda: efficient, (0.16, 0.3, 12.0), _DENSE.format(269),
+        source=_SOURCE.format("efficient"), dtypes="float16 bfloat16 float32", features="causal scale",
+        limits=("D % 8 == 0 else HEAD_DIM_ALIGNMENT", "Dv % 8 == 0 else HEAD_DIM_ALIGNMENT", _GRID),
+        tie_break_order=60,
     ),
-)
+)  # fmt: skip

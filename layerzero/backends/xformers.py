@@ -2,7 +2,7 @@
 
 Its wheel's extension is built for CUDA 12.8 and does not load beside a CUDA 13 torch. Without it
 `memory_efficient_attention` refuses CUDA tensors for every operator, those too that call torch's kernels or
-Triton's, so the operators are called themselves (`FwOp.apply`); what they refuse stands in the capabilities.
+Triton's, so the operators are called themselves (`FwOp.apply`); what they refuse is in the capabilities.
 Its import fails where FlashAttention-4 is installed without FlashAttention-2, whose module it takes for
 granted.
 """
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.attention import masks
+from layerzero.ops.attention.adapters import takes
+from layerzero.ops.attention.arguments import AttentionArgs
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtMost, Capability, MultipleOf, OneOf, SameAs
-from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
+from layerzero.spec.kernel import Kernel
 
 
 @functools.cache
@@ -50,10 +50,11 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.unflatten(2, (heads, each)), k, v
 
 
-def _mask(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, window: masks.Window) -> Any:
+def _mask(call: AttentionArgs) -> Any:
     """The mask as a bias (B, H, Sq, Sk) whose rows have addresses of whole vectors; None without any."""
+    q, k = call.q, call.k
     queries, keys = q.transpose(1, 2), k.transpose(1, 2)
-    bias = masks.additive_bias(queries, keys, attn_mask, is_causal, window, None, q.dtype)
+    bias = masks.additive_bias(queries, keys, call.attn_mask, call.is_causal, call.window, None, q.dtype)
     if bias is None:
         return None
     batch, rows, heads, columns = q.shape[0], q.shape[1], q.shape[2], k.shape[1]
@@ -62,10 +63,10 @@ def _mask(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, windo
     return bias[..., :columns].expand(batch, heads, rows, columns)
 
 
-def _bias(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, window: masks.Window) -> Any:
-    if attn_mask is not None or window is not None:
-        return _mask(q, k, attn_mask, is_causal, window)
-    if not is_causal:
+def _bias(call: AttentionArgs) -> Any:
+    if call.attn_mask is not None or call.window is not None:
+        return _mask(call)
+    if not call.is_causal:
         return None
     return importlib.import_module("xformers.ops.fmha.attn_bias").LowerTriangularFromBottomRightMask()
 
@@ -74,32 +75,26 @@ def _bias(q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, windo
 _HIDDEN = -3e4
 
 
-def _finite_bias(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, window: masks.Window
-) -> Tensor | None:
+def _finite_bias(call: AttentionArgs) -> Tensor | None:
     """The mask as a bias without infinities, (B, G, H, Sq, Sk) where heads are grouped."""
-    bias = _mask(q, k, attn_mask, is_causal, window)
+    bias, key_heads = _mask(call), call.k.shape[2]
     if bias is None:
         return None
     bounded: Tensor = bias.clamp_min(_HIDDEN)
-    return bounded if q.shape[2] == k.shape[2] else bounded.unflatten(1, (k.shape[2], -1))
+    return bounded if call.q.shape[2] == key_heads else bounded.unflatten(1, (key_heads, -1))
 
 
 def _load(module: str, bias_of: Callable[..., Any] = _bias) -> Callable[..., Any]:
     fmha = _fmha()
     operator, inputs = getattr(fmha, module).FwOp, fmha.Inputs
 
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-        dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None,
-        *_: Any,
-    ) -> Tensor:  # fmt: skip
+    @takes(AttentionArgs)
+    def attention(call: AttentionArgs) -> Tensor:
         """`FwOp.apply` over (B, S, H, D), or five axes where heads are grouped."""
-        bias = bias_of(q, k, attn_mask, is_causal, window)
-        query, key, value = _grouped(q, k, v)
-        call_inputs = inputs(query=query, key=key, value=value, attn_bias=bias, scale=scale)
+        query, key, value = _grouped(call.q, call.k, call.v)
+        call_inputs = inputs(query=query, key=key, value=value, attn_bias=bias_of(call), scale=call.scale)
         out = operator.apply(call_inputs, needs_gradient=False)[0]
-        return out.reshape(*q.shape[:3], v.shape[3])  # type: ignore[no-any-return]
+        return out.reshape(*call.q.shape[:3], call.v.shape[3])  # type: ignore[no-any-return]
 
     return attention
 
@@ -123,62 +118,40 @@ def _split_bytes(request: CallSpec) -> int:
     return _bias_bytes(request) + 64 * rows * (4 * d + 8)
 
 
-_LIMITS = (
-    MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-    AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-    SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
+_kernel = functools.partial(
+    Kernel.of,
+    platforms="cuda",
+    sm_min=80,
+    sm_max=90,
+    layouts="BSHD",
+    last_stride1=True,
+    alignment=16,
+    gradient=False,
+    tie_break_order=70,
+    slow_import=True,
+    distributions=("xformers>=0.0.35",),
+    co_requirements=(("flash-attn-4", "flash-attn"),),
 )
-
-
-def _kernel(
-    variant: str, module: str, dtypes: frozenset[str], features: frozenset[str], efficiency: Efficiency,
-    limits: tuple[Any, ...] = _LIMITS, bias_of: Callable[..., Any] = _bias,
-    workspace_bytes: Callable[[CallSpec], int] = _bias_bytes, **more: Any,
-) -> Kernel:  # fmt: skip
-    return Kernel.of(
-        f"xformers.attention.{variant}",
-        functools.partial(_load, module, bias_of),
-        Capability(
-            source=f"xformers 0.0.35, ops/fmha/{module}.py, called without its extension",
-            platforms=frozenset({"cuda"}),
-            sm_min=80,
-            sm_max=90,
-            dtypes=dtypes,
-            features=features,
-            layouts=frozenset({"BSHD"}),
-            last_stride1=True,
-            alignment=16,
-            limits=limits,
-            gradient=False,
-            **more,
-        ),
-        efficiency,
-        tie_break_order=70,
-        slow_import=True,
-        distributions=("xformers>=0.0.35",),
-        co_requirements=(("flash-attn-4", "flash-attn"),),
-        workspace_bytes=workspace_bytes,
-    )
-
-
-_HALF = frozenset({"float16", "bfloat16"})
+_SOURCE = "xformers 0.0.35, ops/fmha/{}.py, called without its extension"
 _AS_TORCH = "torch's kernel on one H200, bf16, causal prefill 2048, 32/8 heads of 128: {} us; host estimated"
+_SAME_HEAD_SIZES = "D == Dv else HEAD_DIMS_DIFFER"
+_LIMITS = ("D % 8 == 0 else HEAD_DIM_ALIGNMENT", "D <= 256 else HEAD_DIM_TOO_LARGE", _SAME_HEAD_SIZES)
 
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
-        "cutlass", "cutlass", _HALF | {"float32"},
-        frozenset({"causal", "scale", "mask_bool", "mask_float", "mask_and_causal", "window"}),
-        Efficiency(0.16, 0.3, 40.0, _AS_TORCH.format(269)),
+        "xformers.attention.cutlass", lambda: _load("cutlass"), (0.16, 0.3, 40.0), _AS_TORCH.format(269),
+        source=_SOURCE.format("cutlass"), dtypes="float16 bfloat16 float32", limits=_LIMITS,
+        features="causal scale mask_bool mask_float mask_and_causal window", workspace_bytes=_bias_bytes,
     ),
     _kernel(
-        "flash", "flash", _HALF, frozenset({"causal", "scale", "gqa"}),
-        Efficiency(0.27, 0.6, 40.0, _AS_TORCH.format(164)),
-        workspace_bytes=_flash_bytes,
+        "xformers.attention.flash", lambda: _load("flash"), (0.27, 0.6, 40.0), _AS_TORCH.format(164),
+        source=_SOURCE.format("flash"), dtypes="float16 bfloat16", limits=_LIMITS,
+        features="causal scale gqa", workspace_bytes=_flash_bytes,
     ),
     _kernel(
-        "triton_splitk", "triton_splitk", _HALF, frozenset({"scale", "gqa", "mask_bool", "mask_float"}),
-        Efficiency(0.1, 0.6, 60.0, "an estimate"),
-        (OneOf("D", (16, 32, 64, 128, 256)), _LIMITS[2]),
-        bias_of=_finite_bias, workspace_bytes=_split_bytes,
+        "xformers.attention.triton_splitk", lambda: _load("triton_splitk", _finite_bias), (0.1, 0.6, 60.0),
+        "an estimate", source=_SOURCE.format("triton_splitk"), dtypes="float16 bfloat16",
+        limits=("D in [16, 32, 64, 128, 256]", _SAME_HEAD_SIZES),
+        features="scale gqa mask_bool mask_float", workspace_bytes=_split_bytes,
     ),
 )  # fmt: skip

@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.attention import masks
-from layerzero.spec.capability import AtLeast, Capability, SameAs
-from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
+from layerzero.spec.kernel import Kernel
 
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
 
@@ -150,103 +148,45 @@ def _refuse_stale_weights(kernel: Callable[..., Tensor]) -> None:
         raise ImportError(f"zentorch answers with a weight's earlier values; {remedy}")
 
 
-_LIMITED = "probed with zentorch 2.13.0.2, torch 2.13.0, on an AMD EPYC with AVX-512"
-_MEASURED = "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread"
-_DISTRIBUTIONS = ("zentorch>=2.13,<2.14",)
-
-
-def _capability(
-    features: frozenset[str],
-    *,
-    contiguous: bool = True,
-    limits: tuple[Any, ...] = (),
-    isa: frozenset[str] = frozenset({"avx512f", "avx512bw"}),
-    dtypes: frozenset[str] = frozenset({"float32", "bfloat16"}),
-    **more: Any,
-) -> Capability:
-    return Capability(
-        source=_LIMITED,
-        platforms=frozenset({"cpu"}),
-        cpu_vendors=frozenset({"amd"}),
-        isa=isa,
-        torch_min="2.13",
-        torch_below="2.14",
-        dtypes=dtypes,
-        features=features,
-        contiguous=contiguous,
-        limits=limits,
-        gradient=False,
-        **more,
-    )
-
-
-_ATTENTION_FEATURES = frozenset(
-    {
-        "causal", "scale", "gqa", "mask_bool", "mask_float", "mask_wide", "mask_and_causal", "empty_rows",
-        "window", "alibi",
-    }
-)  # fmt: skip
+_kernel = functools.partial(
+    Kernel.of,
+    measured="scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread",
+    source="probed with zentorch 2.13.0.2, torch 2.13.0, on an AMD EPYC with AVX-512",
+    platforms="cpu",
+    cpu_vendors="amd",
+    isa="avx512f avx512bw",
+    torch_min="2.13",
+    torch_below="2.14",
+    dtypes="float32 bfloat16",
+    contiguous=True,
+    gradient=False,
+    slow_import=True,
+    distributions=("zentorch>=2.13,<2.14",),
+)
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel.of(
-        "zentorch.attention.sdpa",
-        _attention,
-        _capability(
-            _ATTENTION_FEATURES,
-            contiguous=False,
-            limits=(SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),),
-            layouts=frozenset({"BHSD"}),
-            last_stride1=True,
-        ),
-        Efficiency(0.8, 0.8, 12.0, _MEASURED),
-        slow_import=True,
-        distributions=_DISTRIBUTIONS,
+    _kernel(
+        "zentorch.attention.sdpa", _attention, (0.8, 0.8, 12.0),
+        features="causal scale gqa mask_bool mask_float mask_wide mask_and_causal empty_rows window alibi",
+        limits=("D == Dv else HEAD_DIMS_DIFFER",), layouts="BHSD", contiguous=False, last_stride1=True,
     ),
-    Kernel.of(
-        "zentorch.rms_norm.native",
-        _rms_norm,
-        _capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
-        Efficiency(0.3, 1.0, 8.0, _MEASURED),
-        slow_import=True,
-        distributions=_DISTRIBUTIONS,
+    _kernel("zentorch.rms_norm.native", _rms_norm, (0.3, 1.0, 8.0), limits=("C >= 2",), batch_invariant=True),
+    _kernel(
+        "zentorch.add_rms_norm.native", _add_rms_norm, (0.2, 0.9, 8.0), limits=("C >= 2",),
+        batch_invariant=True,
     ),
-    Kernel.of(
-        "zentorch.add_rms_norm.native",
-        _add_rms_norm,
-        _capability(frozenset(), limits=(AtLeast("C", 2),), batch_invariant=True),
-        Efficiency(0.2, 0.9, 8.0, _MEASURED),
-        slow_import=True,
-        distributions=_DISTRIBUTIONS,
+    _kernel("zentorch.linear.native", _linear, (0.8, 0.3, 20.0), features="bias"),
+    _kernel(
+        "zentorch.quantized_linear.dynamic", _quantized_linear, (1.0, 0.6, 14.0),
+        measured="an estimate: below torch._int_mm's time on an AMD EPYC with AVX-512",
+        features="quant_int8 scale_per_tensor scale_per_row bias inputs_quantized",
+        isa="avx512f avx512bw avx512_vnni",
     ),
-    Kernel.of(
-        "zentorch.linear.native",
-        _linear,
-        _capability(frozenset({"bias"})),
-        Efficiency(0.8, 0.3, 20.0, _MEASURED),
-        slow_import=True,
-        distributions=_DISTRIBUTIONS,
+    _kernel(
+        "zentorch.moe.fused", _moe, (0.7, 0.5, 60.0),
+        measured="an estimate, beside torch's expert by expert",
+        features="act_swiglu scores_sigmoid scores_raw",
+        limits=("T >= 2",),  # it refuses a call in which one expert gets every row
+        dtypes="bfloat16",  # in float32 its gate errs by 7e-6
     ),
-    Kernel.of(
-        "zentorch.quantized_linear.dynamic",
-        _quantized_linear,
-        _capability(
-            frozenset({"quant_int8", "scale_per_tensor", "scale_per_row", "bias", "inputs_quantized"}),
-            isa=frozenset({"avx512f", "avx512bw", "avx512_vnni"}),
-        ),
-        Efficiency(1.0, 0.6, 14.0, "an estimate: below torch._int_mm's time on an AMD EPYC with AVX-512"),
-        slow_import=True,
-        distributions=_DISTRIBUTIONS,
-    ),
-    Kernel.of(
-        "zentorch.moe.fused",
-        _moe,
-        _capability(
-            frozenset({"act_swiglu", "scores_sigmoid", "scores_raw"}),
-            limits=(AtLeast("T", 2),),  # it refuses a call in which one expert gets every row
-            dtypes=frozenset({"bfloat16"}),  # in float32 its gate errs by 7e-6
-        ),
-        Efficiency(0.7, 0.5, 60.0, "an estimate, beside torch's expert by expert"),
-        slow_import=True,
-        distributions=_DISTRIBUTIONS,
-    ),
-)
+)  # fmt: skip

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, Protocol
 
-from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import LAST
 from layerzero.ops.checks import need_number
 from layerzero.ops.op import Args
 from layerzero.scheduler.core.pending_call import PendingCall
 from layerzero.scheduler.fast_queue import FAST_QUEUE
 from layerzero.scheduler.loop_driver import LoopDriver
-from layerzero.scheduler.streams import resume_modes, suspend_modes
-from layerzero.scheduler.task_modes import TASK_MODES
-from layerzero.scheduler.torch_modes import Modes, must_run_inline, restore
+from layerzero.scheduler.modes.streams import resume_modes, suspend_modes
+from layerzero.scheduler.modes.task_modes import TASK_MODES
+from layerzero.scheduler.modes.torch_modes import Modes, must_run_inline, restore
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.plan import Plan
 
@@ -32,7 +32,7 @@ class Described(NamedTuple):
     `modes` None where they are read when the call is queued, `kind` what its target needs to queue it.
     """
 
-    device: LocalDevice
+    device: ScheduledDevice
     driver: LoopDriver | None
     args: Args
     expected_us: float
@@ -93,7 +93,8 @@ def awaitable_call(
     ) -> Any:
         cached = cache.find(args, kwargs) if backend is None and batching is None else None
         subject = target.describe(args, kwargs, backend, batching) if cached is None else cached
-        driver = subject.driver
+        # What a cache knows waits in a loop driver; a read-back is no cached call.
+        driver: LoopDriver | None = subject.driver  # type: ignore[assignment]
         if driver is None:
             return target.run_inline(subject)
         if (
@@ -111,12 +112,17 @@ def awaitable_call(
                 return await _submit(target, subject, pending, priority, timeout)
         else:
             pending = subject
-            if validate is not None:
-                pending.args = validate(pending.args)
         if priority != 1 or timeout is not None:
             set_priority(pending, driver, priority, timeout)
-        if not queue.try_submit(driver, pending):
-            driver.submit(pending)
+        elif (
+            driver.at_once
+            and _needs_no_queue(driver, pending)
+            and (driver.inline.ready() or await driver.inline.share(pending))
+        ):
+            return driver.inline.run(pending, target.run_inline)
+        if validate is not None and pending is subject:
+            pending.args = validate(pending.args)
+        _ = queue.try_submit(driver, pending) or driver.submit(pending)
         modes = pending.modes
         if modes.grad is not driver.ambient_grad and not modes.inference and not TASK_MODES.is_isolated():
             return await _await_with_modes(pending, modes, driver)
@@ -126,6 +132,11 @@ def awaitable_call(
         return result
 
     return call
+
+
+def _needs_no_queue(driver: LoopDriver, pending: PendingCall) -> bool:
+    """Whether few others may join the call; `driver.at_once` holds the groups of such calls."""
+    return (pending.op if pending.batch_key is None else pending.batch_key) in driver.at_once
 
 
 async def _submit(

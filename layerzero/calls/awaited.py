@@ -19,7 +19,8 @@ from layerzero.ops.checks import need_choice
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
-from layerzero.scheduler.torch_modes import Modes
+from layerzero.scheduler.modes.torch_modes import Modes
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.modes import CAPTURE
 from layerzero.selection.plan import BatchFacts, Plan
@@ -95,7 +96,12 @@ class AwaitedOp:
         )  # fmt: skip
         pending.plan, pending.device = plan, call.device
         _warn_runs_alone(call.device, pending, plan)
-        if backend is None and batching is None and call.device.spans is None:
+        if (
+            self.cache.entries is not None
+            and backend is None
+            and batching is None
+            and call.device.spans is None
+        ):
             self.cache.remember(args, kwargs, call.args, call.device, plan, pending)
         return pending
 
@@ -130,7 +136,7 @@ def _warn_runs_alone(device: LocalDevice, pending: PendingCall, plan: Plan) -> N
 
 def _plan_in_full(
     op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, batching: str | None
-) -> tuple[LocalDevice, DispatchState | None, Plan, Args]:
+) -> tuple[ScheduledDevice, DispatchState | None, Plan, Args]:
     """Device, governing snapshot (None: the current one), plan and arguments of an unusual call."""
     if batching is not None:
         need_choice("batching", batching, BATCHING)
@@ -168,7 +174,7 @@ _PLAIN: Final[frozenset[type]] = frozenset({Tensor, torch.nn.Parameter})
 
 
 def _is_plain_strided(args: Args) -> bool:
-    """Whether address, shape and strides say what each tensor holds, and rows of others may stand beside it.
+    """Whether address, shape and strides say what each tensor holds, so that rows of others may join it.
 
     A subclass may hold its values elsewhere, and would make its neighbours' outputs its own kind; a negative
     view shares its memory with what it negates.

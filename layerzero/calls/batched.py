@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Hashable, MutableMapping, Sequence
 from types import FunctionType, MethodType
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from layerzero.calls.functions import (
     has_graph,
     has_trainable_tensor,
     needs_grad,
+    split_rows,
     takes_counts,
     unbound,
 )
@@ -39,9 +40,12 @@ from layerzero.native import FAST_PATH
 from layerzero.ops.checks import need_choice
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
-from layerzero.scheduler.torch_modes import restore
+from layerzero.scheduler.modes.torch_modes import restore
 from layerzero.selection.transform import without_graph
 from layerzero.spec.settings import BATCHING
+
+if TYPE_CHECKING:
+    from layerzero.scheduler.scheduled_device import ScheduledDevice
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -53,8 +57,8 @@ RUNS_ALONE = "batched.runs_alone"
 class Batched(Generic[R]):
     """A function over rows, awaited; what `batched` returns.
 
-    It stands in a batcher where an op stands: `name`, `pure`, `run`. `expected_us` is learned from its own
-    batches, microseconds a row.
+    It has the interface that a batcher expects of an op: `name`, `pure`, `run`. `expected_us` is learned from
+    its own batches, microseconds a row.
     """
 
     def __init__(self, fn: Callable[..., Any], *, pure: bool, name: str, device: torch.device | None) -> None:
@@ -92,7 +96,7 @@ class Batched(Generic[R]):
         timeout: float | None = None,
         batching: str | None = None,
     ) -> Awaitable[R]:
-        """Run for this caller's rows, together with whoever calls at the same time; a coroutine.
+        """Run for this caller's rows, together with the rows of calls made at the same time; a coroutine.
 
         Tensors carry rows along their first axis, the same number in each; every other argument reaches
         the function as a list with one entry a caller. `priority`, `timeout` and `batching` as
@@ -149,12 +153,11 @@ class Batched(Generic[R]):
         )
         pending.device = device
         if batching is None and device.spans is None:
-            self._remember(pending)
+            self._remember(pending, device)
         return pending
 
-    def _remember(self, pending: PendingCall) -> None:
+    def _remember(self, pending: PendingCall, device: ScheduledDevice) -> None:
         """Let the compiled twin answer for such calls, where only the process's runtime governs them."""
-        device = pending.device
         if self.entries is None or pending.batch_key is None or SCOPE.get() is not None:
             return
         if ACTIVE.devices.get(device.device) is device:
@@ -204,7 +207,7 @@ class Batched(Generic[R]):
         self._update_us_per_row((time.perf_counter() - started) * 1e6 / max(1, sum(counts)))
         if torch.is_grad_enabled() and not any(needs_grad(args) for args in calls):
             self._note_gradient(has_graph(out))
-        return self._split(out, counts)
+        return split_rows(self.name, out, counts)
 
     def _note_gradient(self, has_gradient: bool) -> None:
         """Note what a run under a gradient gave; kinds that were known before would still join."""
@@ -223,27 +226,6 @@ class Batched(Generic[R]):
         mean_us = self.us_per_row
         self.us_per_row = (
             us_per_row if mean_us == float("inf") else mean_us + _NEWEST * (us_per_row - mean_us)
-        )
-
-    def _split(self, out: Any, counts: list[int]) -> list[Any]:
-        if isinstance(out, tuple) and out:
-            parts = [self._split(part, counts) for part in out]
-            return list(zip(*parts, strict=True))
-        if isinstance(out, Tensor) and out.dim() > 0:
-            rows = out.shape[0]
-            if rows != sum(counts) and rows == len(counts):
-                counts = [1] * rows
-            if rows == sum(counts):
-                pieces = (
-                    NotImplemented if FAST_PATH.module is None else FAST_PATH.module.split(out, counts, False)
-                )
-                return list(out.split_with_sizes(counts)) if pieces is NotImplemented else pieces
-        if isinstance(out, list) and len(out) == len(counts):
-            return out
-        got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"{type(out).__name__}"
-        raise ValueError(
-            f"{self.name} needs to return tensors of {sum(counts)} rows or of {len(counts)}, one a caller, "
-            f"or a list of {len(counts)} results, got {got}"
         )
 
     def __repr__(self) -> str:
@@ -271,13 +253,13 @@ class _Scoped:
 
 
 # By identity: equal objects may compute other things. A function made inside another, and an object that is
-# called, live as long as somebody keeps their wrapping; it holds them, so that this table must not hold it.
+# called, live as long as their wrapping is referenced; it holds them, so that this table must not hold it.
 _FUNCTIONS: MutableMapping[Any, dict[Hashable, Batched[Any]]] = WeakIdKeyDictionary()
 _SHORT_LIVED: MutableMapping[Any, weakref.WeakValueDictionary[Hashable, Batched[Any]]] = WeakIdKeyDictionary()
 
 
 def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[Any]]:
-    """Where the wrappings of `fn` stand.
+    """Where the wrappings of `fn` are stored.
 
     Raises: TypeError: nothing can refer to what `fn` belongs to without keeping it alive.
     """
@@ -353,8 +335,8 @@ def batched(
 ) -> Batched[Any]:
     """An awaitable of `fn` whose concurrent calls, from any number of tasks, run as one.
 
-    `fn` gets the tensors of all callers with their rows behind each other (no copy where they already
-    stand so), every other argument as a list with one entry a caller, and, where it takes a keyword
+    `fn` gets the tensors of all callers with their rows behind each other (no copy where they are
+    adjacent already), every other argument as a list with one entry a caller, and, where it takes a keyword
     `counts`, the rows of each caller. It returns tensors with as many rows, or with one row a caller, or a
     list with one result a caller, or a tuple of those. Where results want a gradient, of an argument or of
     weights that `fn` holds, calls run alone, as those of ops do. The same function, or the same method of
@@ -366,6 +348,15 @@ def batched(
     Raises: TypeError: `fn` is no function, is a coroutine function, or is a lambda or a function made
         inside another without a `key`, which says that it is not made anew for each call: every one of
         them is a group of its own.
+
+    Example:
+        >>> import asyncio, torch, layerzero as lz
+        >>> double = lz.batched(lambda x: x * 2, key="double")
+        >>> async def main():
+        ...     async with lz.start(scoped=True):
+        ...         return await asyncio.gather(double(torch.ones(1, 2)), double(torch.ones(2, 2)))
+        >>> [tuple(rows.shape) for rows in asyncio.run(main())]
+        [(1, 2), (2, 2)]
     """
     if not callable(fn):
         raise TypeError(f"fn needs a function, got {type(fn).__name__}")
@@ -374,7 +365,7 @@ def batched(
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
         called = getattr(fn, "__name__", type(fn).__name__)
         raise TypeError(
-            f"fn needs a plain function, since a lane runs it, got the coroutine function {called}"
+            f"fn needs a plain function, since a batcher runs it, got the coroutine function {called}"
         )
     plain = unbound(fn)
     name = getattr(plain, "__qualname__", type(fn).__name__)

@@ -1,6 +1,6 @@
 """Both surfaces of an op from its one signature: `blocking(op)` and `awaited(op)`.
 
-The fast path stands here in full and calls nothing of ours on a hit: build the signature, find the device,
+The fast path is here in full and calls nothing of ours on a hit: build the signature, find the device,
 the table and the plan, run it. Whatever is unusual (no plan yet, a scope, an error) leaves it at once.
 """
 
@@ -20,6 +20,7 @@ from layerzero.calls.call_cache import BlockingCallCache
 from layerzero.calls.scope import ROOT, SCOPE, Scope
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.runtime import ACTIVE, Runtime, current
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.plan import Plan
 from layerzero.selection.record import Selection
@@ -167,8 +168,8 @@ def device_of(args: Args) -> torch.device:
     return first.device
 
 
-def context_device(args: Args) -> LocalDevice:
-    """The LocalDevice of a call's tensors, in the calling context's runtime."""
+def context_device(args: Args) -> ScheduledDevice:
+    """The device of a call's tensors, in the calling context's runtime."""
     return context_runtime().device(device_of(args))
 
 

@@ -97,6 +97,14 @@ def bind(
     The callable's `.binding.plan` is what it holds.
 
     Raises: NoKernelFoundError, ValueError, TypeError: as the call itself would.
+
+    Example:
+        >>> import torch, layerzero as lz
+        >>> x, weight = torch.ones(2, 8), torch.ones(8)
+        >>> with lz.start(scoped=True):
+        ...     norm = lz.bind("rms_norm", x, weight)
+        ...     norm(x, weight).shape
+        torch.Size([2, 8])
     """
     definition = ops_table.get(op)
     _, full = checked_build(definition, example, fixed)

@@ -19,6 +19,7 @@ from layerzero.native import FAST_PATH, UNUSED
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PendingCall
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.modes import REHEARSAL
 from layerzero.selection.plan import Plan
@@ -31,7 +32,7 @@ def _parameters(op: Op) -> tuple[tuple[str, ...], tuple[Any, ...], int] | None:
         return None
     return (
         tuple(p.name for p in parameters),
-        # Only whether there is one matters: what it is stands in the full arguments.
+        # Only whether there is one matters: what it is, the full arguments say.
         tuple(... if p.default is p.empty else None for p in parameters),
         sum(p.kind is not p.KEYWORD_ONLY for p in parameters),
     )
@@ -40,7 +41,7 @@ def _parameters(op: Op) -> tuple[tuple[str, ...], tuple[Any, ...], int] | None:
 class BlockingCallCache:
     """One op's plans of blocking calls while the compiled twin is there, else None.
 
-    `last` notes a thread's last plan, `recover` goes on where a kernel raised.
+    `last` notes a thread's last plan, `recover` continues where a kernel raised.
     """
 
     __slots__ = ("_last", "_op", "_recover", "entries")
@@ -111,7 +112,7 @@ class AwaitedCallCache:
             self.entries.forget()
 
     def remember(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], full: Args, device: LocalDevice, plan: Plan,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], full: Args, device: ScheduledDevice, plan: Plan,
         pending: PendingCall,
     ) -> bool:  # fmt: skip
         """Keep a call that the current policy governs; whether it can be found again."""

@@ -112,3 +112,29 @@ def has_graph(out: Any) -> bool:
 def needs_grad(args: Args) -> bool:
     """Whether a gradient is on that one of the arguments wants."""
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+def split_rows(name: str, out: Any, counts: list[int]) -> list[Any]:
+    """The result of each caller out of what the function `name` returned for `counts` rows of each.
+
+    Raises: ValueError: it has neither that many rows nor one row or result a caller.
+    """
+    if isinstance(out, tuple) and out:
+        parts = [split_rows(name, part, counts) for part in out]
+        return list(zip(*parts, strict=True))
+    if isinstance(out, Tensor) and out.dim() > 0:
+        rows = out.shape[0]
+        if rows != sum(counts) and rows == len(counts):
+            counts = [1] * rows
+        if rows == sum(counts):
+            pieces = (
+                NotImplemented if FAST_PATH.module is None else FAST_PATH.module.split(out, counts, False)
+            )
+            return list(out.split_with_sizes(counts)) if pieces is NotImplemented else pieces
+    if isinstance(out, list) and len(out) == len(counts):
+        return out
+    got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"{type(out).__name__}"
+    raise ValueError(
+        f"{name} needs to return tensors of {sum(counts)} rows or of {len(counts)}, one a caller, "
+        f"or a list of {len(counts)} results, got {got}"
+    )

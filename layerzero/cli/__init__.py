@@ -27,7 +27,7 @@ COMMANDS = {
     ),
     "doctor": ("doctor", "Examine the installation: hardware, torch, libraries, kernels, health, policy"),
     "explain": ("explain", "Show every kernel's verdict on a call and why one is taken"),
-    "kernels": ("doctor", "List the kernels and how each stands on a device"),
+    "kernels": ("doctor", "List the kernels and the state of each on a device"),
     "perfdb": (
         "tune",
         "Show what was measured on this machine: rows by op, and which of them count here",
@@ -58,7 +58,7 @@ COMMANDS = {
 class Commands(click.Group):
     """The commands, each imported when it is run.
 
-    A file that cannot be read or written is told by its name and reason, with status 1. A reader that has
+    A file that cannot be read or written is reported by its name and reason, with status 1. A reader that has
     gone, as `head` does, ends the command without a word.
     """
 

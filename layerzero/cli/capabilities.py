@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from layerzero.backends import load_builtin
-from layerzero.cli import output
-from layerzero.cli.options import json_option
+from layerzero.cli.common import output
+from layerzero.cli.common.options import json_option
 from layerzero.spec.capability_overlays import export, load_overlay, read, write
 from layerzero.spec.errors import LayerZeroError
 from layerzero.spec.settings import Settings
@@ -26,10 +26,8 @@ def export_(path: str, json_: bool) -> None:
     """Write every kernel's capability to PATH, with a hash of the content; of plugins those that may run."""
     document = export(load_builtin(Settings.load().plugins))
     write(path, document)
-    if json_:
-        output.as_json({"path": path, "kernels": len(document.kernels), "content": document.content})
-    else:
-        output.line(f"{len(document.kernels)} kernels in {path}, content {document.content[:12]}")
+    plain = {"path": path, "kernels": len(document.kernels), "content": document.content}
+    output.show(json_, plain, f"{len(document.kernels)} kernels in {path}, content {document.content[:12]}")
 
 
 @capabilities.command()
@@ -48,24 +46,15 @@ def check(ctx: click.Context, /, path: str, overlay: bool, json_: bool) -> None:
             loaded = load_overlay(path, list(kernels.values()))
             narrowed = {name: loaded.apply(kernels[name]).capability.narrowed for name in loaded.changes}
             narrowed_fields = {name: sorted(fields) for name, fields in narrowed.items()}
-            summary, digest = (
-                f"{path} narrows {sum(map(bool, narrowed_fields.values()))} kernels",
-                loaded.digest,
-            )
+            count, digest = sum(map(bool, narrowed_fields.values())), loaded.digest
+            summary = f"{path} narrows {count} kernels"
         else:
             document = read(path)
             narrowed_fields, digest = {name: [] for name in document.kernels}, document.content
             summary = f"{path} holds: {len(narrowed_fields)} kernels"
     except LayerZeroError as error:
-        if json_:
-            output.as_json({"ok": False, "problem": str(error)})
-        else:
-            output.line(str(error), bad=True)
+        output.show(json_, {"ok": False, "problem": str(error)}, output.Problem(error))
         ctx.exit(1)
-    if json_:
-        output.as_json({"ok": True, "digest": digest, "kernels": narrowed_fields})
-        return
-    output.line(f"{summary}, digest {digest[:12]}")
-    for name, fields in narrowed_fields.items():
-        if fields:
-            output.line(f"{name}: {', '.join(fields)}")
+    lines = [f"{name}: {', '.join(fields)}" for name, fields in narrowed_fields.items() if fields]
+    plain = {"ok": True, "digest": digest, "kernels": narrowed_fields}
+    output.show(json_, plain, f"{summary}, digest {digest[:12]}", *lines)

@@ -7,9 +7,9 @@ from typing import Any
 import anyio
 import click
 
-from layerzero.cli import output
+from layerzero.cli.common import output
+from layerzero.cli.common.options import json_option
 from layerzero.cli.deployment import ConsistencyReport, check, load
-from layerzero.cli.options import json_option
 from layerzero.spec.errors import ConfigurationError, LayerZeroError
 from layerzero.spec.settings import Settings
 
@@ -49,10 +49,7 @@ def consistency(ctx: click.Context, cluster: str | None, path: str, devices: int
     except LayerZeroError as error:
         output.line(f"{type(error).__name__}: {error}", bad=True)
         ctx.exit(1)
-    if json_:
-        output.as_json(plain(report))
-    else:
-        draw(report)
+    output.show(json_, plain(report), *parts_of(report))
     ctx.exit(0 if report.ok else 1)
 
 
@@ -73,16 +70,18 @@ def plain(report: ConsistencyReport) -> dict[str, Any]:
     }
 
 
-def draw(report: ConsistencyReport) -> None:
+def parts_of(report: ConsistencyReport) -> list[str | output.Table]:
     """The report for people: the devices, then what disagrees, value by value."""
     rows = [(d.name, d.node[:12], d.hardware.name, d.versions.get("torch", "-")) for d in report.devices]
-    output.table("devices", ("device", "node", "hardware", "torch"), rows)
+    parts: list[str | output.Table] = [output.Table("devices", ("device", "node", "hardware", "torch"), rows)]
     for finding in report.findings:
-        output.line(f"{finding.check}: {finding.about}", bad=True)
-        for name, value in finding.values.items():
-            output.line(f"  {name}: {value}")
-        output.line(f"  -> {finding.advice}")
+        parts.append(output.Problem(f"{finding.check}: {finding.about}"))
+        parts += [f"  {name}: {value}" for name, value in finding.values.items()]
+        parts.append(f"  -> {finding.advice}")
     for kind, calls in report.numbers.items():
-        output.table(f"numbers of {kind}", ("call", "compared"), list(calls.items()))
+        parts.append(output.Table(f"numbers of {kind}", ("call", "compared"), list(calls.items())))
     compared = ", ".join(f"{count} {what}" for what, count in report.compared.items())
-    output.line(f"{compared} compared: {'all agree' if report.ok else f'{len(report.findings)} disagree'}")
+    return [
+        *parts,
+        f"{compared} compared: {'all agree' if report.ok else f'{len(report.findings)} disagree'}",
+    ]

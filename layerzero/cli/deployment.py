@@ -21,7 +21,6 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion
 
 from layerzero._util import log
-from layerzero._util.strict_yaml import YamlError, parse_file
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.remote.pool import DevicePool
 from layerzero.actors.rpc.client import DeviceFacts
@@ -29,13 +28,14 @@ from layerzero.actors.rpc.identity import kernels_digest
 from layerzero.api.start import start
 from layerzero.calls.awaited import awaitable
 from layerzero.calls.blocking import context_runtime, last_selection
-from layerzero.cli import call_arguments
+from layerzero.cli.common import call_arguments
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.selection.plan import signature_of
 from layerzero.spec.errors import ConfigurationError, LayerZeroError
 from layerzero.spec.settings import Settings
 from layerzero.spec.tolerances import mismatches
+from layerzero.spec.user_file import UserFile
 
 FORMAT_VERSION = 1
 SEED = 20_26
@@ -121,12 +121,7 @@ def load(path: str | Path) -> Deployment:
     Raises: ConfigurationError: it cannot be read, or says what no manifest says; file and line are named.
     """
     try:
-        document = parse_file(path)
-        manifest = msgspec.convert(document.value, Deployment)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
-    except YamlError as error:
-        raise ConfigurationError(f"{path}:{error.line or 1}: {error}") from error
+        manifest = msgspec.convert(UserFile(path).value, Deployment)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{path}: {error}") from error
     if manifest.version != FORMAT_VERSION:

@@ -9,8 +9,8 @@ from layerzero.api.doctor import doctor as examine
 from layerzero.api.doctor import unfit
 from layerzero.api.inspect import KernelInfo, list_kernels
 from layerzero.backends import installed_plugins
-from layerzero.cli import output
-from layerzero.cli.options import json_option, op_named, runtime_of, target_options
+from layerzero.cli.common import output
+from layerzero.cli.common.options import json_option, op_named, runtime_of, target_options
 from layerzero.runtime import Runtime
 from layerzero.spec.capability import Capability
 
@@ -32,17 +32,14 @@ def doctor(ctx: click.Context, quick: bool, timeout: float, json_: bool) -> None
     Exit status 1 only where a required part is broken; an optional library may be absent.
     """
     report = examine(imports=not quick, timeout_s=timeout)
-    if json_:
-        output.as_json({"ok": report.ok, **msgspec.structs.asdict(report)})
-    else:
-        for title, columns, rows in report.sections():
-            output.table(title, columns, rows)
-        for note in report.notes:
-            output.line(f"note: {note}")
-        for problem in report.problems:
-            output.line(f"problem: {problem}", bad=True)
-        if report.ok:
-            output.line("every required part works")
+    output.show(
+        json_,
+        {"ok": report.ok, **msgspec.structs.asdict(report)},
+        *(output.Table(*section) for section in report.sections()),
+        *(f"note: {note}" for note in report.notes),
+        *(output.Problem(f"problem: {problem}") for problem in report.problems),
+        *(["every required part works"] if report.ok else []),
+    )
     ctx.exit(0 if report.ok else 1)
 
 
@@ -59,7 +56,7 @@ def kernels(
     strict: bool,
     json_: bool,
 ) -> None:
-    """List the kernels and how each stands on a device."""
+    """List the kernels and the state of each on a device."""
     if op is not None:
         op_named(op)
     with runtime_of(device, policy_file, strict) as runtime:
@@ -69,16 +66,16 @@ def kernels(
             raise click.UsageError(f"--{error}") from error
         notes = {info.id: _note(info, runtime) for info in infos}
         allowed = runtime.settings.plugins
-    if json_:
-        output.as_json([{**msgspec.structs.asdict(info), "note": notes[info.id]} for info in infos])
-        return
     rows = [
         (i.id, i.op, i.state, "yes" if i.default else "", _takes(i.capability), notes[i.id]) for i in infos
     ]
-    output.table(f"{len(rows)} kernels", ("kernel", "op", "state", "default", "takes", "note"), rows)
-    for plugin in installed_plugins():
-        if plugin.name not in allowed:
-            output.line(f"installed, not allowed: {plugin}; LAYERZERO_PLUGINS={plugin.name} lets it run")
+    barred = [plugin for plugin in installed_plugins() if plugin.name not in allowed]
+    output.show(
+        json_,
+        [{**msgspec.structs.asdict(info), "note": notes[info.id]} for info in infos],
+        output.Table(f"{len(rows)} kernels", ("kernel", "op", "state", "default", "takes", "note"), rows),
+        *(f"installed, not allowed: {p}; LAYERZERO_PLUGINS={p.name} lets it run" for p in barred),
+    )
 
 
 def _note(info: KernelInfo, runtime: Runtime) -> str:

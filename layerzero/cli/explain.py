@@ -10,8 +10,8 @@ import click
 
 from layerzero.api.inspect import complete, dry_run, merged_args
 from layerzero.calls.blocking import context_snapshot
-from layerzero.cli import call_arguments, output
-from layerzero.cli.options import json_option, op_named, runtime_of, target_options
+from layerzero.cli.common import call_arguments, output
+from layerzero.cli.common.options import json_option, op_named, runtime_of, target_options
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import Runtime
 from layerzero.selection.record import (
@@ -70,20 +70,16 @@ def explain(ctx: click.Context, /, op: str, json_: bool, **options: Any) -> None
     A tensor is SHAPE[:DTYPE][:grad]; nothing is allocated. Exit status 1: no kernel takes the call.
     """
     selection = _select_or_exit(ctx, op, json_, options)
-    if json_:
-        output.as_json(selection.as_plain())
-        return
-    output.line(headline(selection.request))
-    output.line(f"-> {selection.kernel or 'no kernel'}: {selection.why}")
+    lines = [headline(selection.request), f"-> {selection.kernel or 'no kernel'}: {selection.why}"]
     if selection.transforms:
-        output.line(f"transforms: {', '.join(map(str, selection.transforms))}")
+        lines.append(f"transforms: {', '.join(map(str, selection.transforms))}")
     if selection.when_warm:
-        output.line(f"chosen when warm: {selection.when_warm}")
+        lines.append(f"chosen when warm: {selection.when_warm}")
     shown, elsewhere = fold_other_platforms(selection)
     rows = [_row(candidate, selection.kernel) for candidate in shown]
-    output.table(f"{len(rows)} kernels", ("kernel", "expected us", "verdict"), rows, mark=selection.kernel)
-    if elsewhere:
-        output.line(elsewhere)
+    columns = ("kernel", "expected us", "verdict")
+    verdicts = output.Table(f"{len(rows)} kernels", columns, rows, selection.kernel)
+    output.show(json_, selection.as_plain(), *lines, verdicts, *([elsewhere] if elsewhere else []))
 
 
 @click.command()
@@ -93,10 +89,8 @@ def explain(ctx: click.Context, /, op: str, json_: bool, **options: Any) -> None
 def which(ctx: click.Context, /, op: str, json_: bool, **options: Any) -> None:
     """Print the id of the kernel that a call gets; takes what `explain` takes."""
     selection = _select_or_exit(ctx, op, json_, options)
-    if json_:
-        output.as_json({"op": op, "kernel": selection.kernel, "expected_us": round(selection.expected_us, 3)})
-    else:
-        output.line(selection.kernel or "nothing to compute: no kernel runs")
+    plain = {"op": op, "kernel": selection.kernel, "expected_us": round(selection.expected_us, 3)}
+    output.show(json_, plain, selection.kernel or "nothing to compute: no kernel runs")
 
 
 def _select_or_exit(ctx: click.Context, op: str, as_json: bool, options: dict[str, Any]) -> Selection:
@@ -122,7 +116,7 @@ def select_call(
     cuda: str,
     batch: int,
 ) -> Selection:
-    """The selection for a call that stands in words.
+    """The selection for a call given in words.
 
     Raises: NoKernelFoundError: no kernel takes it. click.UsageError: the words, or the arguments they give,
         are wrong.
@@ -162,31 +156,20 @@ def _select_imagined(op: Op, args: Args, hardware: Hardware) -> Selection:
 
 
 def refuse(op: Op, error: NoKernelFoundError, json_: bool) -> None:
-    """Say why nobody takes the call: every kernel's reasons, and the nearest way to a yes."""
-    trace: tuple[Candidate, ...] = error.trace
-    near = nearest_refusal(trace)
-    if json_:
-        candidates = [
+    """Say why no kernel takes the call: every kernel's reasons, and the nearest way to a yes."""
+    near = nearest_refusal(error.trace)
+    ranked = rank_candidates(error.trace, "")
+    plain = {
+        "op": op.name, "kernel": None, "error": str(error), "nearest": near,
+        "candidates": [
             {"kernel": c.kernel, "reasons": [str(r) for r in c.rejected], "would_take_with": list(cures(c))}
-            for c in rank_candidates(trace, "")
-        ]
-        plain = {
-            "op": op.name,
-            "kernel": None,
-            "error": str(error),
-            "nearest": near,
-            "candidates": candidates,
-        }
-        output.as_json(plain)
-        return
-    output.line(str(error).partition("\n")[0], bad=True)
-    rows = [
-        (c.kernel, " and ".join(cures(c)) or "-", "; ".join(map(str, c.rejected)))
-        for c in rank_candidates(trace, "")
-    ]
-    output.table(f"{len(rows)} kernels refuse", ("kernel", "would take it with", "reasons"), rows)
-    if near is not None:
-        output.line(f"nearest: {near}")
+            for c in ranked
+        ],
+    }  # fmt: skip
+    rows = [(c.kernel, " and ".join(cures(c)) or "-", "; ".join(map(str, c.rejected))) for c in ranked]
+    refusals = output.Table(f"{len(rows)} kernels refuse", ("kernel", "would take it with", "reasons"), rows)
+    title = output.Problem(str(error).partition("\n")[0])
+    output.show(json_, plain, title, refusals, *([f"nearest: {near}"] if near is not None else []))
 
 
 def nearest_refusal(trace: Sequence[Candidate]) -> str | None:

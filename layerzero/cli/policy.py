@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from layerzero.backends import load_builtin
-from layerzero.cli import output
-from layerzero.cli.options import json_option
+from layerzero.cli.common import output
+from layerzero.cli.common.options import json_option
 from layerzero.ops import table as ops_table
 from layerzero.selection.policy import load_policy
 from layerzero.selection.policy.policy import describe
@@ -37,30 +37,22 @@ def check(ctx: click.Context, file: str, strict: bool, json_: bool) -> None:
             strict=strict,
         )
     except PolicyLoadError as error:
-        if json_:
-            output.as_json({"ok": False, "path": error.path, "line": error.line, "error": str(error)})
-        else:
-            output.line(str(error), bad=True)
+        plain = {"ok": False, "path": error.path, "line": error.line, "error": str(error)}
+        output.show(json_, plain, output.Problem(error))
         ctx.exit(1)
-    rules = describe(loaded.policy)
-    if json_:
-        warnings = [
-            {"source": warning.rule.source, "message": warning.message} for warning in loaded.findings
-        ]
-        output.as_json({"ok": True, "digest": loaded.policy.digest, "rules": rules, "warnings": warnings})
-        return
+    rules = loaded.policy.rules
     rows = [
-        (
-            rule.source,
-            rule.action,
-            ", ".join(rule.patterns),
-            rule.target,
-            " and ".join(map(str, rule.when)),
-            rule.note,
-        )
-        for rule in loaded.policy.rules
+        (r.source, r.action, ", ".join(r.patterns), r.target, " and ".join(map(str, r.when)), r.note)
+        for r in rules
     ]
-    output.table(f"{len(rows)} rules", ("from", "action", "kernels", "op", "when", "note"), rows)
-    for finding in loaded.findings:
-        output.line(f"warning: {finding.rule.source}: {finding.message}")
-    output.line(f"{file}: valid")
+    warnings = [{"source": w.rule.source, "message": w.message} for w in loaded.findings]
+    output.show(
+        json_,
+        {
+            "ok": True, "digest": loaded.policy.digest, "rules": describe(loaded.policy),
+            "warnings": warnings,
+        },
+        output.Table(f"{len(rows)} rules", ("from", "action", "kernels", "op", "when", "note"), rows),
+        *(f"warning: {w['source']}: {w['message']}" for w in warnings),
+        f"{file}: valid",
+    )  # fmt: skip

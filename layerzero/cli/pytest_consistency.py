@@ -28,14 +28,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--lz-cluster", default=None, help="Its Ray cluster; this process alone if left out.")
 
 
+def _report_of(config: pytest.Config) -> ConsistencyReport:
+    settings = Settings.load(cluster=config.getoption("--lz-cluster"))
+    return anyio.run(check, load(str(config.getoption("--lz-deployment"))), settings)
+
+
 @pytest.fixture(scope="session")
 def lz_consistency(request: pytest.FixtureRequest) -> ConsistencyReport:
     """The report of comparing all devices; skipped where no manifest was given."""
     path: Any = request.config.getoption("--lz-deployment")
     if path is None:
         pytest.skip("no --lz-deployment was given")
-    settings = Settings.load(cluster=request.config.getoption("--lz-cluster"))
-    return anyio.run(check, load(path), settings)
+    return _report_of(request.config)
 
 
 def pytest_collection_modifyitems(
@@ -61,8 +65,7 @@ class _ConsistencyItem(pytest.Item):
         """Fail with every finding of this check."""
         stash = self.session.stash
         if _REPORT not in stash:
-            settings = Settings.load(cluster=self.config.getoption("--lz-cluster"))
-            stash[_REPORT] = anyio.run(check, load(str(self.config.getoption("--lz-deployment"))), settings)
+            stash[_REPORT] = _report_of(self.config)
         disagreeing = [f for f in stash[_REPORT].findings if f.check == self._what]
         if disagreeing:
             raise AssertionError("\n".join(f"{f.about}: {f.values}; {f.advice}" for f in disagreeing))

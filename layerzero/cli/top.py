@@ -13,8 +13,8 @@ from urllib.request import urlopen
 import click
 import msgspec
 
-from layerzero.cli import output
-from layerzero.cli.options import json_option
+from layerzero.cli.common import output
+from layerzero.cli.common.options import json_option
 
 URL: Final = "http://127.0.0.1:8000/metrics"
 TIMEOUT_S: Final = 5.0
@@ -103,7 +103,7 @@ def watch(url: str, prefix: str, interval: float, before: dict[str, DeviceCounts
 def read_counts(url: str, prefix: str) -> dict[str, DeviceCounts]:
     """The counts of each device, by its name.
 
-    Raises: click.UsageError: the URL is none of http. click.ClickException: nobody answers there, or what
+    Raises: click.UsageError: the URL is none of http. click.ClickException: no process answers there, or what
         answers has no such metrics.
     """
     if not url.startswith(("http://", "https://")):

@@ -11,8 +11,8 @@ import msgspec
 
 from layerzero._util.files import need_own, replace_own
 from layerzero.api.timeline import timeline
-from layerzero.cli import output
-from layerzero.cli.options import json_option
+from layerzero.cli.common import output
+from layerzero.cli.common.options import json_option
 from layerzero.observe.timeline import FIELD, MAX_EVENTS, MIN_EVENTS
 from layerzero.observe.trace_files import StoredTrace, TraceSummary, merge_traces, summarize
 from layerzero.spec.errors import ConfigurationError

@@ -13,8 +13,8 @@ import msgspec
 from layerzero._util.files import need_own
 from layerzero.api.solve import solve as solve_buckets
 from layerzero.api.tune import TuneReport, bench_call, stored_rows, tune_blocking, write_shipped_table
-from layerzero.cli import call_arguments, output
-from layerzero.cli.options import json_option, op_named, runtime_of
+from layerzero.cli.common import call_arguments, output
+from layerzero.cli.common.options import json_option, op_named, runtime_of
 from layerzero.measure.calls import Call
 from layerzero.measure.tuner import TuningResult
 from layerzero.perfdb.record import Environment
@@ -57,42 +57,40 @@ def tune(
             rows = stored_rows(runtime.device()) if missing else report.rows
             note = f"{len({row.case for row in rows})} sites, {report.skipped} calls left out for time"
             write_shipped_table(rows, runtime.device(), table, command=_command_line(), note=note)
-    if json_:
-        output.as_json(_plain(report))
-    else:
-        _print_report(report)
+    output.show(json_, _plain(report), *_parts_of(report))
     ctx.exit(0 if report.rows else 1)
 
 
 def _named(tuned: TuningResult | None) -> str:
-    return f"{tuned.op}: {tuned.winner or 'nobody'}" if tuned is not None else "tuning"
+    return f"{tuned.op}: {tuned.winner or 'none'}" if tuned is not None else "tuning"
 
 
-def _print_report(report: TuneReport) -> None:
+def _parts_of(report: TuneReport) -> list[str | output.Table]:
+    """The report for people."""
     rows = []
     for tuned in report.tuned:
         best, won = tuned.times_us.get(tuned.best, 0.0), tuned.times_us.get(tuned.winner, 0.0)
-        rows.append((tuned.call, tuned.launch, tuned.winner or "nobody", f"{won:.1f}", f"{best:.1f}"))
-    output.table(
-        f"{report.calls} calls on {report.device}", ("call", "launch", "taken", "us", "best us"), rows
-    )
+        rows.append((tuned.call, tuned.launch, tuned.winner or "none", f"{won:.1f}", f"{best:.1f}"))
+    columns = ("call", "launch", "taken", "us", "best us")
+    parts: list[str | output.Table] = [
+        output.Table(f"{report.calls} calls on {report.device}", columns, rows)
+    ]
     wins = Counter(tuned.winner for tuned in report.tuned if tuned.winner)
-    output.line("taken: " + (", ".join(f"{name} {count}" for name, count in wins.most_common()) or "nobody"))
-    for kernel, why in sorted(report.failures.items()):
-        output.line(f"not measured: {kernel}: {why}", bad=True)
+    parts.append("taken: " + (", ".join(f"{name} {count}" for name, count in wins.most_common()) or "none"))
+    parts += [output.Problem(f"not measured: {k}: {why}") for k, why in sorted(report.failures.items())]
     if report.compared:
-        output.line(
+        parts.append(
             f"two tunes: {report.flipped} of {report.compared} winners differ, "
             f"{report.flipped_outside} of them outside the tie band"
         )
-        for change in report.changes:
-            if change.outside:
-                output.line(
-                    f"{change.call} ({change.launch}): {change.first}, then {change.second}", bad=True
-                )
+        parts += [
+            output.Problem(f"{change.call} ({change.launch}): {change.first}, then {change.second}")
+            for change in report.changes
+            if change.outside
+        ]
     if report.skipped:
-        output.line(f"{report.skipped} calls had no time left")
-    output.line(f"{len(report.rows)} rows in {report.path or 'memory'}, {report.seconds:.1f} s")
+        parts.append(f"{report.skipped} calls had no time left")
+    return [*parts, f"{len(report.rows)} rows in {report.path or 'memory'}, {report.seconds:.1f} s"]
 
 
 def _plain(report: TuneReport) -> dict[str, Any]:
@@ -119,9 +117,8 @@ def _command_line() -> str:
 @click.option("--save", is_flag=True, help="Keep the times, as `lz tune` does.")
 @device_option
 @json_option
-@click.pass_context
 def bench(
-    ctx: click.Context, /, op: str, arguments: tuple[str, ...], shape: str | None, graph: bool, baseline: str,
+    op: str, arguments: tuple[str, ...], shape: str | None, graph: bool, baseline: str,
     samples: int, save: bool, device: str | None, json_: bool,
 ) -> None:  # fmt: skip
     """Time every kernel that takes a call against each other: median, tail, variance, winner, speed-up."""
@@ -140,20 +137,19 @@ def bench(
             )
         except (LayerZeroError, ValueError, TypeError) as error:
             raise click.UsageError(str(error)) from error
-    if json_:
-        output.as_json(msgspec.to_builtins(comparison))
-        return
     rows = [
         (c.name, f"{c.median_us:.2f}", f"{c.p95_us:.2f}", f"{c.p99_us:.2f}", f"{c.variance:.3g}",
          f"{c.times_winner:.2f}x", "tied" if c.tied and c.name != comparison.winner else "")
         for c in comparison.contenders
     ]  # fmt: skip
     columns = ("kernel", "median us", "p95", "p99", "variance", "of the winner", "")
-    output.table(str(call), columns, rows, mark=comparison.winner)
-    output.line(f"{comparison.winner} wins: {comparison.speedup:.2f}x as fast as {comparison.baseline}")
-    for kernel, why in sorted(comparison.failed.items()):
-        output.line(f"not timed: {kernel}: {why}", bad=True)
-    ctx.exit(0)
+    output.show(
+        json_,
+        msgspec.to_builtins(comparison),
+        output.Table(str(call), columns, rows, comparison.winner),
+        f"{comparison.winner} wins: {comparison.speedup:.2f}x as fast as {comparison.baseline}",
+        *(output.Problem(f"not timed: {kernel}: {why}") for kernel, why in sorted(comparison.failed.items())),
+    )
 
 
 @click.command()
@@ -169,13 +165,14 @@ def perfdb(device: str | None, json_: bool) -> None:
     counts = Counter(row.case.op for row in rows)
     counted = Counter(row.case.op for row in own_rows)
     size = Path(path).stat().st_size if path is not None and Path(path).exists() else 0
-    if json_:
-        by_op = {op: {"rows": counts[op], "here": counted[op]} for op in counts}
-        output.as_json({"path": str(path) if path else None, "bytes": size, "ops": by_op})
-        return
-    output.line(f"{path or 'no file'}: {size / 1e6:.1f} MB")
+    by_op = {op: {"rows": counts[op], "here": counted[op]} for op in counts}
     table = [(op, str(count), str(counted[op])) for op, count in sorted(counts.items())]
-    output.table("measurements", ("op", "rows", "of this environment"), table)
+    output.show(
+        json_,
+        {"path": str(path) if path else None, "bytes": size, "ops": by_op},
+        f"{path or 'no file'}: {size / 1e6:.1f} MB",
+        output.Table("measurements", ("op", "rows", "of this environment"), table),
+    )
 
 
 @click.command()
@@ -193,13 +190,10 @@ def solve(path: str, ops: tuple[str, ...], device: str | None, json_: bool) -> N
         except LayerZeroError as error:
             raise click.UsageError(str(error)) from error
     wins = Counter((bucket.op, bucket.kernel) for bucket in table.buckets)
-    if json_:
-        bucket_counts = [
-            {"op": op, "kernel": kernel, "buckets": count} for (op, kernel), count in wins.items()
-        ]
-        output.as_json(
-            {"path": path, "buckets": len(table.buckets), "content": table.content, "taken": bucket_counts}
-        )
-        return
+    taken = [{"op": op, "kernel": kernel, "buckets": count} for (op, kernel), count in wins.items()]
     rows = [(op, kernel, str(count)) for (op, kernel), count in sorted(wins.items())]
-    output.table(f"{len(table.buckets)} buckets in {path}", ("op", "kernel", "buckets"), rows)
+    output.show(
+        json_,
+        {"path": path, "buckets": len(table.buckets), "content": table.content, "taken": taken},
+        output.Table(f"{len(table.buckets)} buckets in {path}", ("op", "kernel", "buckets"), rows),
+    )

@@ -6,8 +6,8 @@ import click
 import msgspec
 
 from layerzero.api.warmup import WarmupReport, readiness_check, warmup_blocking
-from layerzero.cli import output
-from layerzero.cli.options import json_option, runtime_of
+from layerzero.cli.common import output
+from layerzero.cli.common.options import json_option, runtime_of
 from layerzero.spec.errors import ConfigurationError
 from layerzero.warmup import Manifest, Warmed
 
@@ -33,14 +33,14 @@ def warmup(ctx: click.Context, manifest: str, timeout: float | None, device: str
         report = warmup_blocking(
             read(manifest), device=device, timeout_s=timeout, progress=progress, whole=True
         )
-    if json_:
-        output.as_json({"ready": report.ready, **msgspec.structs.asdict(report)})
-    else:
-        output.table(f"warm-up {report.version} on {report.device}", _COLUMNS, _rows(report))
-        output.line(f"{len(report.critical) + len(report.others)} calls in {report.seconds:.1f} s")
-        output.line(f"{report.compiled} compilers started")
-        for problem in report.problems:
-            output.line(f"not ready: {problem}", bad=True)
+    output.show(
+        json_,
+        {"ready": report.ready, **msgspec.structs.asdict(report)},
+        output.Table(f"warm-up {report.version} on {report.device}", _COLUMNS, _rows(report)),
+        f"{len(report.critical) + len(report.others)} calls in {report.seconds:.1f} s",
+        f"{report.compiled} compilers started",
+        *(output.Problem(f"not ready: {problem}") for problem in report.problems),
+    )
     ctx.exit(0 if report.ready else 1)
 
 
@@ -61,13 +61,12 @@ def ready(ctx: click.Context, manifest: str, device: str | None, json_: bool) ->
         readiness = readiness_check(everything, device=device)
     would = [w for w in report.critical if w.compiled]
     problems = [*readiness.problems, *(f"{w.call}: {w.compiled[0].what} would be started" for w in would)]
-    if json_:
-        output.as_json({"ready": not problems, "problems": problems, "version": report.version})
-    else:
-        for problem in problems:
-            output.line(f"not ready: {problem}", bad=True)
-        if not problems:
-            output.line(f"ready: {len(report.critical)} calls, nothing to compile")
+    lines: list[str] = [output.Problem(f"not ready: {problem}") for problem in problems]
+    output.show(
+        json_,
+        {"ready": not problems, "problems": problems, "version": report.version},
+        *(lines or [f"ready: {len(report.critical)} calls, nothing to compile"]),
+    )
     ctx.exit(1 if problems else 0)
 
 

@@ -128,7 +128,7 @@ class Health:
         )
 
     def state(self, kernel: str) -> BreakerState:
-        """Where the breaker of `kernel` stands."""
+        """The state of the breaker of `kernel`."""
         breaker = self._breakers.get(kernel)
         return BreakerState.CLOSED if breaker is None else breaker.state
 

@@ -19,7 +19,7 @@ MAX_WHY = 500
 
 
 class BreakerState(StrEnum):
-    """Where a kernel's breaker stands."""
+    """The state of a kernel's breaker."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -158,7 +158,7 @@ class Breaker:
                 self._recent.clear()
 
     def tick(self, now_s: float) -> Transition | None:
-        """Let time act: cooldowns end, probes that nobody settled count as failures."""
+        """Let time act: cooldowns end, probes without an outcome count as failures."""
         with self._lock:
             transition = self._advance(now_s)
         return self._notify(transition)

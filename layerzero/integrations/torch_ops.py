@@ -34,13 +34,15 @@ def _(weight: Tensor, indices: Tensor, padding_idx: int | None = None) -> Tensor
 def _remember(ctx: Any, inputs: tuple[Tensor, Tensor, int | None], output: Tensor) -> None:
     weight, indices, padding_idx = inputs
     ctx.save_for_backward(indices)
-    ctx.entries = weight.shape[0]
+    ctx.vocabulary_size = weight.shape[0]
     ctx.padding_idx = -1 if padding_idx is None else padding_idx % weight.shape[0]
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (indices,) = ctx.saved_tensors
-    into: Tensor = torch.ops.aten.embedding_dense_backward(grad, indices, ctx.entries, ctx.padding_idx, False)
+    into: Tensor = torch.ops.aten.embedding_dense_backward(
+        grad, indices, ctx.vocabulary_size, ctx.padding_idx, False
+    )
     return into, None, None
 
 

@@ -20,7 +20,7 @@ from layerzero._util import log
 from layerzero.calls.blocking import context_device
 
 NAME = "layerzero"
-# For models that do not know SDPA: that they are causal stands in their masks alone, so none is left out.
+# For models that do not know SDPA: only their masks say that they are causal, so none is left out.
 MASKED = "layerzero_masked"
 FELL_BACK = "transformers.own_attention"
 
@@ -164,7 +164,7 @@ def forward(
             module, query, key, value, attention_mask, causal, dropout, scaling, kwargs
         )
     if causal and key.shape[2] > queries:
-        # An empty static cache: what lies behind the prompt is not there yet.
+        # An empty static cache: what follows the prompt is not there yet.
         key, value = key[:, :, :queries], value[:, :, :queries]
     bias = kwargs.get("position_bias")
     if bias is not None:

@@ -1,6 +1,6 @@
 """uvicorn with its connections bounded: in number, below the descriptors there are, and in time.
 
-uvicorn accepts whatever comes and waits for ever for the end of a request's headers. Some hundred connections
+uvicorn accepts whatever comes and waits forever for the end of a request's headers. Some hundred connections
 that say nothing then take every descriptor, and health checks fail. Here a connection beyond the bound takes
 the place of the one that has been idle longest, and one whose headers do not arrive in time is closed.
 """

@@ -1,7 +1,8 @@
-"""Where keys and values of growing sequences lie: in pages, in one block each, or in chunks.
+"""Where keys and values of growing sequences are stored: in pages, in one block each, or in chunks.
 
 `PagedCache` hands its pool and block tables to `paged_attention`; `ContiguousCache` and `ChunkedCache` give
 dense tensors. All three are a `Cache`. One event loop or thread owns a cache; it has no lock.
+`PrefixCache` finds pages by the tokens that they hold; `PagedRequests` lets requests share a pool.
 """
 
 from layerzero.kvcache.attention_metadata import AttentionMetadata as AttentionMetadata
@@ -17,7 +18,11 @@ from layerzero.kvcache.convert import Conversion as Conversion
 from layerzero.kvcache.convert import conversion as conversion
 from layerzero.kvcache.convert import convert as convert
 from layerzero.kvcache.paged_cache import PagedCache as PagedCache
+from layerzero.kvcache.prefixes import PageKeys as PageKeys
+from layerzero.kvcache.prefixes import PrefixCache as PrefixCache
 from layerzero.kvcache.protocol import FreedSequenceError as FreedSequenceError
 from layerzero.kvcache.protocol import KVCache as KVCache
 from layerzero.kvcache.protocol import KVCacheSpec as KVCacheSpec
 from layerzero.kvcache.protocol import UnknownSequenceError as UnknownSequenceError
+from layerzero.kvcache.requests import PagedRequest as PagedRequest
+from layerzero.kvcache.requests import PagedRequests as PagedRequests

@@ -16,7 +16,7 @@ from layerzero.ops.host_copies import attach_host_copy, to_device_with_host_copy
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the rows (T,) of B sequences stand: what a forward needs beside the rows themselves.
+    """The places of the rows (T,) of B sequences: what a forward needs beside the rows themselves.
 
     positions (T,) int64 in their sequences and slot_mapping (T,) int64 in the pool, as `append_kv` takes
     them. block_tables (B, M) and seq_lens (B,) with these rows counted, int32, as `paged_attention` takes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from layerzero.ops import checks
@@ -21,11 +22,14 @@ class ForeignPageError(LayerZeroError, ValueError):
 
 
 Evict = Callable[[int], object]
+OnReuse = Callable[[int], object]
 
 
 class PageAllocator:
     """`count` pages by number, each held by so many owners.
 
+    A free page whose content is kept (`keep`) is given out last, the one that has been free for longest
+    first, and can be had back as it is until then (`reclaim`).
     `evict(missing)` is asked to free at least `missing` pages before an allocation fails; what it frees is up
     to it. `version` rises with every change.
 
@@ -38,12 +42,14 @@ class PageAllocator:
         (3, 1)
     """
 
-    __slots__ = ("_free", "_refcounts", "evict", "version")
+    __slots__ = ("_free", "_idle", "_on_reuse", "_refcounts", "evict", "version")
 
     def __init__(self, count: int, evict: Evict | None = None) -> None:
         checks.need_int("count", count, low=1)
         self._refcounts = [0] * count
         self._free = list(range(count - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # free pages with content, the oldest first
+        self._on_reuse: dict[int, OnReuse] = {}
         self.evict = evict
         self.version = 0
 
@@ -55,7 +61,12 @@ class PageAllocator:
     @property
     def free_pages(self) -> int:
         """Pages without an owner."""
-        return len(self._free)
+        return len(self._free) + len(self._idle)
+
+    @property
+    def idle_pages(self) -> int:
+        """Pages without an owner whose content is kept."""
+        return len(self._idle)
 
     def refcount(self, page: int) -> int:
         """How many owners a page has.
@@ -73,22 +84,60 @@ class PageAllocator:
 
         Raises: PagesExhaustedError: too few are free, even after `evict`.
         """
-        missing = count - len(self._free)
+        missing = count - self.free_pages
         if missing > 0 and self.evict is not None:
             self.evict(missing)
-            missing = count - len(self._free)
+            missing = count - self.free_pages
         if missing > 0:
             raise PagesExhaustedError(
-                f"needs {count} free pages, got {len(self._free)} of {self.total}",
+                f"needs {count} free pages, got {self.free_pages} of {self.total}",
                 missing=missing,
                 total=self.total,
             )
-        pages = [self._free.pop() for _ in range(count)]
+        pages = [self._free.pop() if self._free else self._pop_idle() for _ in range(count)]
         for page in pages:
             self._refcounts[page] = 1
         if pages:
             self.version += 1
         return pages
+
+    def _pop_idle(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        self._on_reuse.pop(page)(page)
+        return page
+
+    def keep(self, page: int, on_reuse: OnReuse) -> None:
+        """Give the page out late once it is free; `on_reuse(page)` is called when its content goes.
+
+        Raises: FreedPageError: no sequence owns it. ForeignPageError: the pool has no such page.
+        """
+        self._checked([page])
+        self._on_reuse[page] = on_reuse
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Keep these pages no longer: their content changes, or no prompt asks for it."""
+        for page in pages:
+            on_reuse = self._on_reuse.pop(page, None)
+            if on_reuse is not None:
+                on_reuse(page)
+                if page in self._idle:
+                    del self._idle[page]
+                    self._free.append(page)
+
+    def reclaim(self, pages: Iterable[int]) -> None:
+        """One more owner for each page, among them free ones whose content is kept: all of them or none.
+
+        Raises: FreedPageError: a page is free and not kept. ForeignPageError: an id is not of this pool.
+        """
+        pages = list(pages)
+        for page in pages:
+            if not self.refcount(page) and page not in self._idle:
+                raise FreedPageError(f"page {page} needs an owner or kept content, got neither", page=page)
+        for page in pages:
+            self._idle.pop(page, None)
+            self._refcounts[page] += 1
+        if pages:
+            self.version += 1
 
     def incref(self, pages: Iterable[int]) -> None:
         """One more owner for each page: all of them or none.
@@ -110,7 +159,10 @@ class PageAllocator:
         for page in reversed(pages):
             self._refcounts[page] -= 1
             if not self._refcounts[page]:
-                self._free.append(page)
+                if page in self._on_reuse:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
         if pages:
             self.version += 1
 

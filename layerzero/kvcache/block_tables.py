@@ -44,8 +44,8 @@ class PagedSequence:
 
     `number` is what the cache's own methods know it by, `pages` are its pages in order, `length` its tokens,
     of which `capacity` have a slot before the cache is asked. Ranges of a freed sequence still name the
-    slots that it had: a batch that has begun continues with the rows of a caller that has gone, and whoever
-    has those pages next writes them in a later batch.
+    slots that it had: a batch that has begun continues with the rows of a caller that has gone, and a caller
+    that has those pages next writes them in a later batch.
     """
 
     __slots__ = ("_allocator", "_cache", "_length", "block_tables", "capacity", "number", "pages", "row")

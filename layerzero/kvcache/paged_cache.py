@@ -16,7 +16,7 @@ from layerzero.ops import checks, host_copies
 from layerzero.ops.paged.append import append_kv_reference
 from layerzero.ops.paged.checks import LAYOUTS, gather_pages
 
-OPEN_CACHES: WeakSet[PagedCache] = WeakSet()  # of this process, for whoever watches it
+OPEN_CACHES: WeakSet[PagedCache] = WeakSet()  # of this process, for what watches it
 
 
 class PagedCache:
@@ -111,24 +111,31 @@ class PagedCache:
         self._sequences.add(sequence)
         return sequence
 
-    def sequence(self, tokens: int) -> PagedSequence:
+    def sequence(self, tokens: int, pages: Sequence[int] = ()) -> PagedSequence:
         """A new sequence with the pages for `tokens` tokens, so that growing up to there cannot fail.
 
-        Raises: ValueError: a pool of this size could never hold it. PagesExhaustedError: it cannot now.
+        It begins with `pages`, which others have filled: it has their tokens already, and shares them.
+        Raises: ValueError: a pool of this size could never hold it; `pages` hold more than `tokens`.
+            PagesExhaustedError: it cannot now. FreedPageError: a page is free, and its content not kept.
         """
         capacity = self.allocator.total * self.page_size
         if not 1 <= checks.need_int("tokens", tokens) <= capacity:
             raise ValueError(f"tokens needs 1 to {capacity}, what the whole pool holds, got {tokens}")
+        length = len(pages) * self.page_size
+        if length > tokens:
+            raise ValueError(f"pages needs at most tokens' {tokens}, got {len(pages)} that hold {length}")
+        self.allocator.reclaim(pages)
         opened = self._open()
+        opened.set_state(length, list(pages), length)
         try:
-            self._ensure_capacity([(opened, tokens)])
+            self._ensure_capacity([(opened, tokens - length)])
         except Exception:
-            self._sequences.pop(opened.number)
+            self.free(opened.number)
             raise
         return opened
 
     def fork(self, sequence: int) -> int:
-        """A sequence over the same pages; whoever appends first to the last one copies it."""
+        """A sequence over the same pages; the first that appends to the last one copies it."""
         source = self._sequences.get(sequence)
         used = source.pages[: self._pages_for(source.length)]
         self.allocator.incref(used)
@@ -148,6 +155,7 @@ class PagedCache:
         pages_needed, pages_used = self._pages_for(tokens), self._pages_for(state.length)
         shared = [page for page in state.pages[pages_needed:pages_used] if self.allocator.refcount(page) > 1]
         pages = [page for entry, page in enumerate(state.pages) if entry < pages_needed or page not in shared]
+        self.allocator.forget(state.pages[tokens // self.page_size :])  # written anew from here on
         self.allocator.free(shared)
         state.set_state(tokens, pages, tokens)
         self.allocator.version += 1
@@ -166,14 +174,14 @@ class PagedCache:
 
         The lengths count the tokens from here on; write them with `append_kv` before anything reads them.
         Raises: PagesExhaustedError: the pool is full and `evict` freed too little; nothing has changed.
-            ValueError: a sequence stands there twice, a count is negative. FreedSequenceError,
+            ValueError: a sequence is there twice, a count is negative. FreedSequenceError,
             UnknownSequenceError.
         """
         slot_mapping = self._metadata_builder.slot_mapping(self._extend(sequences, counts, 0))
         return torch.tensor(slot_mapping, dtype=torch.int64, device=self.spec.device)
 
     def prepare_batch(self, sequences: Sequence[int], counts: Sequence[int]) -> AttentionMetadata:
-        """Grow sequences[i] by counts[i] tokens, at least one each, and say where their rows stand.
+        """Grow sequences[i] by counts[i] tokens, at least one each, and return where their rows are.
 
         Raises: what `extend` raises, and like it changes all of them or none.
         """
@@ -234,7 +242,7 @@ class PagedCache:
     def _ensure_capacity(
         self, growth: Sequence[tuple[PagedSequence, int]], others: Sequence[PagedSequence] = ()
     ) -> None:
-        """Pages for so many more tokens of each sequence, the one each goes on writing unshared.
+        """Pages for so many more tokens of each sequence, the one that each writes next unshared.
 
         Raises: FreedSequenceError: the eviction hook freed one of them, or of those `beside`.
         """
@@ -250,7 +258,7 @@ class PagedCache:
                     refcounts[page], shared = remaining - 1, entry
             need.append((state, page_count, shared))
         new_pages = self.allocator.allocate(sum(more + (shared >= 0) for _, more, shared in need))
-        # Pages of a sequence that is gone would be nobody's.
+        # Pages of a sequence that is gone would never be freed.
         try:
             self._sequences.get_many([state.number for state in (*others, *(state for state, _ in growth))])
         except ValueError:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,9 +60,7 @@ class Operand(msgspec.Struct, frozen=True, tag="tensor"):
         return self._whole_numbers(device, generator).to(dtype)
 
     def _whole_numbers(self, device: torch.device, generator: torch.Generator) -> Tensor:
-        count = 1
-        for size in self.shape:
-            count *= size
+        count = math.prod(self.shape)
         if self.fill == "literal":
             return torch.tensor(self.values, device=device).view(self.shape)
         if self.fill == "below":
@@ -109,13 +108,13 @@ class Call(msgspec.Struct, frozen=True):
         return request.replace(platform=hardware.platform, device=hardware.device)
 
     def benchmark_case(self, hardware: Hardware) -> BenchmarkCase:
-        """Where its measurements on a device stand."""
+        """Where its measurements on a device are stored."""
         return BenchmarkCase.of_request(self.request(hardware))
 
     def operand_bytes(self) -> int:
         """What its tensors hold together."""
         return sum(
-            _count(v.shape) * getattr(torch, v.dtype).itemsize
+            math.prod(v.shape) * getattr(torch, v.dtype).itemsize
             for v in self.args.values()
             if isinstance(v, Operand)
         )
@@ -185,13 +184,6 @@ def workload_of(what: Workload | str | Path | Iterable[Call]) -> Workload:
 @functools.cache
 def _signature(op: str) -> inspect.Signature:
     return inspect.signature(ops_table.get(op).build)
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _describe(value: Any) -> Operand | Plain:

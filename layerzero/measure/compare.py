@@ -23,7 +23,7 @@ class Contender(msgspec.Struct, frozen=True):
 class HeadToHead(msgspec.Struct, frozen=True):
     """A comparison, the fastest first; `speedup` is the winner's over `baseline`, 1.0 where that is itself.
 
-    A contender is tied where its median stands within the tie band of the winner's, or its lower quartile
+    A contender is tied where its median is within the tie band of the winner's, or its lower quartile
     below the winner's upper one: then another run may name another winner.
     """
 

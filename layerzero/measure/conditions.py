@@ -28,7 +28,7 @@ class Conditions(msgspec.Struct, frozen=True):
 
 
 def read_conditions(device: torch.device) -> Conditions:
-    """How a device stands."""
+    """The state of a device."""
     free = free_memory(device)
     bucket = 1 << (free.bit_length() - 1) if free else None
     if device.type != "cuda":

@@ -25,9 +25,10 @@ from layerzero._util import log
 from layerzero._util.clock import Clock
 from layerzero.observe.counters import Counters
 from layerzero.ops.op import Op
-from layerzero.perfdb.record import Environment
+from layerzero.perfdb.record import Environment, Measurement
 from layerzero.selection.cost.cost_model import load_costs, perfdb_path
-from layerzero.selection.cost.measured import MEASURED, SHIPPED, MeasuredCosts
+from layerzero.selection.cost.measured import MeasuredCosts
+from layerzero.selection.cost.roofline import MEASURED, SHIPPED
 from layerzero.selection.record import Selection
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
@@ -117,7 +118,7 @@ class WatchedDevice(Protocol):
     registry: Any
     counters: Counters
     clock: Clock
-    measured: Any
+    measured: tuple[Measurement, ...]
 
     @property
     def costs(self) -> Any: ...

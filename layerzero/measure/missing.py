@@ -11,7 +11,7 @@ from layerzero.perfdb.record import BenchmarkCase, Measurement, implausible_reas
 
 CallToCover = tuple[
     BenchmarkCase, Collection[str]
-]  # where a call's measurement stands, and the kernels that take the call
+]  # where a call's measurement is stored, and the kernels that take the call
 
 
 def find_uncovered(calls: Sequence[CallToCover], rows: Iterable[Measurement]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""The standard shapes that tuning covers when nobody says which: those of common models, by device."""
+"""The standard shapes that tuning covers when no shapes are given: those of common models, by device."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def paged_call(
 def ragged_call(
     b: int, hq: int, hk: int, length: int, d: int, dtype: str = "bfloat16", causal: bool = True
 ) -> Call:
-    """One call over `b` sequences of equal length that stand behind each other."""
+    """One call over `b` sequences of equal length, one after the other."""
     offsets = tensor(b + 1, dtype="int32", fill="ramp", bound=length)
     kv = tensor(b * length, hk, d, dtype=dtype)
     q = tensor(b * length, hq, d, dtype=dtype)

@@ -31,7 +31,7 @@ _SMALL_BYTES = 2 << 20
 _SMALL_COPIES = 8
 # Kernels this many times slower than the fastest get the fewest samples that count.
 _HOPELESS = 4.0
-# Who cannot be told apart yet is sampled this many times as long; medians this near need not be.
+# Kernels that cannot be distinguished yet are sampled this many times as long; medians this near need not be.
 _MORE = 2
 _EQUAL = 0.02
 _ROW_US = 4000.0
@@ -41,7 +41,7 @@ _LAUNCHED_ROW_US = 2000.0
 _LAUNCHED_CALLS = 3
 _MAX_CALLS = 200
 _WARM_ENOUGH_S = 0.01
-# A call this long finds the same caches whoever ran before it.
+# A call this long finds the same caches whatever ran before it.
 _LONG_CALL_US = 10_000.0
 
 
@@ -85,7 +85,7 @@ class _Contestant:
         self.calls = 1
         self.next = 0
         self.estimate_us = 0.0
-        self.graph: Any = None
+        self.graph: torch.cuda.CUDAGraph | None = None
         self.samples: list[float] = []
 
     def step(self) -> None:
@@ -98,7 +98,7 @@ class _Contestant:
 def time_kernels(
     runs: dict[str, Run], copies: Sequence[Args], device: torch.device, launch: Launch, effort: Effort
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Time every kernel on the same operands, in turns; what failed is told by kernel, in words.
+    """Time every kernel on the same operands, in turns; what failed is returned by kernel, in words.
 
     `copies` are equal calls on operands of their own (`copies_for` says how many make the cache cold).
     """
@@ -150,7 +150,7 @@ def _needs_more_samples(arm: _Contestant, fastest: float) -> bool:
 
 
 def _undecided(samples: dict[str, list[float]]) -> list[str]:
-    """Who may yet be the fastest: kernels whose middle halves overlap while their medians stand apart.
+    """Who may yet be the fastest: kernels whose middle halves overlap while their medians differ.
 
     Empty where the fastest is clear, and where all that overlap are as good as equal.
     """
@@ -266,6 +266,7 @@ def _capture(arm: _Contestant) -> None:
 
 
 def _time_replay(arm: _Contestant) -> float:
+    assert arm.graph is not None
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()

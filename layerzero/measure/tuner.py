@@ -2,7 +2,7 @@
 
 The order is: make the call, load each kernel, compare its numbers with the reference on poisoned memory,
 and only then time it. A kernel that fails the gate is never timed; a kernel that cannot be loaded, run or
-captured is told with its reason, and the others go on.
+captured is reported with its reason, and the others continue.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from layerzero.spec.settings import Settings
 KERNEL_REFUSED = "tuning.kernel_refused"
 MEASURED = "tuning.call_measured"
 # Above this much arithmetic the reference would take longer than all the timing; the default kernel's
-# numbers stand in for it then.
+# numbers replace it then.
 _REFERENCE_FLOPS = {"cpu": 3e10, "cuda": 5e12}
 _MAX_COPY_BYTES = 8 << 30
 _MAX_WORKSPACE = 4 << 30
@@ -61,7 +61,7 @@ class TuningResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one call came to: times by kernel in microseconds (transforms included), who won, who failed why.
 
     `best` is the fastest; `winner` the one that band and default guard give; `tied` all that another tune may
-    find inside the `band` (the wider of tie band and default guard): their lower quartile lies within it,
+    find inside the `band` (the wider of tie band and default guard): their lower quartile is within it,
     counted from the fastest's upper one.
     """
 
@@ -137,7 +137,7 @@ class Tuner:
             c.kernel for c in selection.trace if c.eligible and c.kernel not in ordered
         ] + ordered:
             if heavy and kernels[kernel_id].backend == "reference":
-                continue  # it would take the whole budget; nobody chooses it at such a size
+                continue  # it would take the whole budget and is never chosen at such a size
             if workspace_bytes(kernels[kernel_id], request) > _MAX_WORKSPACE:
                 failed[kernel_id] = f"its workspace takes more than {format_bytes(_MAX_WORKSPACE)}"
                 continue
@@ -196,7 +196,7 @@ def _near_the_best(
 def pick_winner(
     times: dict[str, float], kernels: dict[str, Kernel], options: SelectionOptions
 ) -> tuple[str, tuple[str, ...]]:
-    """Who is taken among kernels with these times, and who stands inside the tie band or the guard's gain."""
+    """Which of the kernels with these times is chosen, and which are in the tie band or the guard's gain."""
     if not times:
         return "", ()
     pool = [Candidate(k, kernels[k].backend, Accepted(us, 0.0, us, "measured")) for k, us in times.items()]
@@ -206,7 +206,7 @@ def pick_winner(
 
 
 def tied_with(best: str, timings: Mapping[str, Timing], band: float) -> tuple[str, ...]:
-    """The kernels whose lower quartile lies within the band, counted from the fastest's upper one."""
+    """The kernels whose lower quartile is within the band, counted from the fastest's upper one."""
     upper = timings[best].quantile_us(0.75) * (1 + band)
     return tuple(sorted(kernel for kernel, timing in timings.items() if timing.quantile_us(0.25) <= upper))
 

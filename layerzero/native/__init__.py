@@ -36,14 +36,14 @@ class NativeModule:
         self._name = name
         self.module: Any = None
         self.state = UNUSED
-        self.requested = False  # somebody will call `start` soon
+        self.requested = False  # `start` will be called soon
         self.detail = ""
         self._installers: list[Callable[[Any], None]] = []
         self._error: BackendNotAvailableError | None = None
         self._lock = threading.Lock()
 
     def _library(self) -> Any:
-        # Imported here: it needs what only Unix has, and nobody else needs it at import.
+        # Imported here: it needs what only Unix has, and nothing else needs it at import.
         from layerzero.native import compiling
 
         return compiling.library(f"layerzero_{self._name}")
@@ -154,7 +154,7 @@ class NativeModule:
             log.info("native.loaded")
 
     def _failed(self, error: Exception) -> None:
-        """Use Python alone, all of it: nobody keeps a part of a module that the others do not have."""
+        """Use Python alone, all of it: no user keeps a part of a module that the others do not have."""
         taken_up, self.module = self.module is not None, None
         self.state = UNAVAILABLE
         self.detail = str(error)

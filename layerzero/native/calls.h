@@ -86,7 +86,11 @@ Ref queued_ticket(Call* self) {
   if (PyErr_Occurred()) return Ref();
   PyObject* there = front.get();  // the ticket holds it
   Ref ticket = ticket_of(kinds, self->args, modes, std::move(front), us);
-  if (!ticket || !queued(there, reinterpret_cast<Ticket*>(ticket.get()))) return Ref();
+  if (!ticket) return Ref();
+  auto* made = reinterpret_cast<Ticket*>(ticket.get());
+  Ref at_once = in_front.at_once.of(there);  // groups whose calls Python runs without a queue
+  if (PyDict_GET_SIZE(at_once.get()) != 0 && looked_up(at_once.get(), made->group)) return Ref();
+  if (!queued(there, made)) return Ref();
   return ticket;
 }
 

@@ -1,4 +1,4 @@
-// A part of hot.cpp: `IsolatedCoroutine`, a coroutine that has torch's modes to itself; layerzero/scheduler/task_modes.py.
+// A part of hot.cpp: `IsolatedCoroutine`, a coroutine that has torch's modes to itself; layerzero/scheduler/modes/task_modes.py.
 
 #pragma once
 
@@ -272,7 +272,7 @@ PyMethodDef carried_methods[] = {
 PyMemberDef carried_members[] = {{"__weaklistoffset__", T_PYSSIZET, offsetof(Carried, weak), READONLY, nullptr},
                                  {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot carried_slots[] = {
-    {Py_tp_doc, const_cast<char*>("A coroutine with modes of its own; layerzero.scheduler.task_modes.Carried.")},
+    {Py_tp_doc, const_cast<char*>("A coroutine with modes of its own; layerzero.scheduler.modes.task_modes.Carried.")},
     {Py_tp_new, reinterpret_cast<void*>(carried_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(carried_dealloc)},
     {Py_tp_finalize, reinterpret_cast<void*>(carried_finalize)},

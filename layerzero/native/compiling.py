@@ -1,6 +1,6 @@
 """Loads C++ modules: what the installed wheel carries, else what is compiled once per machine and user.
 
-A compiled library lies in a folder that only its user can write, under a name made of everything it depends
+A compiled library is in a folder that only its user can write, under a name made of everything it depends
 on: sources, flags, torch, Python and, where its flags say so, the CPU's instructions. A file lock lets one
 process compile while the others wait for its result.
 """
@@ -77,7 +77,7 @@ class CppModule(building.Source):
         return None
 
     def target(self) -> Path:
-        """Where the compiled library lies, or will."""
+        """Where the compiled library is, or will be."""
         return cache_folder() / f"{self.name}-{self.fingerprint()}.so"
 
     def fingerprint(self) -> str:
@@ -143,7 +143,7 @@ def _run(command: list[str]) -> tuple[int, str]:
 def cache_folder() -> Path:
     """`layerzero/native` in the user's cache folder, made for this user alone.
 
-    Raises: BackendNotAvailableError: it belongs to somebody else or others can write it.
+    Raises: BackendNotAvailableError: it belongs to another user or others can write it.
     """
     try:
         return files.own_user_folder("native")

@@ -176,7 +176,7 @@ Ref loop_here(Loop& last) {
 
 constexpr int GRAD = 1, INFERENCE = 2, DETERMINISTIC = 4;
 
-// The mask of `scheduler/torch_modes.py`, or -1 where autocast, a dispatch or function mode or a functorch transform
+// The mask of `scheduler/modes/torch_modes.py`, or -1 where autocast, a dispatch or function mode or a functorch transform
 // is in force: each of those changes this thread's dispatch keys, or stands on the function mode stack.
 int modes_here() {
   const auto local = c10::impl::tls_local_dispatch_key_set();

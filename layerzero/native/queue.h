@@ -36,7 +36,7 @@ struct Attribute {
   }
 };
 
-struct FrontAttributes { Attribute ahead, alone, ambient_grad, armed, callers, lane, loop, now, stepping; } in_front;
+struct FrontAttributes { Attribute ahead, alone, ambient_grad, at_once, armed, callers, lane, loop, now, stepping; } in_front;
 struct LaneAttributes { Attribute backlog, caps, draining, in_flight, queued, queued_bytes, stats, sweep, turn_owed, urgent; } in_lane;
 struct GroupAttributes { Attribute busy, bytes, count, lines, slots, tokens; } in_group;
 struct OtherAttributes {
@@ -63,7 +63,7 @@ PyObject* attributes(PyObject*, PyObject* given) {
   if (!PyArg_ParseTuple(given, "OOOOOOOO", &front, &lane, &group, &slot, &caller, &caps, &stats, &sweep)) return nullptr;
   const struct { PyObject* type; const char* name; Attribute& attribute; } wanted[] = {
       {front, "_tick_scheduled", in_front.armed}, {front, "_max_inflight", in_front.ahead}, {front, "sole_caller", in_front.alone},
-      {front, "ambient_grad", in_front.ambient_grad}, {front, "_callers", in_front.callers},
+      {front, "ambient_grad", in_front.ambient_grad}, {front, "at_once", in_front.at_once}, {front, "_callers", in_front.callers},
       {front, "batcher", in_front.lane}, {front, "loop", in_front.loop}, {front, "_now_s", in_front.now},
       {front, "stepping", in_front.stepping},
       {lane, "_waiting_for_room", in_lane.backlog}, {lane, "limits", in_lane.caps}, {lane, "draining", in_lane.draining},
@@ -193,7 +193,7 @@ bool queued(PyObject* front, Ticket* ticket) {
   put_new(ticket->loop, loop.get());
   enqueue(lane, waiting, ticket, caller.get(), group.get(), slot.get());
   if (in_front.armed.is(front, Py_False) && in_lane.in_flight.number(lane) < in_front.ahead.number(front)) {
-    Ref armed(PyObject_CallMethod(front, "_schedule_tick", nullptr));
+    Ref armed(PyObject_CallMethod(front, "schedule_tick", nullptr));
     if (!armed) throw PythonError();
   }
   return true;

@@ -24,7 +24,7 @@ class Series(msgspec.Struct, frozen=True, order=True):
     labels: tuple[tuple[str, str], ...] = ()
 
 
-if TYPE_CHECKING:  # a protocol is hundreds of objects, and nobody's first call waits for them
+if TYPE_CHECKING:  # a protocol is hundreds of objects, and no first call waits for them
     from typing import Protocol
 
     class Collector(Protocol):
@@ -62,7 +62,7 @@ class Counters:
         return "\n".join(lines) or "nothing was counted"
 
     def _repr_html_(self) -> str:
-        from html import escape  # nobody's first call waits for it
+        from html import escape  # no first call waits for it
 
         return f"<pre>{escape(str(self))}</pre>"
 
@@ -156,7 +156,7 @@ _after_fork: weakref.WeakSet[Counters] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
-    # The forked child has one thread; a lock that another thread held would stay held for ever.
+    # The forked child has one thread; a lock that another thread held would stay locked forever.
     for counters in _after_fork:
         counters._lock = threading.Lock()
 

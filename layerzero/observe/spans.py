@@ -81,7 +81,7 @@ class Spans:
     ) -> Iterator[Callable[[BaseException], None]]:
         """The span of a batch, with links to its callers; gives what notes why it failed.
 
-        It stands apart: whose context the thread has is chance. `inside` is a caller's own run.
+        It is separate: which context the thread has is chance. `inside` is a caller's own run.
         """
         waiting = [self._waiting.get(id(args)) for args in calls]
         links = [Link(span.get_span_context()) for span in waiting if span is not None]

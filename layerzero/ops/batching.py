@@ -7,6 +7,7 @@ because they are the pieces of one earlier batch, the base is used as it is and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -30,7 +31,7 @@ def as_view_of_base(pieces: Sequence[Tensor]) -> Tensor | None:
     """The tensor that `pieces` are consecutive row blocks of, as a view; None when they are not.
 
     Pieces are (rows_i, ...) of one dtype and, beyond their rows, one shape. Pieces that touch in memory
-    and whose first and last share a storage lie in it altogether.
+    and whose first and last share a storage are all in it.
     """
     first = pieces[0]
     stride = first.stride()
@@ -39,7 +40,7 @@ def as_view_of_base(pieces: Sequence[Tensor]) -> Tensor | None:
     step = stride[0] * first.element_size()
     start = expected = first.data_ptr()
     # A single row is contiguous whatever its stride: only a stride that leads to the next row counts.
-    dense = first.is_contiguous() and stride[0] == _product(first.shape[1:])
+    dense = first.is_contiguous() and stride[0] == math.prod(first.shape[1:])
     lazy_flags = first.is_conj(), first.is_neg()
     for piece in pieces:
         if (piece.is_conj(), piece.is_neg()) != lazy_flags:
@@ -165,7 +166,7 @@ class RowBatching(BatchingRule):
         tail = self.trailing_axes_of[self.row_operands[0]]
         elements = first.numel()
         width = (
-            1 if tail == 0 else first.shape[-1] if tail == 1 else _product(first.shape[first.dim() - tail :])
+            1 if tail == 0 else first.shape[-1] if tail == 1 else math.prod(first.shape[first.dim() - tail :])
         )
         return elements // max(width, 1), elements * first.element_size()
 
@@ -193,25 +194,17 @@ class RowBatching(BatchingRule):
                 tensor: Tensor = args[position]
                 cut = tensor.dim() - tail
                 lead = None if cut == 1 else tensor.shape[:cut]
-                piece = tensor if lead is None else tensor.reshape((_product(lead), *tensor.shape[cut:]))
+                piece = tensor if lead is None else tensor.reshape((math.prod(lead), *tensor.shape[cut:]))
                 if position == self.row_operands[0]:
                     leads.append(lead)
                     counts.append(piece.size(0))
                 pieces.append(piece)
             merged[position] = concat_rows(pieces)
         out = launch(tuple(merged))
+        tails = self.output_trailing_axes
         if not isinstance(out, tuple):
-            tail = (
-                self.output_trailing_axes
-                if isinstance(self.output_trailing_axes, int)
-                else self.output_trailing_axes[0]
-            )
-            return _split_rows(out, tail, counts, leads)
-        tails = (
-            (self.output_trailing_axes,) * len(out)
-            if isinstance(self.output_trailing_axes, int)
-            else self.output_trailing_axes
-        )
+            return _split_rows(out, tails if isinstance(tails, int) else tails[0], counts, leads)
+        tails = (tails,) * len(out) if isinstance(tails, int) else tails
         split = [_split_rows(part, tail, counts, leads) for part, tail in zip(out, tails, strict=True)]
         return list(zip(*split, strict=True))
 
@@ -231,10 +224,3 @@ def _split_rows(
         piece if lead is None else piece.view((*lead, *trailing))
         for piece, lead in zip(out.split_with_sizes(list(counts)), leads, strict=True)
     ]
-
-
-def _product(values: Sequence[int]) -> int:
-    product = 1
-    for value in values:
-        product *= value
-    return product

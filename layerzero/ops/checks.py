@@ -28,7 +28,7 @@ def dtype_bytes(name: str) -> int:
 def need_tensor(
     name: str, value: Any, *, rank: int | tuple[int, ...] | None = None, floating: bool = True
 ) -> Tensor:
-    """`value` as a tensor of the given rank(s); floating point unless told otherwise."""
+    """`value` as a tensor of the given rank(s); floating point unless stated otherwise."""
     if not isinstance(value, Tensor):
         remote_hint = getattr(value, "advice", None)  # a handle of another process's tensor says what to do
         shown = remote_hint if isinstance(remote_hint, str) else _short(value)

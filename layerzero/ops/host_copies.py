@@ -30,7 +30,7 @@ class HostCopy:
 
 
 def attach_host_copy(tensor: Tensor, values: Tensor) -> Tensor:
-    """Note that `tensor` holds `values`, a CPU tensor that nobody will change; gives `tensor` back.
+    """Note that `tensor` holds `values`, a CPU tensor that will not change; returns `tensor`.
 
     Nothing is noted of an inference tensor, which counts no versions: an edit would pass unseen.
     """
@@ -96,7 +96,8 @@ def concat_with_host_copies(
     """`join(pieces)`; `how` names the function and whatever else its result depends on.
 
     Where every piece has a host copy the joining happens there, one transfer replaces the device's copies,
-    and the result is given again while its pieces stand: the layers of a step join the same tables.
+    and the result is returned again while its pieces are unchanged: the layers of a step join the same
+    tables.
     """
     copies = [host_copy_of(piece) for piece in pieces]
     known_copies = tuple(copy for copy in copies if copy is not None)

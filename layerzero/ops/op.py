@@ -82,7 +82,7 @@ class Batching(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """Where an op's layout stands: operand positions, the layout argument's position, the swapped axes."""
+    """Where an op has its layout: operand positions, the layout argument's position, the swapped axes."""
 
     operands: tuple[int, ...]
     argument: int
@@ -120,7 +120,7 @@ class Op:
     checked, so that what was checked is what is read. It looks at CPU tensors alone: those of other devices
     come back as they are, since looking would wait for the device. Of callers in a batch it looks at each
     when it calls; with `validate_values_per_batch` once at the whole batch instead, at its merged arguments,
-    and only where that fails at smaller parts until the culprit stands alone.
+    and only where that fails at smaller parts until the failing call is alone.
 
     `reference(*args)` is plain torch, accumulates in float32 (float64 inputs stay float64), and is right for
     everything `check` lets through. `outputs(args)` gives shapes and dtypes; `empty(args)` the result of a

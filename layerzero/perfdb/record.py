@@ -133,7 +133,7 @@ def implausible_reason(row: Measurement) -> str:
 
 
 def versions_of(kernel: Kernel) -> str:
-    """The installed versions of the distributions that a kernel stands on, as one string."""
+    """The installed versions of the distributions that a kernel depends on, as one string."""
     return ", ".join(_version(text) for text in kernel.distributions)
 
 

@@ -37,7 +37,7 @@ SET_ASIDE = "perfdb.set_aside"
 REBUILT = "perfdb.rebuilt"
 LOCK_TIMEOUT_S = 30.0
 _LOOK_S = 0.01
-# Our tables' text stands on a file's first page.
+# Our tables' text is on a file's first page.
 _HEAD = 1 << 16
 _MARKS = tuple(statement.partition(" (")[0].partition(" ON")[0].encode() for statement in DDL)
 _BESIDE = ("-journal", "-wal", "-shm")
@@ -47,8 +47,8 @@ def prepare(path: Path) -> None:
     """Make the file, or check it and set a damaged one aside.
 
     One writer at a time: each would make the file, or take for damage what another is about to make.
-    Raises: sqlite3.DatabaseError: a later release or another program wrote it, somebody holds it, or it
-        cannot be opened; it is left as it is. PermissionError: others can write its folder, or own it.
+    Raises: sqlite3.DatabaseError: a later release or another program wrote it, another process has it locked,
+        or it cannot be opened; it is left as it is. PermissionError: others can write its folder, or own it.
     """
     prepare_folder(path)
     with _folder_lock(path.parent):
@@ -71,9 +71,9 @@ def prepare(path: Path) -> None:
 
 
 def prepare_folder(path: Path) -> None:
-    """Make the file's folder, and check the one that nobody chose; refuse another user's file or link.
+    """Make the file's folder, and check the default one; refuse another user's file or link.
 
-    Raises: PermissionError: others could have written what stands there.
+    Raises: PermissionError: others could have written what is there.
     """
     default = path == files.user_folder(path.name)
     if default or not path.parent.exists():
@@ -90,7 +90,7 @@ def prepare_folder(path: Path) -> None:
 def _folder_lock(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which ends with its process and leaves no file; not where there are none.
 
-    Raises: sqlite3.OperationalError: somebody holds it for longer than a transaction may take.
+    Raises: sqlite3.OperationalError: another process locks it for longer than a transaction may take.
     """
     if fcntl is None:
         yield
@@ -118,7 +118,7 @@ def _folder_lock(folder: Path) -> Iterator[None]:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file that makes no sense was one of ours: a table of ours stands in it, or nothing at all."""
+    """Whether a file that makes no sense was one of ours: a table of ours is in it, or nothing at all."""
     with path.open("rb") as file:
         head = file.read(_HEAD)
     return any(mark in head for mark in _MARKS) or not head.strip(b"\0")
@@ -146,7 +146,7 @@ def _damage(path: Path) -> tuple[str, str]:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether the file is at fault, not who holds it, the disk, or what else stands at its place."""
+    """Whether the file is at fault, not who holds it, the disk, or what else is at its path."""
     if not isinstance(error, sqlite3.DatabaseError):
         return not isinstance(error, OSError)
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # without what extends it
@@ -154,7 +154,7 @@ def is_damage(error: Exception) -> bool:
 
 
 def _create(path: Path) -> None:
-    """Make the file where nothing stands.
+    """Make the file where there is none.
 
     Raises: FileExistsError: something does. sqlite3.Error: it cannot be written; nothing stays.
     """
@@ -201,7 +201,7 @@ def _set_aside(path: Path, why: str) -> None:
         while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
             number += 1
         try:
-            os.link(path, aside)  # so that a file stands at the path throughout
+            os.link(path, aside)  # so that there is a file at the path throughout
         except OSError:  # no file has two names here
             os.replace(path, aside)
         for suffix in _BESIDE:

@@ -1,4 +1,4 @@
-"""How measurements stand in SQLite: the tables, a connection, and rows with a checksum each.
+"""How measurements are stored in SQLite: the tables, a connection, and rows with a checksum each.
 
 SQLite 3.7.0 to 3.51.2 can corrupt a database in WAL mode with several connections (fixed in 3.51.3, and in
 3.50.7 and 3.44.6): with such a version the rollback journal is used. Rows carry their own checksum because
@@ -35,6 +35,10 @@ DDL = (
     " power INTEGER, free INTEGER, checksum BLOB NOT NULL)",
     "CREATE INDEX measurement_of ON measurement (environment, site, kernel)",
 )
+# The fields of a measurement that have a column each, in their order.
+_FIELDS = (
+    "median_us", "p95_us", "variance", "samples", "timestamp", "temperature_c", "power_w", "free_bytes",
+)  # fmt: skip
 _TABLES = frozenset({"environment", "site", "kernel", "measurement"})
 SELECT = (
     "SELECT m.id, e.digest, e.body, s.digest, s.body, k.name, k.version, m.policy, m.median, m.p95,"
@@ -64,10 +68,15 @@ PRAGMAS = (
 
 
 def uri_of(path: Path, mode: str) -> str:
+    """The SQLite URI of a file; `mode` is ro, rw or rwc."""
     return f"{path.resolve().as_uri()}?mode={mode}"
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
+    """A connection with the pragmas above, in autocommit mode.
+
+    Raises: sqlite3.Error: the file cannot be opened, or is no database.
+    """
     connection = sqlite3.connect(uri_of(path, mode), uri=True, isolation_level=None)
     try:
         for pragma in PRAGMAS:
@@ -93,6 +102,7 @@ def foreign_writer(connection: sqlite3.Connection, path: Path) -> str:
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Any:
+    """A block whose writes are committed together, or rolled back when it raises."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -136,10 +146,7 @@ def id_of(content: bytes) -> int:
 
 
 def _values(row: Measurement) -> tuple[Any, ...]:
-    return (
-        f"{row.launch}/{row.cache}", row.median_us, row.p95_us, row.variance, row.samples, row.timestamp,
-        row.temperature_c, row.power_w, row.free_bytes,
-    )  # fmt: skip
+    return (f"{row.launch}/{row.cache}", *(getattr(row, name) for name in _FIELDS))
 
 
 def _checksum(environment: str, site: bytes, kernel: str, version: str, values: tuple[Any, ...]) -> bytes:
@@ -148,6 +155,7 @@ def _checksum(environment: str, site: bytes, kernel: str, version: str, values: 
 
 
 def query_of(environment: Environment | None) -> tuple[str, tuple[str, ...]]:
+    """The statement that reads the rows of an environment, all rows for None; and its values."""
     return (SELECT, ()) if environment is None else (f"{SELECT} WHERE e.digest = ?", (environment.digest(),))
 
 
@@ -160,6 +168,7 @@ def decode_all(records: Iterable[tuple[Any, ...]]) -> tuple[list[Measurement], s
 
 
 def decode_row(record: tuple[Any, ...], cases: dict[bytes, BenchmarkCase | None]) -> Measurement | None:
+    """The measurement of one record, None where a digest or checksum differs; `cases` caches by digest."""
     _, environment_digest, environment_body, digest, body, kernel, version, *rest = record
     values, checksum = tuple(rest[:-1]), rest[-1]
     try:
@@ -177,23 +186,7 @@ def decode_row(record: tuple[Any, ...], cases: dict[bytes, BenchmarkCase | None]
         ):
             return None
         launch, cache = values[0].split("/")
-        return msgspec.convert(
-            {
-                "case": case,
-                "kernel": kernel,
-                "version": version,
-                "launch": launch,
-                "cache": cache,
-                "median_us": values[1],
-                "p95_us": values[2],
-                "variance": values[3],
-                "samples": values[4],
-                "timestamp": values[5],
-                "temperature_c": values[6],
-                "power_w": values[7],
-                "free_bytes": values[8],
-            },
-            Measurement,
-        )
+        stored = {"case": case, "kernel": kernel, "version": version, "launch": launch, "cache": cache}
+        return msgspec.convert(stored | dict(zip(_FIELDS, values[1:], strict=True)), Measurement)
     except (msgspec.MsgspecError, ValueError, TypeError, AttributeError):
         return None

@@ -170,7 +170,7 @@ def read_rows(path: str | os.PathLike[str], environment: Environment | None = No
 
 
 def _read(path: Path, environment: Environment | None, mode: str) -> tuple[list[Measurement], str]:
-    """The rows of an environment, and what is wrong with others; nothing where somebody else wrote."""
+    """The rows of an environment, and what is wrong with others; nothing of another program's file."""
     with contextlib.closing(connect(path, mode)) as connection:
         if foreign_writer(connection, path):
             return [], ""

@@ -1,7 +1,7 @@
 """A dispatch table: decisions made ahead, bucket by bucket, in a file that people read and machines check.
 
 A bucket is a class of calls on the key's grid. Where a table is in force, a call in one of its buckets runs
-on the kernel that stands there, as long as that kernel is allowed, able and healthy; a call outside is
+on the kernel in it, as long as that kernel is allowed, able and healthy; a call outside is
 chosen at run time and says so. So is a call that another policy governs than the one the table was solved
 under. A table made for other hardware, or for kernels of other limits, is refused.
 """

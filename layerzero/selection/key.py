@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 
 from layerzero.ops.op import Op
-from layerzero.selection.policy.condition import Condition
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import Limit
+from layerzero.spec.condition import Condition, parse_limit
 from layerzero.spec.kernel import Kernel
 
 GRID_VERSION = 1
@@ -38,11 +37,8 @@ class KeyMaker:
     __slots__ = ("_conditions", "_exact", "_limits")
 
     def __init__(self, op: Op, kernels: Iterable[Kernel], conditions: Iterable[Condition]) -> None:
-        limits: dict[Limit, None] = {}
-        for kernel in kernels:
-            for limit in kernel.capability.limits:
-                limits[limit] = None
-        self._limits = tuple(limits)
+        texts = dict.fromkeys(text for kernel in kernels for text in kernel.capability.limits)
+        self._limits = tuple(map(parse_limit, texts))
         self._conditions = tuple(conditions)
         self._exact = op.exact_dims
 

@@ -118,11 +118,7 @@ def reference_plan(op: Op, request: CallSpec) -> Plan:
         op=op.name,
         kernel=f"reference.{op.name}",
         request=request,
-        transforms=(),
-        expected_us=0.0,
         why="plain torch: the call is transformed or traced, or an operand has no memory to read",
-        trace=(),
-        order=(),
     )
     plan = Plan(op, op.reference, selection, request)
     plan.can_batch = False

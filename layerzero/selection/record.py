@@ -83,11 +83,11 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     op: str
     kernel: str
     request: CallSpec
-    transforms: tuple[Transform, ...]
-    expected_us: float
     why: str
-    trace: tuple[Candidate, ...]
-    order: tuple[str, ...]
+    expected_us: float = 0.0
+    transforms: tuple[Transform, ...] = ()
+    trace: tuple[Candidate, ...] = ()
+    order: tuple[str, ...] = ()
     when_warm: str | None = None
     version: int = 0
     policy: str = ""
@@ -148,16 +148,7 @@ def _candidate_plain(candidate: Candidate) -> dict[str, Any]:
 
 def empty_selection(request: CallSpec) -> Selection:
     """The record of a call with no element to compute: no kernel was asked."""
-    return Selection(
-        op=request.op,
-        kernel="",
-        request=request,
-        transforms=(),
-        expected_us=0.0,
-        why="nothing to compute: no kernel runs",
-        trace=(),
-        order=(),
-    )
+    return Selection(op=request.op, kernel="", request=request, why="nothing to compute: no kernel runs")
 
 
 def render(selection: Selection) -> str:
@@ -207,7 +198,7 @@ def headline(request: CallSpec) -> str:
 def fold_other_platforms(selection: Selection) -> tuple[list[Candidate], str]:
     """The candidates to show, ranked, and one line that names those for other kinds of device, if any.
 
-    Where nobody takes the call, every kernel is shown with its reasons.
+    Where no kernel takes the call, every kernel is shown with its reasons.
     """
     every = rank_candidates(selection.trace, selection.kernel)
     others = [c for c in every if selection.kernel and _is_other_platform(c)]

@@ -20,7 +20,8 @@ from layerzero.ops.checks import address_of
 from layerzero.ops.op import Op, Split
 from layerzero.selection.record import Transform
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtMost, Capability, ProductAtMost
+from layerzero.spec.capability import Capability
+from layerzero.spec.condition import parse_limit
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason, Rejected
@@ -121,14 +122,12 @@ def _largest_part(op: Op, capability: Capability, request: CallSpec) -> int:
     if op.split is None:
         return 0
     dim, size = op.split.dim, request.dim(op.split.dim)
-    for limit in capability.limits:
-        if isinstance(limit, AtMost) and limit.dim == dim:
-            size = min(size, limit.value)
-        elif isinstance(limit, ProductAtMost) and dim in limit.dims:
-            others = [name for name in limit.dims if name != dim]
+    for condition in (parse_limit(text).condition for text in capability.limits):
+        if condition.operator == "<=" and isinstance(condition.value, int) and dim in condition.axes:
+            others = [name for name in condition.axes if name != dim]
             if not op.exact_dims.issuperset(others):
                 return 0
-            size = min(size, limit.value // math.prod(request.dim(name, 1) for name in others))
+            size = min(size, condition.value // math.prod(request.dim(name, 1) for name in others))
     return size
 
 
@@ -164,7 +163,7 @@ def compile_transforms(
         changed = list(args)
         if dtype is not None:
             for position, value in enumerate(changed):
-                # A float8 operand is a code: its scale stands beside it, a wider one would be no code.
+                # A float8 operand is a code: its scale is beside it, a wider one would be no code.
                 if isinstance(value, Tensor) and value.dtype.is_floating_point and value.itemsize > 1:
                     changed[position] = value.to(dtype)
         if layout is not None:

@@ -2,123 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import msgspec
 
 from layerzero.spec.hardware import MMAFamily
 from layerzero.spec.reasons import Reason
-
-
-class _OnOneAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A limit on one axis; a call without that axis holds it."""
-
-    dim: str
-
-    def got(self, dims: Mapping[str, int]) -> str:
-        return str(dims.get(self.dim))
-
-
-class AtLeast(_OnOneAxis, frozen=True, tag=True, forbid_unknown_fields=True):
-    """`dim >= value`; with `when`, only for calls that have that feature or mode."""
-
-    value: int
-    reason: Reason = Reason.SIZE_UNSUPPORTED
-    when: str = ""
-
-    def holds(self, dims: Mapping[str, int]) -> bool:
-        return dims.get(self.dim, self.value) >= self.value
-
-    def needs(self) -> str:
-        return f">= {self.value}"
-
-
-class AtMost(_OnOneAxis, frozen=True, tag=True, forbid_unknown_fields=True):
-    """`dim <= value`."""
-
-    value: int
-    reason: Reason = Reason.SIZE_UNSUPPORTED
-    when: str = ""
-
-    def holds(self, dims: Mapping[str, int]) -> bool:
-        return dims.get(self.dim, self.value) <= self.value
-
-    def needs(self) -> str:
-        return f"<= {self.value}"
-
-
-class MultipleOf(_OnOneAxis, frozen=True, tag=True, forbid_unknown_fields=True):
-    """`dim % value == 0`."""
-
-    value: int
-    reason: Reason = Reason.SIZE_UNSUPPORTED
-    when: str = ""
-
-    def holds(self, dims: Mapping[str, int]) -> bool:
-        return dims.get(self.dim, 0) % self.value == 0
-
-    def needs(self) -> str:
-        return f"a multiple of {self.value}"
-
-
-class OneOf(_OnOneAxis, frozen=True, tag=True, forbid_unknown_fields=True):
-    """`dim` is one of `values`."""
-
-    values: tuple[int, ...]
-    reason: Reason = Reason.SIZE_UNSUPPORTED
-    when: str = ""
-
-    def holds(self, dims: Mapping[str, int]) -> bool:
-        return self.dim not in dims or dims[self.dim] in self.values
-
-    def needs(self) -> str:
-        return f"one of {', '.join(map(str, self.values))}"
-
-
-class SameAs(_OnOneAxis, frozen=True, tag=True, forbid_unknown_fields=True):
-    """`dim == other`."""
-
-    other: str
-    reason: Reason = Reason.SIZE_UNSUPPORTED
-    when: str = ""
-
-    def holds(self, dims: Mapping[str, int]) -> bool:
-        return self.dim not in dims or self.other not in dims or dims[self.dim] == dims[self.other]
-
-    def needs(self) -> str:
-        return f"equal to {self.other}"
-
-    def got(self, dims: Mapping[str, int]) -> str:
-        return f"{dims.get(self.dim)} and {dims.get(self.other)}"
-
-
-class ProductAtMost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The product of `dims` is at most `value`, as grids are bounded."""
-
-    dims: tuple[str, ...]
-    value: int
-    reason: Reason = Reason.CUDA_BLOCK_LIMIT_EXCEEDED
-    when: str = ""
-
-    @property
-    def dim(self) -> str:
-        return " x ".join(self.dims)
-
-    def holds(self, dims: Mapping[str, int]) -> bool:
-        return self._product(dims) <= self.value
-
-    def needs(self) -> str:
-        return f"<= {self.value}"
-
-    def got(self, dims: Mapping[str, int]) -> str:
-        return str(self._product(dims))
-
-    def _product(self, dims: Mapping[str, int]) -> int:
-        return math.prod(dims.get(name, 1) for name in self.dims)
-
-
-Limit = AtLeast | AtMost | MultipleOf | OneOf | SameAs | ProductAtMost
 
 ALL_PLATFORMS = frozenset({"cpu", "cuda", "rocm"})
 FLOATS = frozenset({"float32", "float16", "bfloat16", "float64"})
@@ -183,8 +72,8 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `features` lists what the kernel can do of `FEATURE_REASONS` (and `act_<name>` for activations);
     `half_isa` is what bfloat16 and float16 need on a CPU beyond `isa`.
-    `limits` bound sizes; booleans are promises that tests prove. `narrowed` names the fields that a
-    deployment's overlay took something from.
+    `limits` bound sizes, in the words of `spec.condition`; booleans are promises that tests prove.
+    `narrowed` names the fields that a deployment's overlay took something from.
     """
 
     source: str
@@ -208,7 +97,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     contiguous: bool = False
     last_stride1: bool = False
     alignment: int = 1
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[str, ...] = ()
     gradient: bool = True
     deterministic: bool = True
     batch_invariant: bool = False
@@ -216,3 +105,9 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     autocast: bool = True
     tp_invariant: bool = False
     narrowed: frozenset[str] = frozenset()
+
+
+# The fields that are sets of names.
+NAME_SETS = frozenset({
+    "archs", "cpu_vendors", "dtypes", "features", "half_isa", "index_dtypes", "isa", "layouts", "platforms",
+})  # fmt: skip

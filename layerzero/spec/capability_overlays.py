@@ -1,6 +1,6 @@
 """Capabilities in files: what every kernel claims, exported and checked; and overlays, which may only narrow.
 
-The truth stands in Python beside each backend. `export` writes it as `capabilities.json`, with a hash of the
+The truth is in Python beside each backend. `export` writes it as `capabilities.json`, with a hash of the
 content. An overlay is a file of the same shape, JSON or YAML, that names some kernels and some of their
 fields: a deployment takes away what it does not trust, without code. What would widen a kernel is refused,
 because no test has run it there; so is everything that is not understood.
@@ -19,25 +19,20 @@ import msgspec
 import torch
 
 from layerzero._util.files import replace_own
-from layerzero._util.strict_yaml import Document, YamlError, parse_file, quote, suggestion
+from layerzero._util.strict_yaml import quote, suggestion
 from layerzero.spec.capability import (
     ACTIVATIONS,
     ALL_PLATFORMS,
     FEATURE_REASONS,
-    AtLeast,
-    AtMost,
     Capability,
-    Limit,
-    MultipleOf,
-    OneOf,
-    ProductAtMost,
-    SameAs,
 )
-from layerzero.spec.errors import CacheCorruptionError, ConfigurationError
+from layerzero.spec.condition import parse_limit
+from layerzero.spec.errors import CacheCorruptionError, ConfigurationError, PolicyValidationError
 from layerzero.spec.kernel import Kernel, version
 from layerzero.spec.tolerances import FACTOR
+from layerzero.spec.user_file import UserFile
 
-FORMAT = 1
+FORMAT = 2
 PLATFORMS = ALL_PLATFORMS | {"hpu", "mps"}
 FIELDS: tuple[str, ...] = Capability.__struct_fields__
 # What a limit may bound: the axes of `layerzero.spec.call_spec`, and those of single ops beside them.
@@ -98,16 +93,19 @@ def read(path: str | os.PathLike[str]) -> Capabilities:
     Raises: ConfigurationError: unknown version, a missing or unknown field, a constraint that means nothing;
         kernel and field are named. CacheCorruptionError: the content does not match its hash.
     """
-    parsed = _document(path)
+    file = _CapabilityFile(path)
     for name in ("version", "content", "kernels"):
-        if name not in parsed.value:
+        if name not in file.value:
             raise ConfigurationError(f"{path}: needs {name}, got none", path=str(path), field=name)
-    for kernel, entry in _kernels(path, parsed).items():
+    for kernel, entry in file.kernels().items():
         missing = [n for n in CapabilityEntry.__struct_fields__ if n not in entry]
-        missing += [n for n in FIELDS if n not in _mapping(path, parsed, kernel, entry)]
+        missing += [n for n in FIELDS if n not in entry["capability"]]
         if missing:
-            raise _error(path, parsed, kernel, f"needs {', '.join(missing)}, got none of it")
-    document: Capabilities = _converted(path, parsed, parsed.value, Capabilities)
+            raise file.error_of(kernel, f"needs {', '.join(missing)}, got none of it")
+    try:
+        document = msgspec.convert(file.value, Capabilities)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
     for kernel, stored_entry in document.kernels.items():
         wrong = problems(stored_entry.capability)
         if not 0 < stored_entry.error_factor <= FACTOR:
@@ -115,7 +113,7 @@ def read(path: str | os.PathLike[str]) -> Capabilities:
                 f"error_factor needs more than 0 and at most {FACTOR}, got {stored_entry.error_factor}"
             )
         if wrong:
-            raise _error(path, parsed, kernel, wrong[0])
+            raise file.error_of(kernel, wrong[0])
     if content_hash(document.kernels) != document.content:
         raise CacheCorruptionError(f"{path}: its kernels do not match its content hash", path=str(path))
     return document
@@ -144,22 +142,18 @@ def problems(capability: Capability) -> list[str]:
         wrong.append(f"alignment needs a power of two up to 4096, got {capability.alignment}")
     if not capability.source.strip():
         wrong.append("source needs words")
-    return wrong + [why for limit in capability.limits if (why := _meaningless(limit))]
+    return wrong + [why for text in capability.limits if (why := _meaningless(text))]
 
 
-def _meaningless(limit: Limit) -> str:
+def _meaningless(text: str) -> str:
     """Why a limit bounds nothing; an axis that no op has would let every call pass."""
-    axes = {
-        *(limit.dims if isinstance(limit, ProductAtMost) else (limit.dim,)),
-        *((limit.other,) if isinstance(limit, SameAs) else ()),
-    }
-    if not axes or not axes <= AXES:
-        return f"limits need axes out of {', '.join(sorted(AXES))}, got {quote(', '.join(sorted(axes)))}"
-    if isinstance(limit, OneOf):
-        return "" if limit.values else f"limits on {limit.dim} need at least one value"
-    if isinstance(limit, AtLeast | AtMost | MultipleOf | ProductAtMost) and limit.value < 1:
-        return f"limits on {limit.dim} need a value of at least 1, got {limit.value}"
-    return ""
+    try:
+        axes = set(parse_limit(text).condition.axes)
+    except ConfigurationError as error:
+        return str(error)
+    if axes <= AXES:
+        return ""
+    return f"limits need axes out of {', '.join(sorted(AXES))}, got {quote(', '.join(sorted(axes)))}"
 
 
 _KNOWN: Mapping[str, Callable[[str], bool]] = {
@@ -197,30 +191,29 @@ def load_overlay(path: str | os.PathLike[str], kernels: Sequence[Kernel]) -> Ove
 
     Raises: ConfigurationError: the file, the kernel and the field are named; nothing of it holds then.
     """
-    document = _document(path)
-    strange = sorted(set(document.value) - set(Capabilities.__struct_fields__))
+    file = _CapabilityFile(path)
+    strange = sorted(set(file.value) - set(Capabilities.__struct_fields__))
     if strange:
         raise ConfigurationError(f"{path}: {strange[0]!r} is no part of an overlay", path=str(path))
     by_id = {kernel.id: kernel for kernel in kernels}
     changes: dict[str, dict[str, Any]] = {}
-    for name, entry in _kernels(path, document).items():
+    for name, entry in file.kernels().items():
         kernel = by_id.get(name)
         if kernel is None:
-            raise _error(path, document, name, f"no kernel has this id: {suggestion(name, by_id)}")
-        narrowed_fields = _mapping(path, document, name, entry)
+            raise file.error_of(name, f"no kernel has this id: {suggestion(name, by_id)}")
         for field, kernel_value in (("op", kernel.op), ("backend", kernel.backend), ("error_factor", FACTOR)):
             if field in entry and entry[field] != kernel_value:
-                raise _error(path, document, name, f"{field} needs {kernel_value}, got {quote(entry[field])}")
+                raise file.error_of(name, f"{field} needs {kernel_value}, got {quote(entry[field])}")
         if unknown := sorted(set(entry) - set(CapabilityEntry.__struct_fields__)):
-            raise _error(path, document, name, f"{unknown[0]!r} is no part of a kernel's entry")
-        changes[name] = _fields(path, document, name, narrowed_fields)
+            raise file.error_of(name, f"{unknown[0]!r} is no part of a kernel's entry")
+        changes[name] = file.fields_of(name, entry["capability"])
     digest = hashlib.sha256(msgspec.json.encode(msgspec.to_builtins(changes, order="sorted"), order="sorted"))
     overlay = Overlay(path=str(path), digest=digest.hexdigest(), changes=changes)
     for name in changes:
         try:
             overlay.apply(by_id[name])
         except ConfigurationError as error:
-            raise _error(path, document, name, str(error)) from None
+            raise file.error_of(name, str(error)) from None
     return overlay
 
 
@@ -314,85 +307,71 @@ _WORDS: Mapping[str, str] = {
 }
 
 
-def _weaker(new: Limit, old: Limit) -> bool:
+def _weaker(new: str, old: str) -> bool:
     """Whether `new` reads like `old` with a wider bound: it would change nothing, and was meant to."""
-    if type(new) is not type(old) or (new.dim, new.when) != (old.dim, old.when) or new == old:
-        return False
-    if isinstance(new, OneOf) and isinstance(old, OneOf):
-        return not set(new.values) <= set(old.values)
-    if isinstance(new, AtLeast) and isinstance(old, AtLeast):
-        return new.value < old.value
-    if isinstance(new, MultipleOf) and isinstance(old, MultipleOf):
-        return new.value % old.value != 0
-    if isinstance(new, AtMost | ProductAtMost) and isinstance(old, AtMost | ProductAtMost):
-        return new.value > old.value
-    return False
+    new_limit, old_limit = parse_limit(new), parse_limit(old)
+    after, before = new_limit.condition, old_limit.condition
+    is_wider = _WIDER.get(before.operator)
+    alike = (after.field, after.operator, new_limit.when) == (before.field, before.operator, old_limit.when)
+    comparable = type(after.value) is type(before.value) and not isinstance(after.value, str)
+    return bool(alike and comparable and is_wider and is_wider(after.value, before.value))
+
+
+_WIDER: Mapping[str, Callable[[Any, Any], bool]] = {
+    "in": lambda new, old: not set(new) <= set(old),
+    "not in": lambda new, old: not set(new) >= set(old),
+    "%": lambda new, old: new % old != 0,
+    **dict.fromkeys((">", ">="), lambda new, old: new < old),
+    **dict.fromkeys(("<", "<="), lambda new, old: new > old),
+}
 
 
 # -- reading --------------------------------------------------------------------------------------------
 
 
-def _document(path: str | os.PathLike[str]) -> Document:
-    try:
-        document = parse_file(path)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
-    except YamlError as error:
-        where = f"{path}:{error.line}" if error.line else str(path)
-        raise ConfigurationError(f"{where}: {error}", path=str(path), line=error.line) from error
-    format_version = document.value.get("version")
-    if isinstance(format_version, bool) or format_version != FORMAT:
-        raise ConfigurationError(
-            f"{path}: version needs {FORMAT}, got {quote(format_version)}", path=str(path)
-        )
-    return document
+class _CapabilityFile(UserFile):
+    """A document or an overlay, of the version that is read here."""
 
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        version = self.value.get("version")
+        if isinstance(version, bool) or version != FORMAT:
+            raise ConfigurationError(
+                f"{self.path}: version needs {FORMAT}, got {quote(version)}", path=self.path
+            )
 
-def _kernels(path: str | os.PathLike[str], document: Document) -> dict[str, dict[str, Any]]:
-    kernels = document.value.get("kernels")
-    if not isinstance(kernels, dict) or not kernels:
-        raise ConfigurationError(f"{path}: kernels needs a mapping by kernel id, got {quote(kernels)}")
-    for name, entry in kernels.items():
-        if not isinstance(entry, dict):
-            raise _error(path, document, name, f"needs a mapping, got {quote(entry)}")
-    return kernels
+    def kernels(self) -> dict[str, dict[str, Any]]:
+        """The entries by kernel id."""
+        kernels = self.value.get("kernels")
+        if not isinstance(kernels, dict) or not kernels:
+            raise ConfigurationError(
+                f"{self.path}: kernels needs a mapping by kernel id, got {quote(kernels)}"
+            )
+        for name, entry in kernels.items():
+            if not isinstance(entry, dict):
+                raise self.error_of(name, f"needs a mapping, got {quote(entry)}")
+            if not isinstance(entry.get("capability"), dict):
+                raise self.error_of(name, f"capability needs a mapping, got {quote(entry.get('capability'))}")
+        return kernels
 
+    def fields_of(self, kernel: str, capability: dict[str, Any]) -> dict[str, Any]:
+        """An overlay's fields of a kernel, as a capability has them."""
+        fields: dict[str, Any] = {}
+        for name, value in capability.items():
+            if name not in FIELDS:
+                raise self.error_of(kernel, f"unknown field {quote(name)}: {suggestion(name, FIELDS)}")
+            try:
+                fields[name] = msgspec.convert(value, _HINTS[name])
+                if name == "limits":  # one spelling, so that equal limits are found equal
+                    fields[name] = tuple(str(parse_limit(text)) for text in fields[name])
+            except (msgspec.ValidationError, PolicyValidationError) as error:
+                raise self.error_of(kernel, f"{name}: {error}") from error
+        return fields
 
-def _mapping(
-    path: str | os.PathLike[str], document: Document, kernel: str, entry: dict[str, Any]
-) -> dict[str, Any]:
-    capability = entry.get("capability")
-    if not isinstance(capability, dict):
-        raise _error(path, document, kernel, f"capability needs a mapping, got {quote(capability)}")
-    return capability
-
-
-def _fields(
-    path: str | os.PathLike[str], document: Document, kernel: str, capability: dict[str, Any]
-) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, value in capability.items():
-        if name not in FIELDS:
-            raise _error(path, document, kernel, f"unknown field {quote(name)}: {suggestion(name, FIELDS)}")
-        try:
-            fields[name] = msgspec.convert(value, _HINTS[name])
-        except msgspec.ValidationError as error:
-            raise _error(path, document, kernel, f"{name}: {error}") from error
-    return fields
+    def error_of(self, kernel: str, why: str) -> ConfigurationError:
+        """The error of a kernel's entry."""
+        why = why if why.startswith(kernel) else f"{kernel}: {why}"
+        return self.error(("kernels", kernel), why, kernel=kernel)
 
 
 _HINTS: dict[str, Any] = get_type_hints(Capability)
-
-
-def _converted(path: str | os.PathLike[str], document: Document, value: object, kind: Any) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
-
-
-def _error(path: str | os.PathLike[str], document: Document, kernel: str, why: str) -> ConfigurationError:
-    line = document.line_of(("kernels", kernel))
-    where = f"{path}:{line}" if line else str(path)
-    why = why if why.startswith(kernel) else f"{kernel}: {why}"
-    return ConfigurationError(f"{where}: {why}", path=str(path), line=line, kernel=kernel)

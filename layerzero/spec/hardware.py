@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -130,7 +131,6 @@ def _probe_cuda(device: str) -> Hardware:
         raise ValueError(f"device {device!r} needs CUDA, which this process does not have; use device='cpu'")
     properties = torch.cuda.get_device_properties(torch.device(device))
     sm = properties.major * 10 + properties.minor
-    half = _CUDA_HALF_FLOPS.get(sm, 1e14)
     return Hardware(
         platform="rocm" if torch.version.hip else "cuda",
         device=device,
@@ -143,9 +143,14 @@ def _probe_cuda(device: str) -> Hardware:
         driver=_cuda_driver(),
         threads=properties.multi_processor_count,
         memory_bytes=properties.total_memory,
-        peak_flops={"float16": half, "bfloat16": half, "float32": half / 15, "float64": half / 30},
-        bandwidth=_CUDA_BANDWIDTH.get(sm, 1.5e12),
+        **_cuda_roofs(sm),
     )
+
+
+def _cuda_roofs(sm: int) -> dict[str, Any]:
+    half = _CUDA_HALF_FLOPS.get(sm, 1e14)
+    peak_flops = {"float16": half, "bfloat16": half, "float32": half / 15, "float64": half / 30}
+    return {"peak_flops": peak_flops, "bandwidth": _CUDA_BANDWIDTH.get(sm, 1.5e12)}
 
 
 # Dense half precision FLOP/s and copy bandwidth by compute capability. 9.0: an 8192-cube bf16 product ran
@@ -170,7 +175,6 @@ def hypothetical_gpu(
     if isinstance(sm, bool) or sm not in COMPUTE_CAPABILITIES:
         every = ", ".join(map(str, sorted(COMPUTE_CAPABILITIES)))
         raise ValueError(f"sm needs a compute capability times ten ({every}), such as 90 for 9.0, got {sm!r}")
-    half = _CUDA_HALF_FLOPS.get(sm, 1e14)
     return Hardware(
         platform="cuda",
         device="cuda:0",
@@ -181,8 +185,7 @@ def hypothetical_gpu(
         cuda=cuda,
         driver=driver,
         memory_bytes=memory_bytes,
-        peak_flops={"float16": half, "bfloat16": half, "float32": half / 15, "float64": half / 30},
-        bandwidth=_CUDA_BANDWIDTH.get(sm, 1.5e12),
+        **_cuda_roofs(sm),
     )
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import FEATURE_REASONS, HALF, INDEX_DTYPES, Capability
+from layerzero.spec.capability import FEATURE_REASONS, HALF, INDEX_DTYPES, NAME_SETS, Capability
+from layerzero.spec.condition import parse_limit
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.reasons import Reason, Rejected
 
@@ -84,13 +85,22 @@ class Kernel:
         cls,
         kernel_id: str,
         load: Callable[[], Callable[..., Any]],
-        capability: Capability,
-        efficiency: Efficiency,
+        efficiency: tuple[float, float, float],
+        measured: str,
         **fields: Any,
     ) -> Kernel:
-        """The kernel `<backend>.<op>.<variant>`, whose id says its backend and op."""
+        """The kernel `<backend>.<op>.<variant>`; `fields` are its own and those of its capability.
+
+        A set of names may be one text (`dtypes="float32 bfloat16"`). `measured` is where `efficiency` comes
+        from. What the kernels of a library have in common is a `functools.partial` of this.
+        """
         backend, op = kernel_id.split(".")[:2]
-        return cls(kernel_id, op, backend, capability, load, efficiency, **fields)
+        described = {name: fields.pop(name) for name in Capability.__struct_fields__ if name in fields}
+        for name in described.keys() & NAME_SETS:
+            if isinstance(described[name], str):
+                described[name] = frozenset(described[name].split())
+        capability = Capability(**described)
+        return cls(kernel_id, op, backend, capability, load, Efficiency(*efficiency, measured), **fields)
 
     def __post_init__(self) -> None:
         if not KERNEL_ID.fullmatch(self.id):
@@ -195,7 +205,7 @@ def _feature_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
 
 
 def _limit_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
-    for limit in cap.limits:
+    for limit in map(parse_limit, cap.limits):
         if limit.when and limit.when not in spec.features and limit.when not in spec.modes:
             continue
         if not limit.holds(spec.dims):

@@ -17,8 +17,9 @@ import msgspec
 from msgspec import Meta
 
 from layerzero._util import log
-from layerzero._util.strict_yaml import Document, YamlError, parse_file, path_in, quote, suggestion
+from layerzero._util.strict_yaml import path_in, quote, suggestion
 from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.user_file import UserFile
 
 FORMAT_VERSION = 1
 PREFIX = "LAYERZERO_"
@@ -94,7 +95,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         max_batch_size, max_num_batched_tokens, max_batch_bytes: the most one batch holds.
         max_queue_size, max_queue_bytes: the most a batcher queues.
         queue_full_policy: at that limit callers "wait", or the call is "reject"ed with `OverloadedError`.
-        completion: a CUDA batch's callers go on when it is launched ("stream"), or when it has run ("host"),
+        completion: a CUDA batch's callers are resumed when it is launched ("stream"), or when it has run
+        ("host"),
             with at most two batches under way.
         priority_aging_ms: waiting time that lifts a call by one priority class (milliseconds).
     How it stays healthy:
@@ -109,7 +111,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         probes: calls let through at once while a kernel is on probation.
         probe_timeout_s: seconds after which a probe that was never settled gives its place back.
         hang_s: seconds after which a kernel that runs on a device of a cluster counts as hung.
-        max_restarts: deaths of a cluster's device within five minutes after which it stays down.
+        max_restarts: crashes of a cluster's device within five minutes after which it stays down.
         placement_timeout_s: seconds to wait for a place in the cluster, and for a device that restarts.
     What it tells:
         spans: tell OpenTelemetry's tracer of ops, batches, choices and fallbacks; needs opentelemetry-api.
@@ -361,33 +363,20 @@ def _words(option: Any) -> str:
 
 
 def _from_file(path: Path, strict: bool) -> dict[str, Any]:
-    try:
-        document = parse_file(path)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
-    except YamlError as error:
-        where = f"{path}:{error.line}" if error.line else str(path)
-        raise ConfigurationError(f"{where}: {error}", path=str(path), line=error.line) from error
-    values = document.value
+    file = UserFile(path)
+    values = file.value
     version = values.get("version", FORMAT_VERSION)
     if isinstance(version, bool) or not isinstance(version, int):
-        raise _file_error(path, document, "version", f"version needs a whole number, got {version!r}")
+        message = f"version needs a whole number, got {version!r}"
+        raise file.error(("version",), message, field="version")
     if version != FORMAT_VERSION:
         if strict or values.get("strict") is True:
-            raise _file_error(path, document, "version", f"version needs {FORMAT_VERSION}, got {version}")
+            message = f"version needs {FORMAT_VERSION}, got {version}"
+            raise file.error(("version",), message, field="version")
         log.warning(SETTINGS_SKIPPED, path=str(path), version=version, needs=FORMAT_VERSION)
         return {}
-    for name in values:
-        if name not in FIELDS:
-            raise _file_error(
-                path, document, name, f"unknown setting {quote(name)}: {suggestion(name, FIELDS)}"
-            )
+    file.refuse_unknown(values, FIELDS, "setting")
     for name, value in values.items():
-        line = document.line_of((name,))
+        line = file.line_of(name)
         _check_alone(name, value, f"{path}:{line}: ", path=str(path), line=line)
     return values
-
-
-def _file_error(path: Path, document: Document, field: str, message: str) -> ConfigurationError:
-    line = document.line_of((field,))
-    return ConfigurationError(f"{path}:{line}: {message}", path=str(path), line=line, field=field)

@@ -1,4 +1,4 @@
-"""How near a kernel has to come to the truth; every number of every numerics test stands here.
+"""How near a kernel has to come to the truth; every number of every numerics test is here.
 
 The truth is the op's reference in float64 on the operands as given, already rounded to their dtype. The
 yardstick is plain torch in the operands' own dtype, the baseline: a kernel may err twice as much as it does.

@@ -1,8 +1,8 @@
 """A sequence of a model on a device of a device pool: a draft, a target, or both on devices of their own.
 
 `layerzero.speculative.generate` drives it like one of this process. The device keeps the cache, this side the
-tokens: when the device is lost, its next life gets them again and the text goes on. Tokens travel there;
-logits, or what was drafted with its distributions, travel back.
+tokens: when the device is lost, its next incarnation gets them again and the text continues. Tokens travel
+there; logits, or what was drafted with its distributions, travel back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from layerzero.actors.remote.pool import DevicePool
 from layerzero.spec.errors import DeviceLostError
 from layerzero.speculative.generation import Decoder, SamplingParams, propose_draft
 
-_TRIES = 4  # lives of a device that one forward may see the end of
+_TRIES = 4  # incarnations of a device that one forward may see the end of
 
 # -- on the device --------------------------------------------------------------------------------------
 
@@ -164,7 +164,8 @@ async def remote_decoder(
 ) -> AsyncIterator[RemoteDecoder]:
     """A sequence that `open(*args)` makes on the device `on`: a `speculative.Decoder`, or a manager of one.
 
-    `open` runs there, again in each later life of the device; it finds its model in a module of its own.
+    `open` runs there, again in each later incarnation of the device; it finds its model in a module of its
+    own.
     """
     decoder = RemoteDecoder(device_pool, open, args, on)
     try:

@@ -29,7 +29,7 @@ Head = list[
 
 
 class RankCache(Protocol):
-    """One rank's keys and values of a sequence; setting `length` to less forgets what stands behind."""
+    """One rank's keys and values of a sequence; setting `length` to less forgets what follows."""
 
     length: int
 
@@ -52,7 +52,7 @@ class TensorParallelTarget:
     gives the logits (T, V) after each token of `ids` (T,), `counts` of them for each cache, which it adds to.
     `broadcast(rows)` fills a float64 tensor (K, V) on every rank with rank 0's. `on_tokens(sequence,
     tokens)` is
-    told on every rank the tokens of the text, in order; the last ones may be more than rank 0 asked for.
+    given on every rank the tokens of the text, in order; the last ones may be more than rank 0 asked for.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class TensorParallelTarget:
         return verdicts
 
     def _resume(self, number: int, head: Head) -> _RankSequence:
-        """The sequence, taken back to where rank 0 goes on.
+        """The sequence, taken back to where rank 0 continues.
 
         Raises: ConsistencyError: what this rank accepted does not lead there.
         """
@@ -150,7 +150,7 @@ class TensorParallelTarget:
         each.begun = True
         if start != each.resume_length:
             raise ConsistencyError(
-                f"sequence {number} needs to go on from {each.resume_length} on rank {self._rank}, got "
+                f"sequence {number} needs to continue from {each.resume_length} on rank {self._rank}, got "
                 f"{start} "
                 "from rank 0: it accepted other drafts"
             )
@@ -182,7 +182,7 @@ class TensorParallelTarget:
         text = start + len(tokens) - num_drafts
         each.resume_length = (
             text + num_accepted
-        )  # what did not stay is forgotten when rank 0 goes on from there
+        )  # what did not stay is forgotten when rank 0 continues from there
         each.last = p[-1]
         all_accepted = num_accepted == num_drafts
         self._report_tokens(number, each, out_tokens[: num_accepted + (not all_accepted)])

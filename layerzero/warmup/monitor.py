@@ -1,7 +1,7 @@
 """Seeing compilations: every compiler that this process starts, every library it loads, Triton's compiler.
 
 The interpreter's audit events are the witness, not a backend's word: a compiler is a process that is
-started, a fresh kernel a shared library that is opened. The hook costs nothing while nobody watches.
+started, a fresh kernel a shared library that is opened. The hook costs nothing while no monitor is open.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def watching(*, forbid: bool = False) -> Iterator[Monitor]:
     monitor = Monitor(forbid=forbid)
     with _LOCK:
         if not _Hook.installed:
-            sys.addaudithook(_audit)  # for ever: an audit hook cannot be removed
+            sys.addaudithook(_audit)  # forever: an audit hook cannot be removed
             _Hook.installed = True
     _change((*_ACTIVE, monitor))
     triton = _watch_triton()

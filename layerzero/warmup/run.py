@@ -26,7 +26,8 @@ from layerzero.warmup.monitor import CompileEvent, watching
 
 WARMED = "warmup.call_ready"
 WARM_FAILED = "warmup.call_failed"
-# A compilation takes minutes at worst; who waits longer for another process's lock goes on without it.
+# A compilation takes minutes at worst; a wait longer than this for another process's lock continues without
+# it.
 LOCK_TIMEOUT_S = 900.0
 _ROUNDS = 4
 
@@ -47,7 +48,7 @@ class WarmupDevice(Protocol):
 class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one call: the kernel that serves it, how long it took, what was compiled for it.
 
-    `state` is "ready", "late" (its time ran out; it goes on in the background) or "failed" with `error`; a
+    `state` is "ready", "late" (its time ran out; it continues in the background) or "failed" with `error`; a
     failed call is served by whatever kernel is ready, as without warming.
     """
 

@@ -11,14 +11,14 @@ with a device that answers early, what they will ask next is held for them (`exp
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Set
-from itertools import islice
 from typing import Any
 
-from layerzero.native import FAST_PATH
+from layerzero.scheduler.core.at_once import AtOnce
+from layerzero.scheduler.core.batch_filling import as_many_as_fit, begin, in_order, land, takes_all
+from layerzero.scheduler.core.deadlines import Deadlines
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
 from layerzero.scheduler.core.launch_reasons import launch_reason
 from layerzero.scheduler.core.limits import BatcherStats as BatcherStats
@@ -26,7 +26,6 @@ from layerzero.scheduler.core.limits import BatchLimits as BatchLimits
 from layerzero.scheduler.core.pending_call import (
     CANCELLED,
     DETACHED,
-    DONE,
     EXPIRED,
     FAILED,
     NEW,
@@ -36,7 +35,6 @@ from layerzero.scheduler.core.pending_call import (
     WAITING,
     Batch,
     Caller,
-    Failed,
     PendingCall,
 )
 from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint, RoundRobin
@@ -49,12 +47,12 @@ class Batcher:
     """The queue in front of one device."""
 
     __slots__ = (
-        "_deadlines",
         "_last_was_urgent",
         "_turn_due",
         "_urgent",
         "_waiting_for_room",
-        "_with_deadline",
+        "at_once",
+        "deadlines",
         "deferred_until",
         "draining",
         "expected_callers",
@@ -74,9 +72,9 @@ class Batcher:
         self.stats = BatcherStats()
         self.round_robin = RoundRobin(self.limits.max_program_points)
         self.expected_callers: ExpectedCallers | None = None  # of a device that answers before it has run
-        self.deferred_until = (
-            math.inf
-        )  # when `next_batch` may find what it held back; infinite where it held nothing
+        self.at_once: AtOnce | None = None  # where a call may also run on its caller's thread
+        # When `next_batch` may find what it held back; infinite where it held nothing.
+        self.deferred_until = math.inf
         self.queued = self.queued_bytes = 0
         self.inflight_batches = self.running_calls = 0  # batches, pending calls
         self.mean_batch_s = 0.0
@@ -87,9 +85,7 @@ class Batcher:
         # A plain dict looks through all that it has lost for its first key.
         self._waiting_for_room: OrderedDict[PendingCall, None] = OrderedDict()
         self._urgent: dict[PendingCall, None] = {}
-        # The heap holds numbers only, so that an ended pending call is not kept alive until its deadline.
-        self._deadlines: list[tuple[float, int]] = []
-        self._with_deadline: dict[int, PendingCall] = {}
+        self.deadlines = Deadlines()
 
     @property
     def unfinished(self) -> int:
@@ -103,10 +99,12 @@ class Batcher:
     @property
     def next_deadline(self) -> float:
         """The nearest deadline of a pending call that has not started; infinite without one."""
-        heap, by_seq = self._deadlines, self._with_deadline
-        while heap and heap[0][1] not in by_seq:
-            heapq.heappop(heap)
-        return heap[0][0] if heap else math.inf
+        return self.deadlines.nearest
+
+    @property
+    def hurries(self) -> bool:
+        """Whether a call that waits has a deadline or the first priority."""
+        return bool(self._urgent or self.deadlines.by_seq)
 
     @property
     def retry_after_s(self) -> float:
@@ -138,7 +136,7 @@ class Batcher:
         else:
             self._enqueue(call)
         if call.deadline is not None:
-            self._watch_deadline(call)
+            self.deadlines.watch(call)
         return True
 
     def on_turn(self, now_s: float) -> None:
@@ -171,6 +169,9 @@ class Batcher:
         calls = self._take_batch(queue, chosen, now_s)
         self.round_robin.on_batch_taken(queue, len(calls))
         batch = self._start_batch(calls, now_s)
+        batch.queue = queue
+        if queue.costs is not None:
+            batch.expected_us = queue.costs.expected_us(len(calls), batch.expected_us)
         if self.explains:
             batch.why = launch_reason(queue, chosen, expected)
         if expected is not None:
@@ -186,9 +187,7 @@ class Batcher:
         if len(outcomes) != len(calls):
             raise ValueError(f"outcomes needs {len(calls)} entries, got {len(outcomes)}")
         stats = self.stats
-        native = FAST_PATH.module
-        counts = native.land(calls, outcomes, Failed) if native is not None else None
-        values, cancelled = counts if counts is not None else _complete(calls, outcomes)
+        values, cancelled = land(calls, outcomes)
         ended = len(calls)
         stats.done += values
         stats.cancelled += cancelled
@@ -197,9 +196,10 @@ class Batcher:
         self.inflight_batches -= 1
         self._turn_due = True
         took = max(now_s - batch.started, 0.0)
-        self.mean_batch_s = (
-            took if not self.mean_batch_s else self.mean_batch_s + _NEWEST * (took - self.mean_batch_s)
-        )
+        if self.at_once is not None and batch.queue is not None:
+            self.at_once.batch_ran(batch, batch.queue)
+        mean_s = self.mean_batch_s
+        self.mean_batch_s = mean_s + _NEWEST * (took - mean_s) if mean_s else took
 
     def cancel(self, call: PendingCall) -> bool:
         """Its caller has gone: remove a queued pending call, detach a running one; False if it has ended."""
@@ -224,8 +224,8 @@ class Batcher:
     def expire(self, now_s: float) -> list[PendingCall]:
         """End every pending call whose deadline has passed before it started; the tickets."""
         expired: list[PendingCall] = []
-        while self.next_deadline <= now_s:
-            call = self._with_deadline[self._deadlines[0][1]]
+        while self.deadlines.nearest <= now_s:
+            call = self.deadlines.first()
             if call.state == QUEUED:
                 self._remove(call)
             else:
@@ -245,14 +245,13 @@ class Batcher:
     def abandon(self) -> list[PendingCall]:
         """End every pending call that has not started as failed; the pending calls, for their error."""
         self.draining = True
-        calls = [
-            t for queue in self.round_robin.all_queues() for waiting in queue.by_priority for t in waiting
-        ]
+        queues = self.round_robin.all_queues()
+        calls = [call for queue in queues for waiting in queue.by_priority for call in waiting]
         for call in calls:
             self._remove(call)
         calls += self._waiting_for_room
         self._waiting_for_room.clear()
-        self._with_deadline.clear()
+        self.deadlines.by_seq.clear()
         for call in calls:
             call.state = FAILED
             call.args = ()
@@ -312,7 +311,7 @@ class Batcher:
         queue = point.queue
         del queue.by_priority[call.priority][call]
         self._urgent.pop(call, None)
-        self._with_deadline.pop(call.seq, None)
+        self.deadlines.by_seq.pop(call.seq, None)
         queue.count -= 1
         queue.tokens -= call.tokens
         queue.bytes -= call.bytes
@@ -326,36 +325,25 @@ class Batcher:
 
     def _stop_waiting(self, call: PendingCall) -> None:
         del self._waiting_for_room[call]
-        self._with_deadline.pop(call.seq, None)
+        self.deadlines.by_seq.pop(call.seq, None)
 
     def _admit(self) -> None:
         """Move pending calls that wait for room into the queue, in order, while they fit."""
         limits, backlog = self.limits, self._waiting_for_room
         while backlog:
             call = next(iter(backlog))
-            full = (
-                self.queued >= limits.max_queue_size
-                or self.queued_bytes + call.bytes > limits.max_queue_bytes
-            )
-            if full and self.queued:
+            full = self.queued_bytes + call.bytes > limits.max_queue_bytes
+            if self.queued and (full or self.queued >= limits.max_queue_size):
                 return
             del backlog[call]
             self._enqueue(call)
-
-    def _watch_deadline(self, call: PendingCall) -> None:
-        heap, by_seq = self._deadlines, self._with_deadline
-        by_seq[call.seq] = call
-        if len(heap) > 64 and len(heap) > 2 * len(by_seq):
-            heap[:] = [entry for entry in heap if entry[1] in by_seq]
-            heapq.heapify(heap)
-        heapq.heappush(heap, (call.deadline or 0.0, call.seq))
 
     # -- the pick rule -----------------------------------------------------------------------------
 
     def _pick_urgent(self, now_s: float, deferred: Set[BatchQueue]) -> PendingCall | None:
         """A pending call that may not wait for the sweep; a deadline ends a hold too, a priority does not."""
-        if self._with_deadline and now_s >= self._latest_start():
-            return self._with_deadline[self._deadlines[0][1]]
+        if self.deadlines.by_seq and now_s >= self._latest_start():
+            return self.deadlines.first()
         if not deferred:
             return next(iter(self._urgent), None)
         return next((call for call in self._urgent if call.point.queue not in deferred), None)
@@ -363,29 +351,23 @@ class Batcher:
     def _latest_start(self) -> float:
         """When the queued pending call with the nearest deadline may not wait any longer; infinite without
         one."""
-        nearest = self.next_deadline
+        nearest = self.deadlines.nearest
         if nearest == math.inf:
             return math.inf
-        call = self._with_deadline[self._deadlines[0][1]]
+        call = self.deadlines.first()
         if call.state != QUEUED:
             return math.inf
-        return (
-            nearest - self.mean_batch_s * (len(self.round_robin.active_points) + 1) - call.expected_us * 1e-6
-        )
+        drains_s = self.mean_batch_s * (len(self.round_robin.active_points) + 1)
+        return nearest - drains_s - call.expected_us * 1e-6
 
     def _take_batch(self, queue: BatchQueue, first: PendingCall | None, now_s: float) -> list[PendingCall]:
-        """The pending calls of `group` that go into one batch, best class first, oldest first inside a
+        """The pending calls of `queue` that go into one batch, best class first, oldest first inside a
         class."""
         limits = self.limits
-        fits = (
-            queue.count <= limits.max_batch_size
-            and queue.tokens <= limits.max_num_batched_tokens
-            and queue.bytes <= limits.max_batch_bytes
-        )
-        if fits and not queue.solo:
-            calls = self._in_order(queue, now_s)
+        if takes_all(queue, limits):
+            calls = in_order(queue, limits, now_s)
         else:
-            calls = self._fill(queue, first, now_s)
+            calls = as_many_as_fit(queue, limits, first, now_s)
             if len(calls) < queue.count:
                 for call in calls:
                     self._remove(call)
@@ -401,54 +383,14 @@ class Batcher:
             point.last_used = seq
             del pending[point]
         queue.active_points.clear()
-        if self._urgent:
+        if self._urgent or self.deadlines.by_seq:
             for call in calls:
                 self._urgent.pop(call, None)
-        if self._with_deadline:
-            for call in calls:
-                self._with_deadline.pop(call.seq, None)
+                self.deadlines.by_seq.pop(call.seq, None)
         return calls
 
-    def _fill(self, queue: BatchQueue, first: PendingCall | None, now_s: float) -> list[PendingCall]:
-        """As many pending calls as the caps allow, at least one; none overtakes one of its class."""
-        limits = self.limits
-        limit = 1 if queue.solo else limits.max_batch_size
-        order = self._in_order(queue, now_s)
-        if first is not None:
-            order = [first, *(call for call in order if call is not first)]
-        tokens = size = 0
-        for index, call in enumerate(order):
-            tokens += call.tokens
-            size += call.bytes
-            if index and (
-                index >= limit or tokens > limits.max_num_batched_tokens or size > limits.max_batch_bytes
-            ):
-                return order[:index]
-        return order
-
-    def _in_order(self, queue: BatchQueue, now_s: float) -> list[PendingCall]:
-        queues = [waiting for waiting in queue.by_priority if waiting]
-        if len(queues) == 1:
-            waiting = queues[0]
-            return (
-                list(waiting)
-                if len(waiting) <= self.limits.max_batch_size
-                else list(islice(waiting, self.limits.max_batch_size + 1))
-            )
-        aging_s = self.limits.priority_aging_s
-
-        def order_key(call: PendingCall) -> tuple[int, int]:
-            risen = int((now_s - call.submitted_at) / aging_s) if aging_s else 2
-            return max(0, call.priority - risen), call.seq
-
-        return sorted(
-            (t for waiting in queues for t in islice(waiting, self.limits.max_batch_size + 1)), key=order_key
-        )
-
     def _start_batch(self, calls: list[PendingCall], now_s: float) -> Batch:
-        native = FAST_PATH.module
-        totals = native.begin(calls) if native is not None else None
-        since, oldest, tokens, expected_us = totals if totals is not None else _mark_running(calls)
+        since, oldest, tokens, expected_us = begin(calls)
         stats, size = self.stats, len(calls)
         stats.wait_s += size * now_s - since
         stats.wait_max_s = max(stats.wait_max_s, now_s - oldest)
@@ -462,34 +404,3 @@ class Batcher:
         batch = Batch(calls, now_s, expected_us)
         batch.tokens = tokens
         return batch
-
-
-def _mark_running(calls: list[PendingCall]) -> tuple[float, float, int, float]:
-    """Mark pending calls as running; the sum and the least of their `at`, their tokens and microseconds."""
-    since: list[float] = []
-    tokens, expected_us = 0, 0.0
-    for call in calls:
-        call.state = RUNNING
-        call.point = None
-        since.append(call.submitted_at)
-        tokens += call.tokens
-        expected_us += call.expected_us
-    return sum(since), min(since), tokens, expected_us
-
-
-def _complete(calls: list[PendingCall], outcomes: list[Any]) -> tuple[int, int]:
-    """Give pending calls their outcomes; how many are values, and how many pending calls nobody waits for."""
-    values = cancelled = 0
-    for call, outcome in zip(calls, outcomes, strict=True):
-        call.args = ()
-        if call.state == DETACHED:
-            call.state = CANCELLED
-            cancelled += 1
-            continue
-        call.value = outcome
-        if outcome.__class__ is Failed:
-            call.state = FAILED
-        else:
-            call.state = DONE
-            values += 1
-    return values, cancelled

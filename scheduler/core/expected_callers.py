@@ -143,7 +143,7 @@ class ExpectedCallers:
         absent = [caller for caller in self._waiting if caller not in everybody]
         if not absent:
             return held
-        by_source: dict[BatchQueue, list[Caller]] = {}
+        by_source: dict[BatchQueue | None, list[Caller]] = {}
         for caller in absent:
             by_source.setdefault(caller.last_queue, []).append(caller)
         for group in groups:

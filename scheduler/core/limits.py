@@ -74,14 +74,15 @@ class BatcherStats:
     """Counters of one batcher; `submitted == done + failed + cancelled + expired + rejected + lane.live`."""
 
     __slots__ = (
-        "batches", "cancelled", "detached", "done", "expired", "failed", "rejected", "sizes", "submitted",
-        "tokens", "wait_max_s", "wait_s",
+        "at_once", "batches", "cancelled", "detached", "done", "expired", "failed", "rejected", "sizes",
+        "submitted", "tokens", "wait_max_s", "wait_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.submitted = self.done = self.failed = 0
         self.cancelled = self.expired = self.rejected = 0
         self.detached = self.batches = self.tokens = 0
+        self.at_once = 0  # calls that were never queued, beside those counted as submitted
         self.wait_s = self.wait_max_s = 0.0
         self.sizes: dict[int, int] = {}
 

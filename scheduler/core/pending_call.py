@@ -8,8 +8,8 @@ the queue entry and the future at once; nothing here imports a loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable
-from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Final
+from contextvars import Context, copy_context
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from layerzero.native import FAST_PATH
 from layerzero.scheduler.core.launch_reasons import UNEXPLAINED
@@ -17,8 +17,10 @@ from layerzero.spec.errors import RuntimeClosedError
 
 if TYPE_CHECKING:  # this folder runs without torch
     from layerzero.actors.device.local_device import LocalDevice
-    from layerzero.scheduler.streams import CrossStreamModes
-    from layerzero.scheduler.torch_modes import Modes
+    from layerzero.scheduler.core.expected_callers import Launch
+    from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint
+    from layerzero.scheduler.modes.streams import CrossStreamModes
+    from layerzero.scheduler.modes.torch_modes import Modes
     from layerzero.selection.dispatch import DispatchState
     from layerzero.selection.plan import Plan
 
@@ -65,11 +67,30 @@ class Caller:
     __slots__ = ("__weakref__", "last_queue", "late_s", "launch", "name", "point")
 
     def __init__(self) -> None:
-        self.last_queue: Any = None
-        self.point: Any = None
-        self.launch: Any = None
+        self.last_queue: BatchQueue | None = None
+        self.point: ProgramPoint | None = None
+        self.launch: Launch | None = None
         self.late_s: float | None = None
         self.name: str | None = None  # what a timeline calls it
+
+
+class EventLoop(Protocol):
+    """What is used of an event loop here."""
+
+    def call_soon(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> object: ...
+
+
+class CallOwner(Protocol):
+    """What a pending call waits in: the driver of its event loop, or the read-back of results."""
+
+    @property
+    def loop(self) -> EventLoop: ...
+
+    def cancel(self, call: PendingCall, message: object = None) -> bool:
+        """Take a call back; False if it has ended."""
+        ...
 
 
 class PendingCall:
@@ -143,12 +164,12 @@ class PendingCall:
     # What a batcher writes: `at` and `seq` when it joins, `slot` while it queues, `value` when it ends.
     submitted_at: float
     seq: int
-    point: Any
+    point: ProgramPoint  # while it queues
     value: Any
     # What a loop driver writes: itself and its loop, which a task reads; what a task writes: its context.
-    driver: Any
-    _loop: Any
-    context: Any
+    driver: CallOwner
+    _loop: EventLoop
+    context: Context
     # torch's modes of its caller; a read-back, which no batch has, has none.
     modes: Modes
     # What an inline run needs: the plan of an op's call, None for a batched function, and the device.
@@ -210,13 +231,11 @@ class PendingCall:
         if self.wake is None or self.wake != wake:
             return 0
         self.wake = None
-        self.context = None
         return 1
 
     def cancel(self, msg: object = None) -> bool:
         """Take the call back: gone if it queues, detached if it runs; False if it has ended."""
-        cancelled: bool = self.driver.cancel(self, msg)
-        return cancelled
+        return self.driver.cancel(self, msg)
 
     def __repr__(self) -> str:
         name = getattr(self.op, "name", self.op)
@@ -246,11 +265,24 @@ PENDING_CALL: Final = PendingCallClass()
 FAST_PATH.on_ready(PENDING_CALL.install)
 
 
+class BatchObserver(Protocol):
+    """What a timeline keeps of one batch."""
+
+    def around(self, execute: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        """`execute`, timed."""
+        ...
+
+    def ended(self, outcomes: list[Any], now_s: float) -> None:
+        """The batch has ended, at a time of its loop."""
+        ...
+
+
 class Batch:
     """Tickets of one group that run together; `calls` are their arguments, in order."""
 
     __slots__ = (
-        "calls", "expected_us", "launch", "modes", "op", "record", "snapshot", "started", "tokens", "why",
+        "calls", "expected_us", "launch", "modes", "one_by_one_us", "op", "queue", "ran_us", "record",
+        "snapshot", "started", "tokens", "why",
     )  # fmt: skip
 
     def __init__(self, calls: list[PendingCall], started: float, expected_us: float | None = None) -> None:
@@ -258,13 +290,17 @@ class Batch:
         self.op = first.op
         self.modes: Modes | CrossStreamModes = first.modes
         self.snapshot = first.snapshot
-        self.launch: Any = None  # on a device that answers before it has run
-        self.record: Any = None  # of a timeline, where one runs; `tokens` and `why` are for it
+        self.queue: BatchQueue | None = None  # that its calls were in
+        self.ran_us = 0.0  # what it took where it ran
+        self.launch: Launch | None = None  # on a device that answers before it has run
+        self.record: BatchObserver | None = None  # of a timeline; `tokens` and `why` are for it
         self.tokens = 0
         self.why = UNEXPLAINED
         self.calls = calls
         self.started = started
-        self.expected_us = sum([t.expected_us for t in calls]) if expected_us is None else expected_us
+        # What its calls are expected to take one by one, and what it is expected to take itself.
+        self.one_by_one_us = sum([t.expected_us for t in calls]) if expected_us is None else expected_us
+        self.expected_us = self.one_by_one_us
 
     @property
     def args_list(self) -> list[tuple[Any, ...]]:

@@ -5,7 +5,10 @@ model, and only what came before tells the layers apart. Slots are remembered up
 
 A new slot stands right behind the one its caller came from, so that the order is the program's also where
 several callers first showed it at once, each from another place: in the order of first sight their slots
-would alternate, and the sweep would move all of them in step without letting any two meet.
+would alternate, and the sweep would move all of them in step without letting any two meet. Where callers part
+(an expert for each, an adapter) it stands behind all branches in which others still wait, and where they meet
+again the group waits for those that are ahead of it in this round and come to it next: once, so that groups
+which come from each other in a ring do not wait for ever.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Set
 from heapq import heapify, heappop, heappush
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from layerzero.scheduler.core.pending_call import PendingCall
+
+if TYPE_CHECKING:
+    from layerzero.scheduler.core.at_once import GroupCosts
 
 
 class BatchQueue:
@@ -30,7 +36,9 @@ class BatchQueue:
         "active_points",
         "by_priority",
         "bytes",
+        "costs",
         "count",
+        "followers",
         "key",
         "launched_at",
         "period_s",
@@ -38,6 +46,7 @@ class BatchQueue:
         "run_s",
         "solo",
         "tokens",
+        "waits_in",
     )  # fmt: skip
 
     def __init__(self, key: Any, solo: bool) -> None:
@@ -46,6 +55,9 @@ class BatchQueue:
         self.by_priority: tuple[dict[PendingCall, None], ...] = ({}, {}, {})
         self.count = self.tokens = self.bytes = 0
         self.points: dict[BatchQueue | None, ProgramPoint] = {}
+        self.followers: dict[ProgramPoint, None] = {}  # places to which its callers went from it
+        self.waits_in: int | None = None  # the round in which it began to wait for others of its callers
+        self.costs: GroupCosts | None = None  # None until the first batch that is looked at
         self.active_points: dict[ProgramPoint, None] = {}
         self.launched_at: float | None = None
         self.period_s = self.run_s = 0.0
@@ -67,6 +79,7 @@ class ProgramPoint:
 
 _NONE: Final[frozenset[BatchQueue]] = frozenset()
 _GAP: Final = 1 << 512  # between places: 512 times something may be put behind one before all are renumbered
+_MOST_BRANCHES: Final = 256  # of one place, that a new place is held against
 _GROWTH: Final = 1.5  # of what is remembered, between two searches for what may be forgotten
 
 Heap = list[tuple[int, ProgramPoint]]
@@ -126,11 +139,23 @@ class RoundRobin:
             # What has pending calls stays: searched again at the next slot, all would be looked at for each
             # slot.
             self._prune_at = max(self.limit, int(self.size * _GROWTH))
-        order = self._order_after(after)
+        order = self._order_after(self._last_branch(after))
         point = queue.points[predecessor] = ProgramPoint(queue, predecessor, order, last_used)
+        if predecessor is not None:
+            predecessor.followers[point] = None
         insort(self._orders, order)
         self.size += 1
         return point
+
+    def _last_branch(self, after: ProgramPoint | None) -> ProgramPoint | None:
+        """`after`, or the last of those beside it, come from the same place, at which others still wait."""
+        if after is None or after.predecessor is None:
+            return after
+        last, beside = after, after.predecessor.followers
+        for point in beside if len(beside) <= _MOST_BRANCHES else ():
+            if point.count and point.order > last.order:
+                last = point
+        return last
 
     def _order_after(self, after: ProgramPoint | None) -> int:
         """A place between `behind` and what follows it, or behind all."""
@@ -168,6 +193,7 @@ class RoundRobin:
                 return None
             self.rounds += 1
         self._current = point
+        point.queue.waits_in = None
         self._reached = point.order
         self._remaining = point.queue.count
         return point.queue
@@ -189,7 +215,8 @@ class RoundRobin:
         first: ProgramPoint | None = None
         while this_round:
             order, point = this_round[0]
-            if point.count and order > self._reached and point.queue not in deferred:
+            ready = point.count and order > self._reached and point.queue not in deferred
+            if ready and not self._waits(point, deferred):
                 first = point
                 break
             heappop(this_round)
@@ -202,6 +229,39 @@ class RoundRobin:
         for entry in passed:
             heappush(this_round, entry)
         return first
+
+    def _waits(self, point: ProgramPoint, deferred: Set[BatchQueue]) -> bool:
+        """Whether a group waits for calls ahead in this round whose callers came to it next before now.
+
+        In the round after that it waits for nobody.
+        """
+        queue = point.queue
+        sources, active = queue.points, self.active_points
+        if len(sources) < 2 or queue.solo:
+            return False
+        if queue.waits_in not in (None, self.rounds):
+            return False
+        order = point.order
+        if len(sources) < len(active):
+            ahead = any(
+                source is not None
+                and source.count
+                and source is not queue
+                and source not in deferred
+                and any(other.order > order for other in source.active_points)
+                for source in sources
+            )
+        else:
+            ahead = any(
+                other.order > order
+                and other.queue in sources
+                and other.queue is not queue
+                and other.queue not in deferred
+                for other in active
+            )
+        if ahead:
+            queue.waits_in = self.rounds
+        return ahead
 
     def _reorder(self) -> None:
         """Order everything anew: places have changed, or slots are gone."""
@@ -226,6 +286,8 @@ class RoundRobin:
         idle.sort(key=lambda slot: slot.last_used)
         for point in idle[: max(len(idle) // 2, 1)]:
             del point.queue.points[point.predecessor]
+            if point.predecessor is not None:
+                del point.predecessor.followers[point]
             self.size -= 1
             if point is self._current:
                 self._current = None

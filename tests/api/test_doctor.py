@@ -119,9 +119,10 @@ def test_a_policy_that_leaves_nothing_is_a_problem() -> None:
 
 def test_settings_that_cannot_be_read_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad variable stops the runtime from opening; the rest of the report is there."""
-    from layerzero import runtime
+    from layerzero.runtime import process
+    from layerzero.runtime.active import ActiveRuntime
 
-    monkeypatch.setattr(runtime, "ACTIVE", runtime.ActiveRuntime())
+    monkeypatch.setattr(process, "ACTIVE", ActiveRuntime())
     monkeypatch.setenv("LAYERZERO_TIE_BAND", "wide")
     report = lz.doctor(imports=False)
     assert [p for p in report.problems if "LAYERZERO_TIE_BAND" in p]

@@ -27,8 +27,8 @@ from tests.calls.seen import (
     FAST,
     WEIGHT,
     Site,
+    StreamedDevice,
     X,
-    attach_streams,
     default_device,
     differentiated,
     fitting,
@@ -139,7 +139,9 @@ def folder(tmp_path: Path) -> Path:
 def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any]], Site]]:
     """Opens a runtime with settings as the process's, one after another."""
     before, sites = FAST_PATH.module, list[Site]()
-    monkeypatch.setattr("layerzero.runtime.probe", lambda _: probe("cpu"))  # as if there were a GPU, too
+    monkeypatch.setattr(
+        "layerzero.runtime.runtime.probe", lambda _: probe("cpu")
+    )  # as if there were a GPU, too
     shipped = SimpleNamespace(rows=(row("near.rms_norm", 0.5, case=site(C=512, N=8)),))
     monkeypatch.setattr("layerzero.perfdb.shipped.fitting_tables", lambda *_: [shipped])
 
@@ -182,7 +184,7 @@ def test_a_setting_takes_hold_as_if_the_runtime_had_been_opened_with_it(
     except BackendNotAvailableError as error:
         pytest.skip(f"nothing to compile with: {error}")
     if name == "completion":
-        monkeypatch.setattr("layerzero.open_device.attach", attach_streams)
+        monkeypatch.setattr("layerzero.runtime.open_device.ScheduledDevice", StreamedDevice)
     if name == "spans":
         pytest.importorskip("opentelemetry.trace", reason="spans need opentelemetry-api")
     settings: dict[str, Any] = {"perfdb": None, "shipped_tables": False, "warm": "off", **case.around}

@@ -19,7 +19,8 @@ import torch
 
 from layerzero.backends import availability, load_builtin
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import ACTIVATIONS, FLOATS, AtLeast, MultipleOf, OneOf
+from layerzero.spec.capability import ACTIVATIONS, FLOATS
+from layerzero.spec.condition import Condition, parse_limit
 from layerzero.spec.hardware import Hardware, hypothetical_gpu, probe
 from layerzero.spec.kernel import Kernel, rejections
 from tests.backends.calls import DEVICE as DEVICE
@@ -133,17 +134,18 @@ _TOGETHER = {"quantized_linear": (("quant_fp8_e4m3", "inputs_quantized", "bias")
 
 
 # Below these the sizes that cases have anyhow are enough.
-_SMALL: dict[type, int] = {MultipleOf: 16, AtLeast: 9}
+_SMALL = {"%": 16, ">=": 9}
 
 
 def base_of(kernel: Kernel) -> dict[str, int]:
     """The sizes that every call needs for the kernel to take it, where it does not take any."""
     base: dict[str, int] = {}
-    for limit in kernel.capability.limits:
-        if isinstance(limit, OneOf):
-            base[limit.dim] = limit.values[0]
-        elif isinstance(limit, MultipleOf | AtLeast) and limit.value > _SMALL[type(limit)]:
-            base[limit.dim] = limit.value
+    for condition in (parse_limit(text).condition for text in kernel.capability.limits):
+        match condition:
+            case Condition(dim, "in", tuple(values)):
+                base[dim] = int(values[0])
+            case Condition(dim, "%" | ">=", int(value)) if value > _SMALL[condition.operator]:
+                base[dim] = value
     return base
 
 

@@ -10,33 +10,35 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flash_attn import fa4
-from layerzero.backends.flash_attn.shared import DenseCall, PagedCall, RaggedCall, flags, takes
+from layerzero.backends.flash_attn.shared import flags
 from layerzero.ops import host_copies, table
+from layerzero.ops.attention.adapters import bounds, takes
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 
 
 @pytest.mark.parametrize(
     ("kind", "op"),
-    [(DenseCall, "attention"), (RaggedCall, "ragged_attention"), (PagedCall, "paged_attention")],
+    [(AttentionArgs, "attention"), (RaggedArgs, "ragged_attention"), (PagedArgs, "paged_attention")],
 )
 def test_calls_are_read_as_the_op_writes_them(kind: Any, op: str) -> None:
     """The fields are the names of the op's own arguments, in its order."""
-    names = list(inspect.signature(table.get(op).reference).parameters)
+    names = list(inspect.signature(table.get(op).build).parameters)
     assert names == list(kind._fields)
 
 
-def dense(**named: Any) -> DenseCall:
+def dense(**named: Any) -> AttentionArgs:
     """A small call of `attention`."""
     q = torch.zeros(1, 3, 2, 8)
     args = table.get("attention").build(q, q, q, layout="BSHD", **named)[1]
-    return DenseCall._make(args)
+    return AttentionArgs._make(args)
 
 
 def test_a_kernel_sees_every_argument_by_its_name() -> None:
     """The record holds all that the op hands over."""
-    seen: list[DenseCall] = []
+    seen: list[AttentionArgs] = []
 
-    @takes(DenseCall)
-    def kernel(call: DenseCall) -> Tensor:
+    @takes(AttentionArgs)
+    def kernel(call: AttentionArgs) -> Tensor:
         seen.append(call)
         return call.q
 
@@ -64,8 +66,9 @@ def test_bounds_of_sequences_need_no_device_where_a_host_copy_is_known() -> None
     offsets = torch.tensor([0, 2, 2, 12])
     q = torch.zeros(12, 2, 8)
     args = table.get("ragged_attention").build(q, q, q, offsets)[1]
-    assert RaggedCall._make(args).bounds[2:] == (12, 12)
+    assert bounds(RaggedArgs._make(args))[2:] == (12, 12)
     known = host_copies.attach_host_copy(offsets.clone(), offsets)
-    starts, _, most, _ = RaggedCall._make(table.get("ragged_attention").build(q, q, q, known)[1]).bounds
+    args = table.get("ragged_attention").build(q, q, q, known)[1]
+    starts, _, most, _ = bounds(RaggedArgs._make(args))
     assert most == 10
     assert starts.dtype == torch.int32 and starts.tolist() == [0, 2, 2, 12]

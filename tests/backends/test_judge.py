@@ -14,19 +14,8 @@ import pytest
 import layerzero
 from layerzero.backends import load_builtin
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import (
-    ACTIVATIONS,
-    FEATURE_REASONS,
-    INDEX_DTYPES,
-    AtLeast,
-    AtMost,
-    Capability,
-    Limit,
-    MultipleOf,
-    OneOf,
-    ProductAtMost,
-    SameAs,
-)
+from layerzero.spec.capability import ACTIVATIONS, FEATURE_REASONS, INDEX_DTYPES, Capability
+from layerzero.spec.condition import Condition, parse_limit
 from layerzero.spec.hardware import Hardware, MMAFamily
 from layerzero.spec.kernel import Efficiency, Kernel, rejections
 from layerzero.spec.reasons import Reason
@@ -53,24 +42,24 @@ FULL = Kernel(
         last_stride1=True,
         alignment=16,
         limits=(
-            AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-            AtLeast("D", 32, Reason.HEAD_DIM_TOO_SMALL),
-            MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
-            SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
-            AtMost("Sk", 1 << 20, Reason.SEQ_TOO_LONG),
-            AtLeast("Sk", 2, Reason.SEQ_TOO_SHORT),
-            AtMost("B", 4096, Reason.BATCH_TOO_LARGE),
-            AtLeast("B", 2, Reason.BATCH_TOO_SMALL),
-            OneOf("G", (1, 2, 4, 8), Reason.GROUP_SIZE_UNSUPPORTED),
-            OneOf("P", (16, 32, 64), Reason.PAGE_SIZE_UNSUPPORTED),
-            MultipleOf("Hk", 2, Reason.HEADS_UNSUPPORTED),
-            AtMost("N", 1000, Reason.ROWS_UNSUPPORTED),
-            AtMost("C", 65536, Reason.WIDTH_TOO_LARGE),
-            MultipleOf("C", 4, Reason.WIDTH_ALIGNMENT),
-            OneOf("V", (128, 256)),
-            OneOf("K", (64, 128), Reason.HEAD_DIM_INVALID),
-            ProductAtMost(("B", "Hq"), 65535),
-            SameAs("Sq", "Sk", Reason.SEQ_LENGTHS_DIFFER, when="causal"),
+            "D <= 256 else HEAD_DIM_TOO_LARGE",
+            "D >= 32 else HEAD_DIM_TOO_SMALL",
+            "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
+            "D == Dv else HEAD_DIMS_DIFFER",
+            "Sk <= 1048576 else SEQ_TOO_LONG",
+            "Sk >= 2 else SEQ_TOO_SHORT",
+            "B <= 4096 else BATCH_TOO_LARGE",
+            "B >= 2 else BATCH_TOO_SMALL",
+            "G in [1, 2, 4, 8] else GROUP_SIZE_UNSUPPORTED",
+            "P in [16, 32, 64] else PAGE_SIZE_UNSUPPORTED",
+            "Hk % 2 == 0 else HEADS_UNSUPPORTED",
+            "N <= 1000 else ROWS_UNSUPPORTED",
+            "C <= 65536 else WIDTH_TOO_LARGE",
+            "C % 4 == 0 else WIDTH_ALIGNMENT",
+            "V in [128, 256]",
+            "K in [64, 128] else HEAD_DIM_INVALID",
+            "B * Hq <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED",
+            "Sq == Sk when causal else SEQ_LENGTHS_DIFFER",
         ),
         features=frozenset({"causal"}),
         gradient=False,
@@ -122,11 +111,11 @@ def fitting(kernel: Kernel) -> tuple[CallSpec, Hardware]:
     platform = min(cap.platforms)
     dims = dict.fromkeys(("Sq", "Sk", "D", "Dv", "N", "C", "K", "F", "R"), 64)
     dims |= {"B": 2, "Hq": 8, "Hk": 4, "G": 2, "V": 128, "P": 16}
-    for limit in cap.limits:
-        match limit:
-            case OneOf(dim=dim, values=values) if dim in dims and dims[dim] not in values:
-                dims[dim] = values[0]
-            case MultipleOf(dim=dim, value=value) if dim in dims:
+    for condition in (parse_limit(text).condition for text in cap.limits):
+        match condition:
+            case Condition(dim, "in", tuple(values)) if dim in dims and dims[dim] not in values:
+                dims[dim] = int(values[0])
+            case Condition(dim, "%", int(value)) if dim in dims:
                 dims[dim] = -(-dims[dim] // value) * value
     dtype = min(cap.dtypes)
     layout = min(cap.layouts) if cap.layouts else ""
@@ -215,32 +204,35 @@ def _feature_violations(cap: Capability) -> Iterator[Broken]:
 
 
 def _limit_violations(cap: Capability, request: CallSpec) -> Iterator[Broken]:
-    for limit in cap.limits:
+    for limit in map(parse_limit, cap.limits):
         features = frozenset({limit.when} if limit.when else ())
-        dims = {**request.dims, **beyond(limit, request, cap)}
+        dims = {**request.dims, **beyond(limit.condition, request, cap)}
         yield f"{limit.dim} {limit.needs()}", limit.reason, {"dims": dims, "features": features}
 
 
-def beyond(limit: Limit, request: CallSpec, cap: Capability) -> dict[str, int]:
+def beyond(bound: Condition, request: CallSpec, cap: Capability) -> dict[str, int]:
     """Sizes one step beyond a limit, all others kept: a step is what the size has to be a multiple of."""
-    dim = limit.dim
-    steps = [other.value for other in cap.limits if isinstance(other, MultipleOf) and other.dim == dim]
+    dim = bound.field
+    others = [parse_limit(text).condition for text in cap.limits]
+    steps = [int(str(other.value)) for other in others if (other.field, other.operator) == (dim, "%")]
     step = max(steps, default=8 if dim == "D" else 1)
-    match limit:
-        case AtMost(value=value):
+    match bound:
+        case Condition(operator="<=", value=int(value)) if len(bound.axes) > 1:
+            return {bound.axes[0]: 4096, bound.axes[1]: value // 4096 + 1}
+        case Condition(operator="<=", value=int(value)):
             size = value + step
-        case AtLeast(value=value):
+        case Condition(operator=">=", value=int(value)):
             size = (value - 1) // step * step
-        case MultipleOf():
+        case Condition(operator="%"):
             size = request.dim(dim) + 1
             if dim == "Dv":
                 return {"Dv": size, "D": size - 1}
-        case OneOf(values=values):
-            size = max(values) + step
-        case SameAs(other=other):
+        case Condition(operator="in", value=tuple(values)):
+            size = max(int(value) for value in values) + step
+        case Condition(operator="==", value=str(other)):
             return {other: request.dim(dim) * 2}
-        case ProductAtMost(dims=dims, value=value):
-            return {dims[0]: 4096, dims[1]: value // 4096 + 1}
+        case _:
+            raise AssertionError(f"no call is made beyond {bound}")
     return {dim: size, **({"Dv": size} if dim == "D" else {})}
 
 

@@ -94,34 +94,6 @@ def test_rows_are_drawn_as_the_reference_draws_them(tmp_path: Path) -> None:
         assert ours == right
 
 
-DECODED = """
-import json, torch
-from layerzero.backends.triton_kernels.paged import paged_attention
-from layerzero.ops.paged.attention import paged_attention_reference
-found = []
-for heads, key_heads, layout, page in ((4, 4, "NHD", 16), (8, 2, "NHD", 4), (6, 1, "HND", 16)):
-    generator = torch.Generator().manual_seed(heads)
-    shape = (40, page, key_heads, 64) if layout == "NHD" else (40, key_heads, page, 64)
-    k, v = (torch.randn(shape, generator=generator).half() for _ in range(2))
-    rows = torch.randn(3, heads + 2, 64, generator=generator).half()
-    q = rows[:, 1:-1]  # a piece of a projection
-    tables = torch.randperm(40, generator=generator)[:39].view(3, 13).int()
-    lens = torch.tensor([1, 13 * page, 3 * page + 1], dtype=torch.int32)
-    for scale in (None, 0.3):
-        ours = paged_attention(q, k, v, tables, lens, None, True, scale, None, None, layout, False)
-        right = paged_attention_reference(q, k, v, tables, lens, None, True, scale, None, None, layout, False)
-        found.append(float((ours.float() - right.float()).abs().max()))
-print(json.dumps(found))
-"""
-
-
-@needs_triton
-def test_short_contexts_decode_as_the_reference(tmp_path: Path) -> None:
-    """Groups of heads, both layouts, pages of several sizes, strided queries, lengths from one on."""
-    distances = interpreted(DECODED, tmp_path)
-    assert len(distances) == 6 and max(distances) < 4e-3, distances
-
-
 PROPOSED = """
 import json, torch
 from layerzero.backends.triton_kernels.sampling import sample_with_proposals

@@ -11,6 +11,7 @@ import torch
 
 from layerzero.backends import availability, xformers
 from layerzero.ops.attention import masks
+from layerzero.ops.attention.arguments import AttentionArgs
 from layerzero.spec.reasons import Reason
 
 
@@ -21,7 +22,7 @@ def test_a_mask_for_the_split_kernel_has_no_infinity() -> None:
     mask = torch.rand(2, 1, 5, 24) > 0.4
     mask[..., :16] = False
     mask[..., 20] = True
-    bias = xformers._finite_bias(q, k, mask, False, None)
+    bias = xformers._finite_bias(AttentionArgs(q, k, k, mask))
     assert bias is not None and bias.shape == (2, 2, 2, 5, 24)
     assert torch.isfinite(bias).all()
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 4
@@ -33,7 +34,7 @@ def test_a_mask_for_the_split_kernel_has_no_infinity() -> None:
 def test_rows_of_a_mask_start_at_whole_vectors() -> None:
     """Eight elements apart, however many keys there are."""
     q, k = torch.randn(1, 5, 4, 16), torch.randn(1, 11, 4, 16)
-    bias = xformers._bias(q, k, torch.randn(5, 11), False, None)
+    bias = xformers._bias(AttentionArgs(q, k, k, torch.randn(5, 11)))
     assert bias.shape == (1, 4, 5, 11)
     assert bias.stride(2) == 16 and bias.stride(3) == 1
 

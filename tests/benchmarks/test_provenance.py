@@ -30,7 +30,6 @@ OLDER = frozenset(
         "graphs_h200.json",
         "lane.json",
         "paged_cpu.json",
-        "perfdb_size.json",
         "ran_cpu.json",
         "ran_cpu_avx512.json",
         "ran_cuda.json",

@@ -14,14 +14,13 @@ import torch
 
 import layerzero as lz
 import layerzero.sync
-from layerzero.actors.device.local_device import LocalDevice
 from layerzero.health import BreakerState
 from layerzero.ops import table as ops_table
 from layerzero.runtime import Runtime
 from layerzero.scheduler.batch_executor import BatchExecutor
 from layerzero.scheduler.loop_drivers import LoopDrivers
-from layerzero.scheduler.streams import DeviceStreams
-from layerzero.scheduler.torch_modes import capture
+from layerzero.scheduler.modes.streams import DeviceStreams
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.spec.kernel import Kernel
 from tests.clocks import FakeClock
 from tests.kernels import kernel
@@ -61,7 +60,7 @@ class Site:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     @property
-    def cpu(self) -> LocalDevice:
+    def cpu(self) -> ScheduledDevice:
         return self.runtime.device("cpu")
 
     def run(self, coro: Coroutine[Any, Any, Any]) -> Any:
@@ -197,13 +196,14 @@ class NoStreams(DeviceStreams):
         on_done(None)
 
 
-def attach_streams(device: LocalDevice) -> None:
-    """As `layerzero.scheduler.batch_executor.attach` does for CUDA."""
-    across = NoStreams(0, device.event_thread, device.settings.completion)
-    device.loop_drivers = LoopDrivers(
-        BatchExecutor(device), device.worker, device.settings, always_inline=True, streams=across
-    )
-    device.capture_modes = capture
+class StreamedDevice(ScheduledDevice):
+    """A CPU whose queues are made as those of a CUDA device."""
+
+    def _make_loop_drivers(self, cuda: int | None) -> LoopDrivers:
+        across = NoStreams(0, self.event_thread, self.settings.completion)
+        return LoopDrivers(
+            BatchExecutor(self), self.worker, self.settings, always_inline=True, streams=across
+        )
 
 
 def remembered(at: Site) -> Any:

@@ -93,8 +93,9 @@ async def outcome(call: Awaitable[float]) -> float | None:
 @pytest.mark.parametrize("victim", [0, CALLERS - 1])
 async def test_cancelling_at_every_turn_of_a_request_leaves_no_trace(way: str, victim: int) -> None:
     """For every k: cancelled in turn k, the others get their values and no pending call or tensor is left."""
+    # No batch follows another without a turn, so that there is a turn to be cancelled in before each.
     settings = lz.Settings(
-        device="cpu", inference=True, inline_limit_us=1e9, max_batch_size=3, max_queue_size=3
+        device="cpu", inference=True, inline_limit_us=1e9, max_inline_us=0, max_batch_size=3, max_queue_size=3
     )
     async with lz.start(settings, scoped=True) as runtime:
         hits, hit = 0, False

@@ -103,7 +103,8 @@ def test_a_caller_cancelled_at_any_turn_takes_only_itself(drive: Drive, inline_l
                 return hits
         raise AssertionError("the sweep never came to the end of the request")
 
-    how = lz.Settings(inline_limit_us=inline_limit_us, warm="off", determinism="strict")
+    # No batch follows another without a turn, so that there is a turn to be cancelled in before each.
+    how = lz.Settings(inline_limit_us=inline_limit_us, max_inline_us=0, warm="off", determinism="strict")
     with lz.start(how, scoped=True) as runtime:
         # Under strict determinism no other kernel may serve until this one is compiled.
         runtime.device("cpu").warm(["native.paged_attention.cpu"])

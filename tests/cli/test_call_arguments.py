@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layerzero.cli import call_arguments
+from layerzero.cli.common import call_arguments
 from layerzero.ops import table
 
 ATTENTION = table.get("attention")

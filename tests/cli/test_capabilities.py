@@ -23,7 +23,7 @@ def test_what_is_exported_checks_out(lz: Lz, tmp_path: Path) -> None:
 def test_an_overlay_says_what_it_takes(lz: Lz, tmp_path: Path) -> None:
     """Narrowed kernels are listed by field; a wider field is status 1 with the way out."""
     path = tmp_path / "overlay.yaml"
-    text = "version: 1\nkernels:\n  torch.attention.sdpa_flash:\n    capability: {dtypes: [DTYPE]}\n"
+    text = "version: 2\nkernels:\n  torch.attention.sdpa_flash:\n    capability: {dtypes: [DTYPE]}\n"
     path.write_text(text.replace("DTYPE", "bfloat16"))
     result = lz("capabilities", "check", "--overlay", str(path))
     assert result.exit_code == 0 and "torch.attention.sdpa_flash: dtypes" in result.output

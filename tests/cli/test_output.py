@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from layerzero.cli import output
+from layerzero.cli.common import output
 
 ROWS = [("a.b", "1.0", "taken"), ("c", "-", "no [bold]: x")]
 

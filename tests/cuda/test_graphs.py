@@ -247,7 +247,7 @@ def test_our_triton_kernels_are_captured_as_they_declare() -> None:
         ("sample", (logits,), {"temperature": 0.8, "top_p": 0.9, "seed": seeds}, "triton.sample.rows"),
         ("sample_topk", (logits, 40), {"seed": seeds}, "triton.sample_topk.rows"),
         ("sample_topp", (logits, 0.9), {"seed": seeds}, "triton.sample_topp.rows"),
-        ("quantize", (x, "fp8_e4m3"), {"granularity": "row"}, "triton.quantize.rows"),
+        ("quantize", (x,), {"format": "fp8_e4m3", "granularity": "row"}, "triton.quantize.rows"),
     ]
     for op, args, named, kernel_id in calls:
         (proof,) = lz.validate_graph_capture(op, *args, kernel=kernel_id, **named)
@@ -274,4 +274,4 @@ def test_a_step_runner_replays_what_the_plain_step_gives() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.testing.assert_close(rows, expected, rtol=2e-2, atol=2e-2)
-    assert runner.captures == 2
+    assert runner.captures == 1  # four rows and three share a bucket

@@ -15,7 +15,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.memory import REFRESH_EVERY_S, WorkspaceBudget
 from layerzero.actors.device.registry import Registry
 from layerzero.ops import table as ops_table
-from layerzero.scheduler.batch_executor import attach
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.spec.errors import KernelExecutionError
 from layerzero.spec.hardware import free_memory
 from layerzero.spec.kernel import Kernel
@@ -71,9 +71,8 @@ def opened() -> Iterator[Callable[[list[Kernel]], LocalDevice]]:
 
     def device(kernels: list[Kernel]) -> LocalDevice:
         settings = Settings(memory_headroom=0.0, perfdb=None)
-        own = LocalDevice(torch.device("cuda:0"), settings, Registry(kernels, lambda _: []))
+        own = ScheduledDevice(torch.device("cuda:0"), settings, Registry(kernels, lambda _: []))
         own._inputs.budget = WorkspaceBudget(own.device, own.hardware, lambda: Clock.now)
-        attach(own)
         made.append(own)
         return own
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.scheduler import readback, streams
+from layerzero.scheduler.modes import readback, streams
 
 pytestmark = [
     pytest.mark.gpu,

@@ -76,23 +76,3 @@ def test_the_same_codes_as_the_reference(form: str, dtype: torch.dtype) -> None:
         given = torch.full_like(right[1], 0.01)
         codes = [f(x, form, granularity, group, given)[0] for f in (quantize, quantize_reference)]
         assert torch.equal(codes[0].view(torch.int8), codes[1].view(torch.int8))
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_short_contexts_decode_as_the_reference(dtype: torch.dtype, layout: str) -> None:
-    """Many sequences of lengths from one to the whole table, grouped and plain heads."""
-    from layerzero.backends.triton_kernels.paged import paged_attention
-    from layerzero.ops.paged.attention import paged_attention_reference
-
-    for heads, key_heads, width in ((32, 8, 128), (8, 8, 64), (7, 1, 128)):
-        shape = (900, 16, key_heads, width) if layout == "NHD" else (900, key_heads, 16, width)
-        k, v = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
-        q = torch.randn(64, heads + 2, width, device="cuda", dtype=dtype)[:, 1:-1]
-        tables = torch.randperm(900, device="cuda")[: 64 * 14].view(64, 14).int()
-        lens = torch.randint(1, 14 * 16 + 1, (64,), device="cuda", dtype=torch.int32)
-        call = (q, k, v, tables, lens, None, True, None, None, None, layout, False)
-        wide = [t.double() if t.is_floating_point() else t for t in call[:5]]
-        right = paged_attention_reference(*wide, *call[5:])
-        distance = float((paged_attention(*call).double() - right).norm() / right.norm())
-        assert distance < 4 * torch.finfo(dtype).eps, (heads, key_heads, distance)

@@ -14,7 +14,7 @@ import openai
 import uvicorn
 
 PROMPT = "And Jesus said unto them,"
-NOTHING = {"pages": 0, "requests": 0, "calls": 0, "callers": 0, "tasks": 0}
+NOTHING = {"pages": 0, "requests": 0, "waiting": 0, "calls": 0, "callers": 0, "tasks": 0}
 
 
 def asked(**more: Any) -> dict[str, Any]:
@@ -49,6 +49,7 @@ class Running:
         return {
             "pages": pages.total - pages.free_pages,
             "requests": self.service.active,
+            "waiting": self.service.engine.requests.waiting,
             "calls": stats.submitted - stats.ended,
             "callers": self.inside(lambda: self.device().loop_drivers.current().callers),
             "tasks": max(0, self.inside(lambda: len(asyncio.all_tasks())) - self.idle_tasks),
@@ -93,9 +94,9 @@ class Running:
 @contextmanager
 def serving(options: Any) -> Iterator[Running]:
     """A real uvicorn on a free port of loopback, until the block ends."""
-    import serve
+    from server import app as server_app
 
-    app = serve.application(options)
+    app = server_app.application(options)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     running = Running(server, app)
 

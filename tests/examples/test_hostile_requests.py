@@ -21,8 +21,9 @@ import pytest
 for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenizers", "safetensors"):
     pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
 
-import serve  # noqa: E402  the skips come first
-from completion import BadRequest, read  # noqa: E402
+from server import app as server_app  # noqa: E402  the skips come first
+from server.fields import BadRequest  # noqa: E402
+from server.protocol import read  # noqa: E402
 
 from tests.examples.serving import NOTHING, Running, asked, serving  # noqa: E402
 
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """A server that takes bodies of a mebibyte."""
-    with serving(serve.Options(pages=64, max_body=1 << 20)) as running:
+    with serving(server_app.Options(pages=64, max_body=1 << 20)) as running:
         yield running
 
 
@@ -97,9 +98,9 @@ def test_a_long_prompt_is_not_tokenized_on_the_loop(server: Running, monkeypatch
     tokenizer = server.service.tokenizer
 
     class Watched:
-        def encode_batch_fast(self, texts: list[str]) -> Any:
+        def encode_batch_fast(self, texts: list[str], **how: Any) -> Any:
             held.append(threading.get_ident() == loops)
-            return tokenizer.encode_batch_fast(texts)
+            return tokenizer.encode_batch_fast(texts, **how)
 
     loops = server.inside(threading.get_ident)
     monkeypatch.setattr(server.service, "tokenizer", Watched())
@@ -151,7 +152,7 @@ def test_an_event_is_one_line_for_every_reader(server: Running) -> None:
         sent.append(message["body"])
 
     text = "a\u2028b\u0085c\u2029\n\x0b\U0001f600"
-    completion = serve.Completion(server.service, read(json.dumps(asked()).encode(), "generate"))
+    completion = server_app.Answer(server.service, read(json.dumps(asked()).encode(), "generate"))
     asyncio.run(completion._event(send, {"text": text}))
     lines = b"".join(sent).decode().splitlines()
     assert len(lines) == 2 and not lines[1]

@@ -6,7 +6,7 @@ import ast
 import asyncio
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import generate
 import pytest
 import torch
 from models import llama
+from server.engine import Engine
+from server.protocol import Sampling
 from torch import Tensor
 
 import layerzero as lz
@@ -52,7 +54,7 @@ def test_no_example_reads_a_tensor_behind_the_loop() -> None:
         for file in sorted(EXAMPLES.rglob("*.py"))
     }
     serving = {name: source for name, source in sources.items() if serves(source)}
-    assert {"embed.py", "models/minilm.py", "serve.py"} <= set(serving)
+    assert {"embed.py", "models/minilm.py", "server/engine.py"} <= set(serving)
     assert {name: found for name, source in serving.items() if (found := reads(source))} == {}
 
 
@@ -76,12 +78,17 @@ def read_behind_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
     """Reads, by a file of the examples, of tensors that `lz.to_host` did not give, as "file: method"."""
     found: list[str] = []
     handed_out: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    to_host = lz.to_host
+    to_host, run_ahead = lz.to_host, lz.run_ahead
 
     async def noted(tensor: Tensor) -> Tensor:
         host = await to_host(tensor)
         handed_out.add(host)
         return host
+
+    async def noted_ahead(*args: Any, **kwargs: Any) -> AsyncGenerator[Tensor, None]:
+        async for host in run_ahead(*args, **kwargs):
+            handed_out.add(host)
+            yield host
 
     def watched(name: str) -> Callable[..., Any]:
         read = getattr(Tensor, name)
@@ -95,6 +102,7 @@ def read_behind_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
         return call
 
     monkeypatch.setattr(lz, "to_host", noted)
+    monkeypatch.setattr(lz, "run_ahead", noted_ahead)
     for name in WAITING:
         monkeypatch.setattr(Tensor, name, watched(name))
     yield found
@@ -102,7 +110,7 @@ def read_behind_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
 
 @pytest.mark.parametrize("per", ["op", "layer", "step"])
 def test_generating_reads_nothing_behind_the_loop(per: llama.Per, read_behind_the_loop: list[str]) -> None:
-    """Two requests at once: all that leaves the device leaves through `lz.to_host`."""
+    """Two requests at once: all that leaves the device leaves through the library."""
     model = llama.load(pages=32, per=per)
     read_behind_the_loop.clear()  # loading may read what it likes
 
@@ -112,6 +120,23 @@ def test_generating_reads_nothing_behind_the_loop(per: llama.Per, read_behind_th
 
     async def both() -> list[list[int]]:
         return list(await asyncio.gather(one([5, 6, 7]), one([8])))
+
+    with lz.start(lz.Settings(warm="off"), scoped=True):
+        assert all(asyncio.run(both()))
+    assert read_behind_the_loop == []
+
+
+def test_the_servers_loop_reads_nothing_behind_it(read_behind_the_loop: list[str]) -> None:
+    """A request with rules and one without, in the loop that the server runs."""
+    engine = Engine(llama.load(pages=32), frozenset())
+    read_behind_the_loop.clear()
+
+    async def one(prompt: list[int], sampling: Sampling) -> list[int]:
+        return [drawn.token async for drawn in engine.generate(prompt, sampling, 4)]
+
+    async def both() -> list[list[int]]:
+        ruled = Sampling(seed=1, presence_penalty=1.0, min_p=0.1, logit_bias=((5, 1.0),))
+        return list(await asyncio.gather(one([5, 6, 7], Sampling(seed=1)), one([8], ruled)))
 
     with lz.start(lz.Settings(warm="off"), scoped=True):
         assert all(asyncio.run(both()))

@@ -24,7 +24,7 @@ for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenize
     pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
 
 import openai  # noqa: E402
-import serve  # noqa: E402  the skips come first
+from server import app as server_app  # noqa: E402  the skips come first
 
 from tests.examples.serving import NOTHING, Running, asked, check_texts_in_company, serving  # noqa: E402
 
@@ -32,7 +32,7 @@ from tests.examples.serving import NOTHING, Running, asked, check_texts_in_compa
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """A server whose pool holds 4,096 tokens."""
-    with serving(serve.Options(pages=256)) as running:
+    with serving(server_app.Options(pages=256)) as running:
         yield running
 
 
@@ -50,6 +50,8 @@ def test_models_and_health(server: Running, client: openai.OpenAI) -> None:
     assert state.status_code == 200
     assert state.json()["status"] == "ok"
     assert state.json()["pages"] == 256
+    ready = httpx.get(f"{server.url}/ready")
+    assert (ready.status_code, ready.json()["ready"]) == (200, True)
 
 
 def test_a_stream_is_the_same_answer_in_pieces(client: openai.OpenAI) -> None:
@@ -105,7 +107,8 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
         ({"max_tokens": 5000}, "max_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
         ({"n": True}, "n"),
         ({"frequency_penalty": False}, "frequency_penalty"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
@@ -157,22 +160,43 @@ def test_other_nonsense_is_refused(server: Running, client: openai.OpenAI) -> No
     assert "error" in httpx.get(f"{server.url}/v1/nothing").json()
     with pytest.raises(openai.BadRequestError, match="temperature needs"):
         client.completions.create(**asked(temperature=9))
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError, match="messages needs"):
         client.chat.completions.create(model="generate", messages=[])
 
 
-def test_a_full_pool_answers_429(server: Running, client: openai.OpenAI) -> None:
-    """What the pool cannot hold now is refused with Retry-After, and served once the pool is free."""
-    before = server.metrics()
+def test_a_full_pool_lets_the_next_one_wait(server: Running, client: openai.OpenAI) -> None:
+    """A request that the pool cannot hold beside another waits for it and is answered; nothing is refused."""
+    whole = client.completions.create(**asked(max_tokens=900, temperature=0)).choices[0]
     with client.completions.create(**asked(max_tokens=4000, temperature=0), stream=True) as held:
         events = iter(held)
         assert next(events).choices
-        with pytest.raises(openai.RateLimitError) as refused:
-            client.completions.create(**asked(max_tokens=500))
-        assert int(refused.value.response.headers["Retry-After"]) >= 1
-        assert client.completions.create(**asked(max_tokens=2)).choices[0].text
+        beside = client.completions.create(**asked(max_tokens=900, temperature=0)).choices[0]
+        assert (beside.text, beside.finish_reason) == (whole.text, whole.finish_reason)
     assert server.settled() == NOTHING
-    assert client.completions.create(**asked(max_tokens=3)).usage
+
+
+def test_a_full_queue_answers_429(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that wait are bounded by their tokens; those beyond are refused with Retry-After."""
+
+    async def never(*args: Any) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(server.service.engine.requests, "max_waiting_tokens", 3000)
+    monkeypatch.setattr(server.service.model, "sample_next", never)
+    before = server.metrics()
+    body = json.dumps(asked(prompt=[5] * 2000, max_tokens=9)).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection((host, int(port))) as held:
+        held.sendall(head + body)
+        until = time.monotonic() + 60
+        while server.left()["pages"] < 2000 / 16 and time.monotonic() < until:
+            time.sleep(0.01)
+        refused = httpx.post(f"{server.url}/v1/completions", json=asked(prompt=[7] * 3500, max_tokens=9))
+    assert refused.status_code == 429, refused.text
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert server.settled() == NOTHING
     rejected = ("requests_total", (("outcome", "rejected"),))
     assert server.metrics()[rejected] == before.get(rejected, 0) + 1
 
@@ -324,6 +348,6 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[str]) -> None:
 def test_options_out_of_range_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The command exits 2 and names the argument."""
     with pytest.raises(SystemExit) as left:
-        serve.parse(arguments)
+        server_app.parse(arguments)
     assert left.value.code == 2
     assert arguments[0] in capsys.readouterr().err

@@ -18,7 +18,9 @@ from layerzero.kvcache import (
     KVCacheSpec,
     PagedCache,
     PagedSequence,
+    PageKeys,
     PagesExhaustedError,
+    PrefixCache,
     TokenRange,
 )
 from layerzero.ops.paged.append import APPEND_KV
@@ -42,6 +44,8 @@ class Lives(RuleBasedStateMachine):
         ]
         self.truth: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self.opened: dict[int, PagedSequence] = {}
+        self.prefixes = PrefixCache(self.paged)
+        self.published: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by the tokens that stand there
 
     def draw(self, index: int) -> tuple[int, ...]:
         return sorted(self.truth)[index % len(self.truth)]
@@ -154,7 +158,7 @@ class Lives(RuleBasedStateMachine):
         )
         over_pages = PAGED_ATTENTION.reference(*args)
         for numbers, rows, got in zip(crowd, q.split(counts), over_pages.split(counts), strict=True):
-            dense, _ = attend_sequence(rows, *self.caches[1].read(numbers[1]), True, None, None, None)
+            dense, _ = attend_sequence(rows, *self.caches[1].read(numbers[1]), is_causal=True)
             assert_close(dense, got)
 
     def tokens(self, count: int) -> tuple[Tensor, Tensor]:
@@ -222,6 +226,39 @@ class Lives(RuleBasedStateMachine):
         del self.truth[numbers]
 
     @precondition(lambda self: self.truth)
+    @rule(index=st.integers(0, 99))
+    def publish(self, index: int) -> None:
+        """A text's full pages may be found by others; the text is made up, a new one each time."""
+        numbers = self.draw(index)
+        keys, values = self.truth[numbers]
+        text = tuple(range(len(self.published) * 100, len(self.published) * 100 + len(keys)))
+        sequence = self.paged._sequences.get(numbers[0])
+        self.prefixes.publish(sequence, text, PageKeys(4))
+        self.published[text] = keys, values
+
+    @precondition(lambda self: self.published and len(self.truth) < 9)
+    @rule(index=st.integers(0, 99), more=st.integers(1, 6))
+    def begin_with_a_known_prefix(self, index: int, more: int) -> None:
+        """What is found is what was filled for these tokens, whatever happened to who filled it."""
+        text, (keys, values) = list(self.published.items())[index % len(self.published)]
+        try:
+            sequence = self.prefixes.open((*text, *[-1] * more), PageKeys(4))
+        except PagesExhaustedError:
+            return
+        length = sequence.length
+        assert length % 4 == 0 and length <= len(text)
+        numbers = (sequence.number, *(cache.new() for cache in self.caches[1:]))
+        for cache, number in zip(self.caches[1:], numbers[1:], strict=True):
+            cache.append(number, keys[:length], values[:length])
+        self.truth[numbers] = keys[:length], values[:length]
+        self.opened[sequence.number] = sequence
+
+    @rule()
+    def forget_prefixes(self) -> None:
+        self.prefixes.clear()
+        assert self.paged.allocator.idle_pages == 0 and len(self.prefixes) == 0
+
+    @precondition(lambda self: self.truth)
     @rule()
     def attention_agrees(self) -> None:
         order = sorted(self.truth)
@@ -233,7 +270,7 @@ class Lives(RuleBasedStateMachine):
         for row, numbers in enumerate(order):
             for cache, number in zip(self.caches[1:], numbers[1:], strict=True):
                 keys, values = cache.read(number)
-                dense, _ = attend_sequence(q[row : row + 1], keys, values, True, None, None, None)
+                dense, _ = attend_sequence(q[row : row + 1], keys, values, is_causal=True)
                 assert_close(dense[0], over_pages[row])
 
     @invariant()
@@ -253,6 +290,7 @@ class Lives(RuleBasedStateMachine):
                 held[page] = held.get(page, 0) + 1
         assert {p: n for p in range(allocator.total) if (n := allocator.refcount(p))} == held
         assert allocator.free_pages == allocator.total - len(held)
+        assert allocator.idle_pages <= len(self.prefixes) <= allocator.total
         assert self.paged.allocated_bytes() == len(held) * 4 * SPEC.token_bytes
 
     def teardown(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +30,14 @@ class Ticks:
 
     def perf_counter(self) -> float:
         return self.ns / 1e9
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    """The clock that kernels are timed by: beside busy neighbours real ones take any time."""
+    ticks = Ticks()
+    monkeypatch.setattr("layerzero.measure.timing.time", ticks)
+    return ticks
 
 
 def timing(*samples: float) -> Timing:
@@ -68,13 +75,11 @@ def test_a_row_launched_by_the_host_is_long_enough_to_overlap_host_and_device(
     assert found["long"].median_us == pytest.approx(found["short"].median_us, rel=0.05)
 
 
-def test_a_deliberately_slower_callable_loses() -> None:
+def test_a_deliberately_slower_callable_loses(clock: Ticks) -> None:
     """Three fold work is measured as slower, with a speed-up and no tie."""
 
     def busy(us: float) -> None:
-        end = time.perf_counter_ns() + us * 1000
-        while time.perf_counter_ns() < end:
-            pass
+        clock.ns += int(us * 1000)
 
     found, failed = time_kernels(
         {"slow": lambda _: busy(600.0), "quick": lambda _: busy(200.0)}, [X], CPU, "eager", Effort(samples=7)
@@ -95,22 +100,32 @@ def test_what_cannot_run_is_told_and_the_others_go_on() -> None:
     assert len(found["fine"].samples) == 5
 
 
-def test_the_hopeless_get_the_fewest_samples_that_count() -> None:
+def test_the_hopeless_get_the_fewest_samples_that_count(clock: Ticks) -> None:
     """A kernel many times slower than the best does not eat the budget of the others."""
-    quick, slow = (lambda _: time.sleep(0.0002)), (lambda _: time.sleep(0.01))
-    found, _ = time_kernels({"a": quick, "b": slow}, [X], CPU, "eager", Effort(samples=12, budget_s=9.0))
+
+    def taking(us: float) -> Callable[..., None]:
+        def run(_: torch.Tensor) -> None:
+            clock.ns += int(us * 1000)
+
+        return run
+
+    runs = {"a": taking(200.0), "b": taking(10_000.0)}
+    found, _ = time_kernels(runs, [X], CPU, "eager", Effort(samples=12, budget_s=9.0))
     assert (len(found["a"].samples), len(found["b"].samples)) == (12, 5)
 
 
-def test_a_long_call_is_run_no_more_than_its_row_needs() -> None:
+def test_a_long_call_is_run_no_more_than_its_row_needs(clock: Ticks) -> None:
     """A call of 110 ms beside a quick one runs three times, the first uncounted; its row counts."""
     runs: list[int] = []
 
     def slow(_: torch.Tensor) -> None:
         runs.append(len(runs))
-        time.sleep(0.3 if len(runs) == 1 else 0.11)
+        clock.ns += 300_000_000 if len(runs) == 1 else 110_000_000
 
-    found, _ = time_kernels({"a": lambda _: None, "b": slow}, [X], CPU, "eager", Effort(samples=7))
+    def quick(_: torch.Tensor) -> None:
+        clock.ns += 10_000
+
+    found, _ = time_kernels({"a": quick, "b": slow}, [X], CPU, "eager", Effort(samples=7))
     assert len(runs) == 3 and len(found["b"].samples) == FEW_SAMPLES
     assert LONG_US < found["b"].median_us < 250_000.0, "the first is not counted"
     row = Measurement(
@@ -123,10 +138,8 @@ def test_a_long_call_is_run_no_more_than_its_row_needs() -> None:
     )
 
 
-def test_who_cannot_be_told_apart_is_sampled_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_cannot_be_told_apart_is_sampled_longer(clock: Ticks) -> None:
     """A restless kernel around a steady one gets more samples, as does that one; a clear loser does not."""
-    clock = Ticks()
-    monkeypatch.setattr("layerzero.measure.timing.time", clock)
     draw = random.Random(3)
 
     def taking(*us: float) -> Callable[..., None]:

@@ -20,13 +20,13 @@ import layerzero as lz
 from layerzero.calls.blocking import last_selection
 from layerzero.native import FAST_PATH
 from layerzero.ops import batching
-from layerzero.scheduler import torch_modes as modes
 from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.limits import BatcherStats, BatchLimits
 from layerzero.scheduler.core.pending_call import PENDING_CALL, Caller, PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint, RoundRobin
 from layerzero.scheduler.fast_queue import FAST_QUEUE
 from layerzero.scheduler.loop_driver import LoopDriver
+from layerzero.scheduler.modes import torch_modes as modes
 from layerzero.selection.record import Selection
 from tests.native.twins import compiled as compiled
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ WEIGHT = torch.randn(32, 32)
 
 def norm_twice(x: torch.Tensor) -> torch.Tensor:
     return lz.sync.rms_norm(lz.sync.rms_norm(x))
+
+
+def named(call: Awaitable[torch.Tensor], name: str) -> asyncio.Task[torch.Tensor]:
+    """A task of a call, by the name that the timeline gives its row."""
+
+    async def wait() -> torch.Tensor:
+        return await call
+
+    return asyncio.create_task(wait(), name=name)
 
 
 @pytest.mark.asyncio
@@ -114,9 +124,9 @@ async def test_cancelled_callers_end_where_they_left(tmp_path: Path) -> None:
 
     call = lz.batched(slow, key="slow")
     async with lz.start(lz.Settings(inline_limit_us=0.0), scoped=True), lz.timeline(path):
-        running = [asyncio.create_task(call(torch.ones(1, 2)), name=f"running {n}") for n in range(2)]
+        running = [named(call(torch.ones(1, 2)), f"running {n}") for n in range(2)]
         await until(entered.is_set)
-        waiting = [asyncio.create_task(call(torch.ones(1, 2)), name=f"waiting {n}") for n in range(2)]
+        waiting = [named(call(torch.ones(1, 2)), f"waiting {n}") for n in range(2)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         running[0].cancel()
@@ -152,7 +162,7 @@ async def test_a_batch_that_still_runs_is_written_as_unfinished(tmp_path: Path) 
 
     async with lz.start(lz.Settings(inline_limit_us=0.0), scoped=True):
         async with lz.timeline(path):
-            task = asyncio.create_task(lz.batched(slow, key="hangs")(torch.ones(1, 2)), name="stuck")
+            task = named(lz.batched(slow, key="hangs")(torch.ones(1, 2)), "stuck")
             await until(entered.is_set)
         gate.set()
         await task

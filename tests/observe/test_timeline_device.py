@@ -18,7 +18,7 @@ from layerzero.observe.device_times import DeviceTimes
 from layerzero.observe.timeline import NO_NVTX, Timeline
 from layerzero.scheduler.core.pending_call import PENDING_CALL
 from layerzero.scheduler.loop_driver import LoopDriver
-from layerzero.scheduler.readback import Readback
+from layerzero.scheduler.modes.readback import Readback
 from layerzero.scheduler.watching import BatchWatch
 from layerzero.spec.settings import Settings
 from tests.observe.trace_check import arrows_into, read_trace, row_names, slices

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from layerzero.ops.attention.attention import ATTENTION, attention
 from layerzero.ops.attention.checks import infer_layout
 from layerzero.selection.key import KeyMaker, grid
-from layerzero.spec.capability import AtMost, MultipleOf, SameAs
+from layerzero.spec.condition import parse_limit
 from tests.kernels import kernel
 from tests.profiles import many_examples
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-LIMITS = (AtMost("Sk", 1000), MultipleOf("D", 8), SameAs("Sq", "Sk"))
+LIMITS = ("Sk <= 1000", "D % 8 == 0", "Sq == Sk")
 KEYS = KeyMaker(ATTENTION, [kernel("made.attention.bounded", limits=LIMITS)], ())
 
 
@@ -84,5 +84,5 @@ def test_a_key_keeps_all_that_decides(sizes: Any, field: str, dim: str, more: in
     same_point = grown[dim] == request.dims[dim] if dim in ATTENTION.exact_dims else (
         grid(grown[dim]) == grid(request.dims[dim])
     )  # fmt: skip
-    same_bounds = all(limit.holds(grown) == limit.holds(request.dims) for limit in LIMITS)
+    same_bounds = all(limit.holds(grown) == limit.holds(request.dims) for limit in map(parse_limit, LIMITS))
     assert (KEYS.key(request.replace(dims=grown)) == key) == (same_point and same_bounds)

@@ -20,7 +20,6 @@ from layerzero.selection.modes import CAPTURE, mode_bits
 from layerzero.selection.plan import signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtMost
 from layerzero.spec.hardware import Hardware, probe
 from layerzero.spec.reasons import Reason
 from tests.kernels import device, kernel
@@ -64,7 +63,7 @@ def bounded() -> LocalDevice:
     13 and 14 are one point of the key's grid, so that only the bounds' own bits tell them apart.
     """
     assert grid(13) == grid(14)
-    limits = (AtMost("B", 13, Reason.BATCH_TOO_LARGE), AtMost("Sk", 13, Reason.SEQ_TOO_LONG))
+    limits = ("B <= 13 else BATCH_TOO_LARGE", "Sk <= 13 else SEQ_TOO_LONG")
     return device(
         [kernel("small.attention", launch_us=0.1, limits=limits), kernel("any.attention", launch_us=90.0)]
     )

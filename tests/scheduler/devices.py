@@ -88,9 +88,9 @@ class Later(Device):
         """The modes of a batch: all callers have the same here."""
         return "modes"
 
-    def notify_when_done(self, modes: Any, told: Callable[[Exception | None], object]) -> None:
-        """Call `told` when everything launched so far has run."""
-        self.loop.call_at(self.free_at, told, None)
+    def notify_when_done(self, modes: Any, on_done: Callable[[Exception | None], object]) -> None:
+        """Call `on_done` when everything launched so far has run."""
+        self.loop.call_at(self.free_at, on_done, None)
 
 
 class _Done:

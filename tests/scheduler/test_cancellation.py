@@ -314,7 +314,7 @@ async def test_the_sweep_sees_a_lane_that_is_not_told(monkeypatch: pytest.Monkey
     def only_wake(self: LoopDriver, ticket: PendingCall, message: object = None) -> bool:
         if ticket.done():
             return False
-        ticket.driver.fail(ticket, asyncio.CancelledError())
+        self.fail(ticket, asyncio.CancelledError())
         return True
 
     monkeypatch.setattr(LoopDriver, "cancel", only_wake)

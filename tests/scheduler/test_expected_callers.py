@@ -13,7 +13,7 @@ import torch
 from layerzero.actors.device.worker import Worker
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
 from layerzero.scheduler.loop_driver import LoopDriver
-from layerzero.scheduler.readback import Readback
+from layerzero.scheduler.modes.readback import Readback
 from layerzero.scheduler.spawn import spawn
 from layerzero.spec.errors import DeadlineExceededError, RuntimeClosedError
 from layerzero.spec.settings import Settings
@@ -364,7 +364,7 @@ def test_a_device_that_cannot_be_asked_holds_nobody(worker: Worker) -> None:
         machine = Machine(worker)
         asked = 0
 
-        def closed(modes: Any, told: Any) -> None:
+        def closed(modes: Any, on_done: Any) -> None:
             nonlocal asked
             asked += 1
             raise RuntimeClosedError("the event thread is closed")

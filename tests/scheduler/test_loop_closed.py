@@ -15,7 +15,7 @@ from torch import Tensor
 from layerzero.actors.device.worker import Worker
 from layerzero.scheduler.core.pending_call import PENDING_CALL
 from layerzero.scheduler.loop_driver import LoopDriver
-from layerzero.scheduler.readback import Readback
+from layerzero.scheduler.modes.readback import Readback
 from layerzero.spec.settings import Settings
 from tests.scheduler.devices import Device, Double
 from tests.waiting import until

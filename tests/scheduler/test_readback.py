@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layerzero.scheduler.readback import SMALL_BYTES, copy_blocks, split_block
+from layerzero.scheduler.modes.readback import SMALL_BYTES, copy_blocks, split_block
 
 
 def arrived(tensors: list[Tensor]) -> tuple[list[Tensor], int]:

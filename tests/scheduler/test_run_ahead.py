@@ -12,9 +12,9 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.actors.device.worker import Worker
-from layerzero.api import run_ahead as module
+from layerzero.api import readback as module
 from layerzero.api.readback import HostRead
-from layerzero.scheduler.torch_modes import Modes, capture, with_stream
+from layerzero.scheduler.modes.torch_modes import Modes, capture, with_stream
 from tests.clocks import run_virtually
 from tests.scheduler.test_expected_callers import HERE, PASS_S, Machine
 
@@ -70,7 +70,8 @@ def tokens(
     monkeypatch.setattr(module, "to_host", started(machine))
 
     async def step(ids: Tensor) -> Tensor:
-        return await machine.step(args=(ids,))
+        doubled: Tensor = await machine.step(args=(ids,))
+        return doubled
 
     return lz.run_ahead(step, torch.ones(1), max_steps=max_steps)
 

@@ -14,7 +14,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layerzero.scheduler.torch_modes import Modes, apply_modes, capture, check_unchanged, must_run_inline
+from layerzero.scheduler.modes.torch_modes import (
+    Modes,
+    apply_modes,
+    capture,
+    check_unchanged,
+    must_run_inline,
+)
 from layerzero.spec.errors import ModeChangedError
 from tests.native.twins import both_paths as both_paths
 

@@ -14,7 +14,7 @@ from layerzero.selection.modes import mode_bits
 from layerzero.selection.plan import signature_of
 from layerzero.selection.record import render
 from layerzero.selection.transform import _copy_us, adapt, keep_aligned
-from layerzero.spec.capability import AtMost, Limit, ProductAtMost
+from layerzero.spec.condition import parse_limit
 from layerzero.spec.errors import NoKernelFoundError
 from layerzero.spec.hardware import hypothetical_gpu
 from layerzero.spec.kernel import Kernel, rejections
@@ -153,7 +153,7 @@ def test_an_operand_that_is_left_out_has_no_address() -> None:
     assert seen == [(0, None), (0, None)]
 
 
-def _bounded(seen: list[int], limits: tuple[Limit, ...], **more: Any) -> Kernel:
+def _bounded(seen: list[int], limits: tuple[str, ...], **more: Any) -> Kernel:
     """A fast kernel that fails beyond 8 sequences times heads, as a launch with too large a grid does."""
 
     def body(*args: Any) -> Any:
@@ -165,7 +165,7 @@ def _bounded(seen: list[int], limits: tuple[Limit, ...], **more: Any) -> Kernel:
     return kernel("small.attention", body, launch_us=0.001, limits=limits, **more)
 
 
-GRID = (ProductAtMost(("B", "Hq"), 8),)
+GRID = ("B * Hq <= 8 else CUDA_BLOCK_LIMIT_EXCEEDED",)
 
 
 @pytest.mark.parametrize("batch", [5, 7, 8, 12])
@@ -226,19 +226,20 @@ def test_a_split_has_its_gradient() -> None:
 @pytest.mark.parametrize(
     "limits",
     [
-        (ProductAtMost(("Hq", "D"), 8),),  # a smaller batch does not help
-        (ProductAtMost(("B", "Sq"), 8),),  # lengths are rounded in keys: one plan serves several
-        (AtMost("B", 4, Reason.BATCH_TOO_LARGE),),  # not a grid's bound
+        ("Hq * D <= 8 else CUDA_BLOCK_LIMIT_EXCEEDED",),  # a smaller batch does not help
+        # Lengths are rounded in keys: one plan serves several.
+        ("B * Sq <= 8 else CUDA_BLOCK_LIMIT_EXCEEDED",),
+        ("B <= 4 else BATCH_TOO_LARGE",),  # not a grid's bound
     ],
 )
-def test_what_a_smaller_batch_does_not_mend_is_not_split(limits: tuple[Limit, ...]) -> None:
+def test_what_a_smaller_batch_does_not_mend_is_not_split(limits: tuple[str, ...]) -> None:
     """Such a kernel stays refused, with its reason."""
     own = device([_bounded([], limits)])
     q = torch.zeros(6, 2, 3, 8)
     full = ATTENTION.build(q, q, q)[1]
     with pytest.raises(NoKernelFoundError) as caught:
         own.launch(ATTENTION, full)
-    assert [r.reason for r in caught.value.trace[0].rejected] == [limits[0].reason]
+    assert [r.reason for r in caught.value.trace[0].rejected] == [parse_limit(limits[0]).reason]
 
 
 def test_cuda_kernels_take_a_batch_beyond_their_grid_in_parts() -> None:

@@ -22,7 +22,7 @@ from layerzero.runtime import Runtime
 from layerzero.selection.dispatch_table import capabilities_hash
 from layerzero.spec import capability_overlays as capabilities
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtMost, Capability, MultipleOf, OneOf
+from layerzero.spec.capability import Capability
 from layerzero.spec.capability_overlays import (
     AXES,
     FIELDS,
@@ -33,6 +33,7 @@ from layerzero.spec.capability_overlays import (
     narrow,
     problems,
 )
+from layerzero.spec.condition import parse_limit
 from layerzero.spec.errors import CacheCorruptionError, ConfigurationError
 from layerzero.spec.hardware import hypothetical_gpu, probe
 from layerzero.spec.kernel import rejections
@@ -40,19 +41,15 @@ from tests.kernels import kernel
 from tests.profiles import CI
 
 BUILTIN = load_builtin()
-FAST = kernel("fast.rms_norm", launch_us=1.0, limits=(AtMost("N", 512),))
+FAST = kernel("fast.rms_norm", launch_us=1.0, limits=("N <= 512",))
 SLOW = kernel("slow.rms_norm", launch_us=9.0)
 X = torch.randn(64, 32)
 NORM = ops_table.get("rms_norm")
 
 
 def written(path: Path, capability: dict[str, Any], name: str = "fast.rms_norm", **more: Any) -> Path:
-    path.write_text(json.dumps({"version": 1, "kernels": {name: {"capability": capability}}, **more}))
+    path.write_text(json.dumps({"version": 2, "kernels": {name: {"capability": capability}}, **more}))
     return path
-
-
-def at_most(rows: int) -> dict[str, Any]:
-    return {"type": "AtMost", "dim": "N", "value": rows}
 
 
 def chosen(path: Path | None) -> str:
@@ -77,15 +74,15 @@ def test_every_kernel_survives_its_document(tmp_path: Path) -> None:
 def test_the_hash_follows_every_field() -> None:
     """Another limit, another promise: another hash, which a dispatch table holds too."""
     other = msgspec.structs.replace(FAST.capability, graph_safe=True)
-    changed = kernel("fast.rms_norm", graph_safe=True, limits=(AtMost("N", 512),))
+    changed = kernel("fast.rms_norm", graph_safe=True, limits=("N <= 512",))
     assert changed.capability == other
     assert export([FAST]).content != export([changed]).content
     assert capabilities_hash([FAST]) != capabilities_hash([changed])
 
 
 BROKEN: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "version needs 1, got 2": lambda d: d.update(version=2),
-    "version needs 1, got True": lambda d: d.update(version=True),
+    "version needs 2, got 1": lambda d: d.update(version=1),
+    "version needs 2, got True": lambda d: d.update(version=True),
     "needs content": lambda d: d.pop("content"),
     "needs sm_max": lambda d: d["kernels"]["fast.rms_norm"]["capability"].pop("sm_max"),
     "needs error_factor": lambda d: d["kernels"]["fast.rms_norm"].pop("error_factor"),
@@ -98,10 +95,9 @@ BROKEN: dict[str, Callable[[dict[str, Any]], Any]] = {
     "alignment needs a power of two": lambda d: d["kernels"]["fast.rms_norm"]["capability"].update(
         alignment=24
     ),
-    "limits need axes": lambda d: d["kernels"]["fast.rms_norm"]["capability"]["limits"][0].update(dim="Seq"),
-    "a value of at least 1": lambda d: d["kernels"]["fast.rms_norm"]["capability"]["limits"][0].update(
-        value=-4
-    ),
+    "limits need axes": lambda d: d["kernels"]["fast.rms_norm"]["capability"].update(limits=["Z <= 4"]),
+    "unknown field 'Seq'": lambda d: d["kernels"]["fast.rms_norm"]["capability"].update(limits=["Seq <= 4"]),
+    "a value of at least 1": lambda d: d["kernels"]["fast.rms_norm"]["capability"].update(limits=["N <= -4"]),
     "error_factor needs more than 0": lambda d: d["kernels"]["fast.rms_norm"].update(error_factor=0.0),
     "do not match its content": lambda d: d["kernels"]["fast.rms_norm"]["capability"].update(contiguous=True),
 }
@@ -126,11 +122,11 @@ def test_an_edited_file_changes_the_choice(tmp_path: Path) -> None:
     capabilities.write(path, export([FAST, SLOW]))
     assert chosen(path) == "fast.rms_norm"
     plain = json.loads(path.read_text())
-    plain["kernels"]["fast.rms_norm"]["capability"]["limits"][0]["value"] = 32
+    plain["kernels"]["fast.rms_norm"]["capability"]["limits"][0] = "N<=32"
     path.write_text(json.dumps(plain))
     with pytest.raises(ConfigurationError, match="every limit that holds"):
         chosen(path)  # a whole entry has to keep the limits that were there
-    plain["kernels"]["fast.rms_norm"]["capability"]["limits"].append(at_most(512))
+    plain["kernels"]["fast.rms_norm"]["capability"]["limits"].append("N <= 512")
     path.write_text(json.dumps(plain))
     assert chosen(path) == "slow.rms_norm"
 
@@ -141,7 +137,7 @@ NARROWER: dict[str, Any] = {
     "torch_min": "2.12", "torch_below": "2.14", "cuda_min": "12.9", "driver_min": "570",
     "dtypes": ["float32"], "mixed_dtypes": False, "index_dtypes": ["int64"], "features": [],
     "layouts": ["BHSD"], "contiguous": True, "last_stride1": True, "alignment": 16,
-    "limits": [{"type": "AtMost", "dim": "N", "value": 256}], "gradient": False, "deterministic": False,
+    "limits": ["N <= 256"], "gradient": False, "deterministic": False,
     "batch_invariant": False, "graph_safe": False, "autocast": False, "tp_invariant": False,
 }  # fmt: skip
 WIDER: dict[str, Any] = {
@@ -152,7 +148,7 @@ WIDER: dict[str, Any] = {
     "driver_min": "560", "dtypes": ["float32", "int8"], "mixed_dtypes": True,
     "index_dtypes": ["int64", "int32"], "features": ["causal"], "layouts": ["BHSD", "BSHD"],
     "contiguous": False, "last_stride1": False, "alignment": 8,
-    "limits": [{"type": "AtMost", "dim": "N", "value": 1024}], "gradient": True, "deterministic": True,
+    "limits": ["N <= 1024"], "gradient": True, "deterministic": True,
     "batch_invariant": True, "graph_safe": True, "autocast": True, "tp_invariant": True,
 }  # fmt: skip
 
@@ -161,7 +157,7 @@ WIDER: dict[str, Any] = {
 def test_every_field_narrows_and_none_widens(tmp_path: Path, field: str) -> None:
     """Each field can be taken from; giving it back on top of that is refused with what to do instead."""
     start = kernel("fast.rms_norm", sm_min=80, torch_min="2.11", tp_invariant=True, batch_invariant=True,
-                   graph_safe=True, limits=(AtMost("N", 512),))  # fmt: skip
+                   graph_safe=True, limits=("N <= 512",))  # fmt: skip
     overlay = load_overlay(written(tmp_path / "o.json", {field: NARROWER[field]}), [start])
     smaller = overlay.apply(start)
     assert smaller is not start and smaller.capability.narrowed == {field}
@@ -175,21 +171,21 @@ def test_every_field_narrows_and_none_widens(tmp_path: Path, field: str) -> None
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("version: 2\nkernels: {a.b: {capability: {}}}", "version needs 1, got 2"),
-        ("kernels: {a.b: {capability: {}}}", "version needs 1, got None"),
-        ("version: 1", "kernels needs a mapping"),
-        ("version: 1\nrules: {}\nkernels: {fast.rms_norm: {capability: {}}}", "'rules' is no part"),
-        ("version: 1\nkernels:\n  fast.rms_nrom: {capability: {}}", ":3: fast.rms_nrom: no kernel"),
-        ("version: 1\nkernels:\n  fast.rms_norm: {capability: {dtype: [float32]}}", "unknown field 'dtype'"),
-        ("version: 1\nkernels:\n  fast.rms_norm: {capability: {sm_min: high}}", "sm_min"),
-        ("version: 1\nkernels:\n  fast.rms_norm: {capability: []}", "capability needs a mapping"),
-        ("version: 1\nkernels:\n  fast.rms_norm: {op: linear, capability: {}}", "op needs rms_norm"),
-        ("version: 1\nkernels:\n  fast.rms_norm: {limit: 3, capability: {}}", "'limit' is no part"),
-        ("version: 1\nkernels:\n  fast.rms_norm:\n    capability: {limits: [{type: AtMost, dim: N, value: 4, "
-         "unless: grad}]}", "unless"),
-        ("version: 1\nkernels:\n  fast.rms_norm: {capability: {limits: [{type: OneOf, dim: N, values: []}]}}",
+        ("version: 3\nkernels: {a.b: {capability: {}}}", "version needs 2, got 3"),
+        ("kernels: {a.b: {capability: {}}}", "version needs 2, got None"),
+        ("version: 2", "kernels needs a mapping"),
+        ("version: 2\nrules: {}\nkernels: {fast.rms_norm: {capability: {}}}", "'rules' is no part"),
+        ("version: 2\nkernels:\n  fast.rms_nrom: {capability: {}}", ":3: fast.rms_nrom: no kernel"),
+        ("version: 2\nkernels:\n  fast.rms_norm: {capability: {dtype: [float32]}}", "unknown field 'dtype'"),
+        ("version: 2\nkernels:\n  fast.rms_norm: {capability: {sm_min: high}}", "sm_min"),
+        ("version: 2\nkernels:\n  fast.rms_norm: {capability: []}", "capability needs a mapping"),
+        ("version: 2\nkernels:\n  fast.rms_norm: {op: linear, capability: {}}", "op needs rms_norm"),
+        ("version: 2\nkernels:\n  fast.rms_norm: {limit: 3, capability: {}}", "'limit' is no part"),
+        ("version: 2\nkernels:\n  fast.rms_norm:\n    capability: {limits: [N <= 4 unless grad]}",
+         "limits: limits needs"),
+        ("version: 2\nkernels:\n  fast.rms_norm: {capability: {limits: ['N in []']}}",
          "at least one value"),
-        ("version: 1\nkernels:\n  fast.rms_norm: {capability: {dtypes: []}}", "dtypes needs at least one"),
+        ("version: 2\nkernels:\n  fast.rms_norm: {capability: {dtypes: []}}", "dtypes needs at least one"),
         ("not: [closed", "yaml"),
     ],
 )  # fmt: skip
@@ -206,10 +202,11 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, text: str, says: str)
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(-5, 200), st.text(max_size=4), st.just("2.12"),
     st.lists(st.sampled_from(("cpu", "cuda", "float32", "bfloat16", "causal", "int64", "avx2", "amd"))),
-    st.lists(st.fixed_dictionaries({
-        "type": st.sampled_from(["AtMost", "AtLeast", "MultipleOf", "SameAs", "Other"]),
-        "dim": st.sampled_from([*sorted(AXES)[:4], "N", "C", "Seq"]), "value": st.integers(-2, 600),
-    }), max_size=2),
+    st.lists(st.builds(
+        "{} {}".format, st.sampled_from([*sorted(AXES)[:4], "N", "C", "Seq"]),
+        st.builds("{} {}".format, st.sampled_from(["<=", ">=", "==", "~"]), st.integers(-2, 600))
+        | st.builds("% {} == 0".format, st.integers(-2, 600)),
+    ), max_size=2),
 )  # fmt: skip
 
 
@@ -246,12 +243,12 @@ def test_whatever_stands_in_a_file_nothing_is_widened(changes: dict[str, Any], r
 
 def test_a_limit_meant_to_widen_is_told(tmp_path: Path) -> None:
     """A bound beyond the one that holds changes nothing; who wrote it is told so."""
-    limits = (AtMost("N", 512), MultipleOf("C", 8), OneOf("D", (64, 128)))
+    limits = ("N <= 512", "C % 8 == 0", "D in [64, 128]")
     start = Capability(source="a test", limits=limits)
-    for wider in (AtMost("N", 513), MultipleOf("C", 4), OneOf("D", (64, 96))):
+    for wider in ("N <= 513", "C % 4 == 0", "D in [64, 96]"):
         with pytest.raises(ConfigurationError, match="every limit that holds"):
             narrow("a.b", start, {"limits": (wider,)}, "a file")
-    for tighter in (AtMost("N", 511), MultipleOf("C", 16), OneOf("D", (64,))):
+    for tighter in ("N <= 511", "C % 16 == 0", "D in [64]"):
         assert narrow("a.b", start, {"limits": (tighter,)}, "a file").limits == (*limits, tighter)
 
 
@@ -271,9 +268,7 @@ def test_the_digest_is_in_the_record_and_the_key(tmp_path: Path) -> None:
     """A selection names the overlay that it was made under; another overlay is another table."""
     seen = []
     for value in (256, 128):
-        path = written(
-            tmp_path / f"{value}.json", {"limits": [{"type": "AtMost", "dim": "N", "value": value}]}
-        )
+        path = written(tmp_path / f"{value}.json", {"limits": [f"N <= {value}"]})
         settings = lz.Settings(perfdb=None, shipped_tables=False, warm="off", capabilities=str(path))
         with Runtime(settings, kernels=lambda: [FAST, SLOW]) as runtime:
             device = runtime.device("cpu")
@@ -289,6 +284,8 @@ def test_the_digest_is_in_the_record_and_the_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_axes_are_those_of_the_ops(device: str) -> None:
     """Every axis that a bound of a built-in kernel speaks of, and of every standard call, is known."""
-    bounds = {limit.dim for k in BUILTIN for limit in k.capability.limits if " " not in limit.dim}
+    limits = [(text, parse_limit(text)) for k in BUILTIN for text in k.capability.limits]
+    bounds = {axis for _, limit in limits for axis in limit.condition.axes}
+    assert all(str(limit) == text for text, limit in limits), "one spelling of each"
     assert bounds <= AXES
     assert standard_calls(None, device, True)

@@ -1,4 +1,4 @@
-"""Hardware that nobody here has: what its libraries say they take, as data that choices can be asked about.
+"""Hardware that the project does not have: what its libraries accept, as data for selections.
 
 No kernel of this folder has been executed by this project, and none can be: loading one is refused by name.
 They are no part of any device's registry. `lz.dry_run(..., hardware=...)` judges and prices them beside the

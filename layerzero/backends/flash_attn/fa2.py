@@ -10,21 +10,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.backends.flash_attn.shared import (
-    FEATURES,
-    SAME_HEAD_SIZES,
-    DenseCall,
-    PagedCall,
-    RaggedCall,
-    Result,
-    both,
-    flags,
-    int32,
-    kernel,
-    takes,
-)
-from layerzero.spec.capability import Capability, MultipleOf, OneOf
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.backends.flash_attn.shared import FEATURES, SAME_HEAD_SIZES, ampere, both, flags
+from layerzero.ops.attention.adapters import Result, bounds, int32, takes
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
+from layerzero.spec.kernel import Kernel
 
 
 @functools.cache
@@ -35,8 +24,8 @@ def _interface() -> Any:
 def _attention() -> Callable[..., Any]:
     run = _interface().flash_attn_func
 
-    @takes(DenseCall)
-    def attention(call: DenseCall) -> Result:
+    @takes(AttentionArgs)
+    def attention(call: AttentionArgs) -> Result:
         """Operands (B, S, H, D); causal is bottom-right by itself."""
         lse = call.return_lse
         out = run(call.q, call.k, call.v, call.dropout_p, return_attn_probs=lse, **flags(call))
@@ -48,11 +37,11 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    @takes(RaggedCall)
-    def ragged_attention(call: RaggedCall) -> Result:
+    @takes(RaggedArgs)
+    def ragged_attention(call: RaggedArgs) -> Result:
         """Sequences behind each other; the log-sum-exp comes heads first."""
         lse = call.return_lse
-        out = run(call.q, call.k, call.v, *call.bounds, return_attn_probs=lse, **flags(call))
+        out = run(call.q, call.k, call.v, *bounds(call), return_attn_probs=lse, **flags(call))
         return both(out[0], out[1].transpose(0, 1)) if lse else out
 
     return ragged_attention
@@ -61,8 +50,8 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _interface().flash_attn_with_kvcache
 
-    @takes(PagedCall)
-    def paged_attention(call: PagedCall) -> Result:
+    @takes(PagedArgs)
+    def paged_attention(call: PagedArgs) -> Result:
         """One query a sequence over pages."""
         out = run(
             call.q.unsqueeze(1), call.k_cache, call.v_cache, cache_seqlens=int32(call.seq_lens),
@@ -75,35 +64,26 @@ def _paged() -> Callable[..., Any]:
     return paged_attention
 
 
-def _capability(*, limits: tuple[Any, ...] = (), **more: Any) -> Capability:
-    return Capability(
-        # What was compiled and run: its forward for these head sizes in bfloat16. It has others too.
-        source="flash-attn 2.8.3.post2, csrc/flash_attn/flash_api.cpp; run against float64 on an H200",
-        platforms=frozenset({"cuda"}),
-        sm_min=80,
-        sm_max=121,
-        dtypes=frozenset({"bfloat16"}),
-        features=FEATURES | {"lse"},
-        limits=(OneOf("D", (64, 128)), SAME_HEAD_SIZES, *limits),
-        last_stride1=True,
-        alignment=16,
-        gradient=False,
-        **more,
-    )
-
-
-_AS_TORCH = "an estimate, taken over from torch's build of the same kernels (torch.attention.sdpa_flash)"
-_SPEED = Efficiency(0.27, 0.6, 12.0, _AS_TORCH)
-_make = functools.partial(kernel, "flash_attn_2", rank=39, distribution="flash-attn>=2.7")
+# What was compiled and run: its forward for these head sizes in bfloat16. It has others too.
+_kernel = functools.partial(
+    ampere,
+    efficiency=(0.27, 0.6, 12.0),
+    measured="an estimate, taken over from torch's build of the same kernels (torch.attention.sdpa_flash)",
+    source="flash-attn 2.8.3.post2, csrc/flash_attn/flash_api.cpp; run against float64 on an H200",
+    dtypes="bfloat16",
+    features=f"{FEATURES} lse",
+    limits=("D in [64, 128]", SAME_HEAD_SIZES),
+    tie_break_order=39,
+    distributions=("flash-attn>=2.7",),
+)
 
 KERNELS: tuple[Kernel, ...] = (
-    _make("attention", "dense", _attention, _capability(layouts=frozenset({"BSHD"})), _SPEED),
-    _make("ragged_attention", "varlen", _ragged, _capability(), _SPEED),
-    _make(
-        "paged_attention",
-        "block_table",
+    _kernel("flash_attn_2.attention.dense", _attention, layouts="BSHD"),
+    _kernel("flash_attn_2.ragged_attention.varlen", _ragged),
+    _kernel(
+        "flash_attn_2.paged_attention.block_table",
         _paged,
-        _capability(layouts=frozenset({"NHD"}), limits=(MultipleOf("P", 256),)),
-        _SPEED,
+        layouts="NHD",
+        limits=("D in [64, 128]", SAME_HEAD_SIZES, "P % 256 == 0"),
     ),
 )

@@ -7,20 +7,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.backends.flash_attn.shared import (
-    FEATURES,
-    THIRD,
-    DenseCall,
-    PagedCall,
-    RaggedCall,
-    Result,
-    both,
-    flags,
-    hopper,
-    int32,
-    kernel,
-    takes,
-)
+from layerzero.backends.flash_attn.shared import FEATURES, THIRD, both, flags, hopper
+from layerzero.ops.attention.adapters import Result, bounds, int32, takes
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.kernel import Kernel
 
@@ -33,8 +22,8 @@ def _interface() -> Any:
 def _attention() -> Callable[..., Any]:
     run = _interface().flash_attn_func
 
-    @takes(DenseCall)
-    def attention(call: DenseCall) -> Result:
+    @takes(AttentionArgs)
+    def attention(call: AttentionArgs) -> Result:
         """Operands (B, S, H, D); causal is bottom-right by itself."""
         return run(call.q, call.k, call.v, **flags(call))  # type: ignore[no-any-return]
 
@@ -44,10 +33,10 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    @takes(RaggedCall)
-    def ragged_attention(call: RaggedCall) -> Result:
+    @takes(RaggedArgs)
+    def ragged_attention(call: RaggedArgs) -> Result:
         """Sequences behind each other."""
-        return run(call.q, call.k, call.v, *call.bounds, **flags(call))  # type: ignore[no-any-return]
+        return run(call.q, call.k, call.v, *bounds(call), **flags(call))  # type: ignore[no-any-return]
 
     return ragged_attention
 
@@ -55,8 +44,8 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _interface().flash_attn_with_kvcache
 
-    @takes(PagedCall)
-    def paged_attention(call: PagedCall) -> Result:
+    @takes(PagedArgs)
+    def paged_attention(call: PagedArgs) -> Result:
         """Queries of any number a sequence over pages of any size."""
         several, ragged = call.cu_seqlens_q is not None, dict[str, Any]()
         if call.cu_seqlens_q is not None:
@@ -76,22 +65,20 @@ def _paged() -> Callable[..., Any]:
     return paged_attention
 
 
-_capability = functools.partial(
+_kernel = functools.partial(
     hopper,
-    "hopper/flash_attn_interface.py as flash-attn 2.8.3.post2 ships it; not executed here",
+    **THIRD,
+    source="hopper/flash_attn_interface.py as flash-attn 2.8.3.post2 ships it; not executed here",
+    features=FEATURES,
     cuda_min="12.3",
-    alignment=16,
+    tie_break_order=37,
+    distributions=("flash-attn-3>=3.0.0b1",),
 )
-_make = functools.partial(kernel, "flash_attn_3", rank=37, distribution="flash-attn-3>=3.0.0b1")
 
 KERNELS: tuple[Kernel, ...] = (
-    _make("attention", "dense", _attention, _capability(layouts=frozenset({"BSHD"})), THIRD),
-    _make("ragged_attention", "varlen", _ragged, _capability(), THIRD),
-    _make(
-        "paged_attention",
-        "page_table",
-        _paged,
-        _capability(features=FEATURES | {"prefill", "lse"}, layouts=frozenset({"NHD"})),
-        THIRD,
+    _kernel("flash_attn_3.attention.dense", _attention, layouts="BSHD"),
+    _kernel("flash_attn_3.ragged_attention.varlen", _ragged),
+    _kernel(
+        "flash_attn_3.paged_attention.page_table", _paged, features=f"{FEATURES} prefill lse", layouts="NHD"
     ),
 )

@@ -11,28 +11,15 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from layerzero.backends.flash_attn.shared import (
-    FEATURES,
-    AttentionCall,
-    DenseCall,
-    PagedCall,
-    RaggedCall,
-    Result,
-    Window,
-    hopper,
-    int32,
-    kernel,
-    takes,
-)
+from layerzero.backends.flash_attn.shared import FEATURES, HEAD_SIZES, hopper
+from layerzero.ops.attention.adapters import Result, bounds, int32, takes
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs, Window
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtLeast, AtMost, Capability, MultipleOf
-from layerzero.spec.kernel import Efficiency, Kernel, Tiling
-from layerzero.spec.reasons import Reason
+from layerzero.spec.kernel import Kernel, Tiling
 
 
 @functools.cache
@@ -48,7 +35,7 @@ def _bounds(window: Window) -> tuple[int | None, int | None]:
     return (None if window_left < 0 else window_left, None if right < 0 else right)
 
 
-def _flags(call: AttentionCall) -> dict[str, Any]:
+def _flags(call: AttentionArgs | RaggedArgs | PagedArgs) -> dict[str, Any]:
     """Its keyword arguments; causal and a window together are a window without a future."""
     window_left, right = _bounds(call.window)
     named: dict[str, Any] = {"softmax_scale": call.scale, "softcap": call.softcap or 0.0}
@@ -63,8 +50,8 @@ def _flags(call: AttentionCall) -> dict[str, Any]:
 def _attention() -> Callable[..., Any]:
     run = _interface().flash_attn_func
 
-    @takes(DenseCall)
-    def attention(call: DenseCall) -> Result:
+    @takes(AttentionArgs)
+    def attention(call: AttentionArgs) -> Result:
         """Operands (B, S, H, D); causal is bottom-right by itself."""
         out, lse = run(call.q, call.k, call.v, return_lse=call.return_lse, **_flags(call))[:2]
         return (out, lse) if call.return_lse else out
@@ -75,10 +62,10 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    @takes(RaggedCall)
-    def ragged_attention(call: RaggedCall) -> Result:
+    @takes(RaggedArgs)
+    def ragged_attention(call: RaggedArgs) -> Result:
         """Sequences behind each other; the log-sum-exp comes heads first."""
-        starts, starts_k, max_seqlen_q, most_k = call.bounds
+        starts, starts_k, max_seqlen_q, most_k = bounds(call)
         out, lse = run(
             call.q, call.k, call.v, cu_seqlens_q=starts, cu_seqlens_k=starts_k, max_seqlen_q=max_seqlen_q,
             max_seqlen_k=most_k, return_lse=call.return_lse, **_flags(call),
@@ -91,8 +78,8 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _interface().flash_attn_varlen_func
 
-    @takes(PagedCall)
-    def paged_attention(call: PagedCall) -> Result:
+    @takes(PagedArgs)
+    def paged_attention(call: PagedArgs) -> Result:
         """Block tables and lengths as they are: no plan, nothing read on the host."""
         pages = {"page_table": int32(call.block_tables), "seqused_k": int32(call.seq_lens)}
         named = {**pages, **_flags(call), "return_lse": call.return_lse}
@@ -108,33 +95,13 @@ def _paged() -> Callable[..., Any]:
     return paged_attention
 
 
-_FEATURES = FEATURES | {"lse"}
-_capability = functools.partial(
-    hopper,
-    "flash-attn-4 4.0.0b36, flash_attn/cute/interface.py; run against float64 on an H200",
-    features=_FEATURES,
-    alignment=16,
-    graph_safe=True,
-)
-_LEAST = AtLeast("D", 8)
-_MEASURED = "an estimate beside the eager and replayed prefills in benchmarks/results/regret_h200.json"
-_FAST = Efficiency(0.67, 0.8, 75.6, _MEASURED)
 _TILES = Tiling(
     rows=((96, 192), (256, 128)),
     packed=True,
     splits=False,
     source="flash-attn-4 4.0.0b36, flash_attn/cute/interface.py: _tile_size_fwd_sm90, pack_gqa's default",
 )
-
-
-def _make(
-    op: str, variant: str, load: Callable[[], Callable[..., Any]], capability: Capability, speed: Efficiency
-) -> Kernel:
-    return replace(
-        kernel("flash_attn_4", op, variant, load, capability, speed, 34, "flash-attn-4>=4.0.0b36"),
-        compile_key=_compiled_for,
-        compile=lambda request: dummy_run(load(), request),
-    )
+_LIMITS = (*HEAD_SIZES, "D >= 8")
 
 
 def _compiled_for(request: CallSpec) -> str:
@@ -143,29 +110,28 @@ def _compiled_for(request: CallSpec) -> str:
     return " ".join([request.dtype, *(str(request.dim(name)) for name in ("D", "G")), *flags])
 
 
+def _kernel(name: str, load: Callable[[], Callable[..., Any]], **own: Any) -> Kernel:
+    fields: dict[str, Any] = {
+        "features": f"{FEATURES} lse", "limits": _LIMITS, "graph_safe": True, "tie_break_order": 34,
+        "source": "flash-attn-4 4.0.0b36, flash_attn/cute/interface.py; run against float64 on an H200",
+        "measured": "an estimate beside the eager and replayed prefills in "
+        "benchmarks/results/regret_h200.json",
+        "distributions": ("flash-attn-4>=4.0.0b36",), "compile_key": _compiled_for,
+        "compile": lambda request: dummy_run(load(), request),
+    }  # fmt: skip
+    return hopper(f"flash_attn_4.{name}", load, (0.67, 0.8, 75.6), **fields | own)
+
+
 KERNELS: tuple[Kernel, ...] = (
-    replace(
-        _make(
-            "attention",
-            "dense",
-            _attention,
-            _capability(limits=(_LEAST,), layouts=frozenset({"BSHD"})),
-            _FAST,
-        ),
-        tiling=_TILES,
-    ),
-    _make("ragged_attention", "varlen", _ragged, _capability(limits=(_LEAST,)), _FAST),
-    _make(
-        "paged_attention",
-        "page_table",
+    _kernel("attention.dense", _attention, layouts="BSHD", tiling=_TILES),
+    _kernel("ragged_attention.varlen", _ragged),
+    _kernel(
+        "paged_attention.page_table",
         _paged,
-        _capability(
-            features=_FEATURES | {"prefill"},
-            layouts=frozenset({"NHD"}),
-            # A page that holds whole tiles of keys is loaded with what stands behind the length, and a NaN
-            # there reaches the output.
-            limits=(_LEAST, AtMost("P", 64), MultipleOf("D", 16, Reason.HEAD_DIM_ALIGNMENT)),
-        ),
-        _FAST,
+        features=f"{FEATURES} lse prefill",
+        layouts="NHD",
+        # A page that holds whole tiles of keys is loaded with what follows the length, and a NaN
+        # there reaches the output.
+        limits=(*_LIMITS, "P <= 64", "D % 16 == 0 else HEAD_DIM_ALIGNMENT"),
     ),
 )

@@ -3,71 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
-from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtMost, Capability, Limit, MultipleOf, SameAs
-from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
+from layerzero.spec.kernel import Kernel
 
-HALF = frozenset({"float16", "bfloat16"})
-FEATURES = frozenset({"causal", "scale", "gqa", "window", "softcap"})
-SAME_HEAD_SIZES = SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER)
-# What the kernels of the third and the fourth generation exist for.
+FEATURES = "causal scale gqa window softcap"
+SAME_HEAD_SIZES = "D == Dv else HEAD_DIMS_DIFFER"
 HEAD_SIZES = (
-    AtMost("D", 256, Reason.HEAD_DIM_TOO_LARGE),
-    MultipleOf("D", 8, Reason.HEAD_DIM_ALIGNMENT),
+    "D <= 256 else HEAD_DIM_TOO_LARGE",
+    "D % 8 == 0 else HEAD_DIM_ALIGNMENT",
     SAME_HEAD_SIZES,
 )
-Window = tuple[int, int] | None
-Result = Tensor | tuple[Tensor, Tensor]
-THIRD = Efficiency(0.6, 0.8, 20.0, "an estimate, from FlashInfer's FA3 template")
+THIRD: dict[str, Any] = {
+    "efficiency": (0.6, 0.8, 20.0),
+    "measured": "an estimate, from FlashInfer's FA3 template",
+}
 
 
-DenseCall = AttentionArgs
-PagedCall = PagedArgs
-
-
-class RaggedCall(RaggedArgs):
-    """A call of `ragged_attention` with what these libraries ask about its offsets."""
-
-    @property
-    def bounds(self) -> tuple[Tensor, Tensor, int, int]:
-        """Offsets of queries and of keys, and the longest of each."""
-        longest_q = max_seqlen(self.cu_seqlens_q, self.q.shape[0])
-        longest_k = max_seqlen(self.cu_seqlens_k, self.k.shape[0])
-        return int32(self.cu_seqlens_q), int32(self.cu_seqlens_k), longest_q, longest_k
-
-
-AttentionCall = DenseCall | RaggedCall | PagedCall
-A = TypeVar("A", DenseCall, RaggedCall, PagedCall)
-
-
-def takes(kind: type[A]) -> Callable[[Callable[[A], Result]], Callable[..., Result]]:
-    """Make a function of one call into one of the op's positional arguments."""
-
-    def of(run: Callable[[A], Result]) -> Callable[..., Result]:
-        @functools.wraps(run)
-        def call(*args: Any) -> Result:
-            return run(kind._make(args))
-
-        return call
-
-    return of
-
-
-def int32(values: Tensor) -> Tensor:
-    """Index values as int32 one behind the other; a copy only where they are not."""
-    return values.to(torch.int32).contiguous()
-
-
-def flags(call: AttentionCall) -> dict[str, Any]:
+def flags(call: AttentionArgs | RaggedArgs | PagedArgs) -> dict[str, Any]:
     """The keyword arguments of the second and the third generation."""
     return {
         "softmax_scale": call.scale, "causal": call.is_causal, "window_size": call.window or (-1, -1),
@@ -90,38 +48,21 @@ def workspace_bytes(request: CallSpec) -> int:
     return 4 * request.dim("Hq") * (rows + 127) + 150 * 2 * 64 * 257 * 4
 
 
-def hopper(
-    source: str, *, features: frozenset[str] = FEATURES, limits: tuple[Limit, ...] = (), **more: Any
-) -> Capability:
-    """What the generations for Hopper have in common; other families have kernels with other limits."""
-    return Capability(
-        source=source,
-        platforms=frozenset({"cuda"}),
-        sm_min=90,
-        sm_max=90,
-        dtypes=HALF,
-        features=features,
-        limits=(*HEAD_SIZES, *limits),
-        last_stride1=True,
-        gradient=False,
-        **more,
-    )
-
-
-def kernel(
-    generation: str, op: str, variant: str, load: Callable[[], Callable[..., Any]], capability: Capability,
-    efficiency: Efficiency, rank: int, distribution: str,
-) -> Kernel:  # fmt: skip
-    """A cold kernel of one generation: importing loads or compiles machine code."""
-    return Kernel(
-        id=f"{generation}.{op}.{variant}",
-        op=op,
-        backend=generation,
-        capability=capability,
-        load=load,
-        efficiency=efficiency,
-        tie_break_order=rank,
-        slow_import=True,
-        distributions=(distribution,),
-        workspace_bytes=workspace_bytes,
-    )
+_kernel = functools.partial(
+    Kernel.of,
+    platforms="cuda",
+    last_stride1=True,
+    alignment=16,
+    gradient=False,
+    slow_import=True,  # importing loads or compiles machine code
+    workspace_bytes=workspace_bytes,
+)
+ampere = functools.partial(_kernel, sm_min=80, sm_max=121)
+# What the kernels of the third and the fourth generation exist for; other families have other limits.
+hopper = functools.partial(
+    _kernel,
+    sm_min=90,
+    sm_max=90,
+    dtypes="float16 bfloat16",
+    limits=HEAD_SIZES,
+)

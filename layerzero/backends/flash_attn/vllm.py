@@ -10,31 +10,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.backends.flash_attn.shared import (
-    FEATURES,
-    THIRD,
-    AttentionCall,
-    DenseCall,
-    PagedCall,
-    RaggedCall,
-    Result,
-    both,
-    hopper,
-    int32,
-    kernel,
-    takes,
-    workspace_bytes,
-)
+from layerzero.backends.flash_attn.shared import FEATURES, HEAD_SIZES, THIRD, both, hopper, workspace_bytes
+from layerzero.ops.attention.adapters import Result, bounds, int32, takes
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtMost
 from layerzero.spec.kernel import Kernel, Tiling
 
 _EXTENSION = "_vllm_fa3_C"
@@ -51,7 +37,7 @@ _steps_of: dict[tuple[int, int, torch.device], Tensor] = {}
 def arguments(names: Mapping[str, bool]) -> dict[str, Any]:
     """The operator's arguments in its order, with what no call sets; `names` says which are optional.
 
-    Raises: ImportError: it has an argument that must be given and that nobody here knows, or lacks one.
+    Raises: ImportError: it has an argument that must be given and that is unknown here, or lacks one.
     """
     if missing := _SET - names.keys():
         raise ImportError(f"vllm's {_EXTENSION}.fwd takes no {', '.join(sorted(missing))}")
@@ -79,14 +65,16 @@ def extension() -> Path:
 
 
 @functools.cache
-def _forward() -> Callable[[AttentionCall, dict[str, Any]], tuple[Tensor, Tensor]]:
+def _forward() -> Callable[[AttentionArgs | RaggedArgs | PagedArgs, dict[str, Any]], tuple[Tensor, Tensor]]:
     torch.ops.load_library(str(extension()))
     operator = torch.ops._vllm_fa3_C.fwd.default
     empty = arguments(
         {each.name: str(each.type).startswith("Optional") for each in operator._schema.arguments}
     )
 
-    def run(call: AttentionCall, call_values: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def run(
+        call: AttentionArgs | RaggedArgs | PagedArgs, call_values: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         window_left, right = call.window or (-1, -1)
         values = empty | call_values
         values["softmax_scale"] = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
@@ -117,8 +105,8 @@ def _uniform_cu_seqlens(batch: int, length: int, device: torch.device) -> Tensor
 def _attention() -> Callable[..., Any]:
     run = _forward()
 
-    @takes(DenseCall)
-    def attention(call: DenseCall) -> Result:
+    @takes(AttentionArgs)
+    def attention(call: AttentionArgs) -> Result:
         """Operands (B, S, H, D), a view of them where they are contiguous."""
         batch, queries, heads, _ = call.q.shape
         keys, device = call.k.shape[1], call.q.device
@@ -136,10 +124,10 @@ def _attention() -> Callable[..., Any]:
 def _ragged() -> Callable[..., Any]:
     run = _forward()
 
-    @takes(RaggedCall)
-    def ragged_attention(call: RaggedCall) -> Result:
+    @takes(RaggedArgs)
+    def ragged_attention(call: RaggedArgs) -> Result:
         """Sequences behind each other; the log-sum-exp comes heads first."""
-        starts, starts_k, max_seqlen_q, most_k = call.bounds
+        starts, starts_k, max_seqlen_q, most_k = bounds(call)
         out, lse = run(call, {
             "q": call.q, "k": call.k, "v": call.v, "cu_seqlens_q": starts, "max_seqlen_q": max_seqlen_q,
             "cu_seqlens_k": starts_k, "max_seqlen_k": most_k,
@@ -152,8 +140,8 @@ def _ragged() -> Callable[..., Any]:
 def _paged() -> Callable[..., Any]:
     run = _forward()
 
-    @takes(PagedCall)
-    def paged_attention(call: PagedCall) -> Result:
+    @takes(PagedArgs)
+    def paged_attention(call: PagedArgs) -> Result:
         """Block tables and lengths as they are: no plan, nothing read on the host."""
         sequences, pages = call.block_tables.shape
         if call.cu_seqlens_q is None:
@@ -171,17 +159,6 @@ def _paged() -> Callable[..., Any]:
     return paged_attention
 
 
-_FEATURES = FEATURES | {"lse"}
-_capability = functools.partial(
-    hopper,
-    "vllm 0.26.0, vllm_flash_attn/flash_attn_interface.py and its extension; run against float64 on an H200",
-    features=_FEATURES,
-    cuda_min="12.3",
-    alignment=16,
-    graph_safe=True,
-)
-_make = functools.partial(kernel, "vllm_flash_attn_3", rank=38, distribution="vllm>=0.20")
-
 _TILES = Tiling(
     rows=((96, 192), (256, 128)),
     packed=True,
@@ -191,7 +168,7 @@ _TILES = Tiling(
 
 
 def _joined(request: CallSpec) -> int:
-    """Bytes that joining the rows of a batch copies: rows of one head stand together in the layout BHSD."""
+    """Bytes that joining the rows of a batch copies: rows of one head are adjacent in the layout BHSD."""
     batch = request.dim("B")
     if batch == 1 or request.layout != "BHSD":
         return 0
@@ -201,20 +178,36 @@ def _joined(request: CallSpec) -> int:
     return 2 * batch * (queries + keys)
 
 
+_kernel = functools.partial(
+    hopper,
+    **THIRD,
+    source="vllm 0.26.0, vllm_flash_attn/flash_attn_interface.py and its extension; run against float64 on "
+    "an H200",
+    features=f"{FEATURES} lse",
+    cuda_min="12.3",
+    graph_safe=True,
+    tie_break_order=38,
+    distributions=("vllm>=0.20",),
+)
+
 KERNELS: tuple[Kernel, ...] = (
-    replace(
-        _make("attention", "varlen", _attention, _capability(layouts=frozenset({"BSHD"})), THIRD),
+    _kernel(
+        "vllm_flash_attn_3.attention.varlen",
+        _attention,
+        layouts="BSHD",
         copied_bytes=_joined,
         tiling=_TILES,
         workspace_bytes=lambda request: workspace_bytes(request) + _joined(request),
     ),
-    _make("ragged_attention", "varlen", _ragged, _capability(), THIRD),
-    _make(
-        "paged_attention",
-        "page_table",
+    _kernel("vllm_flash_attn_3.ragged_attention.varlen", _ragged),
+    _kernel(
+        "vllm_flash_attn_3.paged_attention.page_table",
         _paged,
-        # Larger pages are loaded in whole tiles, with what stands behind the length.
-        _capability(features=_FEATURES | {"prefill"}, layouts=frozenset({"NHD"}), limits=(AtMost("P", 64),)),
-        THIRD,
+        features=f"{FEATURES} lse prefill",
+        layouts="NHD",
+        limits=(
+            *HEAD_SIZES,
+            "P <= 64",
+        ),  # larger ones are loaded in whole tiles, with what follows them
     ),
 )

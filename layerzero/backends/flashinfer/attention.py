@@ -9,32 +9,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.common import (
-    DISTRIBUTIONS,
-    HALF,
+    ESTIMATE,
     LOAD_BYTES,
     SOURCE,
-    estimate,
+    TEMPLATES,
+    kernel,
     module,
     planned_bytes,
 )
 from layerzero.ops import host_copies
+from layerzero.ops.attention.adapters import Result, int32, takes
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import Capability, OneOf, SameAs
-from layerzero.spec.kernel import Efficiency, Kernel, Tiling
-from layerzero.spec.reasons import Reason
+from layerzero.spec.kernel import Kernel, Tiling
 
 if TYPE_CHECKING:
     from layerzero.backends.flashinfer import planning
-
-Result = Tensor | tuple[Tensor, Tensor]
 
 
 def _ragged_wrapper(backend: str, floats: Tensor) -> Any:
@@ -51,11 +48,11 @@ def _paged_wrapper(backend: str, layout: str, floats: Tensor) -> Any:
 
 
 def _run_ragged(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, lengths: planning.PlanKey,
-    starts: Callable[[], tuple[Tensor, Tensor]], is_causal: bool, scale: float | None,
-    softcap: float | None, return_lse: bool,
+    backend: str, call: AttentionArgs | RaggedArgs, rows: tuple[Tensor, Tensor, Tensor],
+    lengths: planning.PlanKey, starts: Callable[[], tuple[Tensor, Tensor]],
 ) -> Result:  # fmt: skip
-    """Run over (T, H, D), planned with `starts` where `lengths` are new."""
+    """Run over `rows` (T, H, D), planned with `starts` where `lengths` are new."""
+    q, k, v = rows
 
     from layerzero.backends.flashinfer import planning
 
@@ -63,12 +60,12 @@ def _run_ragged(
         queries, keys = starts()
         wrapper.plan(
             queries, keys, q.shape[1], k.shape[1], q.shape[2],
-            causal=is_causal, sm_scale=scale, logits_soft_cap=softcap,
+            causal=call.is_causal, sm_scale=call.scale, logits_soft_cap=call.softcap,
             q_data_type=q.dtype, kv_data_type=k.dtype,
         )  # fmt: skip
 
     def launch(wrapper: Any) -> Result:
-        if return_lse:
+        if call.return_lse:
             return wrapper.run(q, k, v, return_lse=True, lse_base="ln")  # type: ignore[no-any-return]
         return wrapper.run(q, k, v)  # type: ignore[no-any-return]
 
@@ -79,9 +76,9 @@ def _run_ragged(
     return result
 
 
-def _flags(q: Tensor, k: Tensor, *rest: Any) -> tuple[Any, ...]:
+def _flags(call: AttentionArgs | RaggedArgs | PagedArgs, q: Tensor, k: Tensor) -> tuple[Any, ...]:
     """What a plan depends on beside the lengths."""
-    return (q.shape[1:], k.shape[1:], q.dtype, k.dtype, *rest)
+    return (q.shape[1:], k.shape[1:], q.dtype, k.dtype, call.is_causal, call.scale, call.softcap)
 
 
 def _dense(backend: str) -> Callable[..., Any]:
@@ -89,25 +86,19 @@ def _dense(backend: str) -> Callable[..., Any]:
 
     module()
 
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-        dropout_p: float, window: tuple[int, int] | None, softcap: float | None, alibi_slopes: Tensor | None,
-        layout: str, return_lse: bool, *_: Any,
-    ) -> Result:  # fmt: skip
+    @takes(AttentionArgs)
+    def attention(call: AttentionArgs) -> Result:
         """Contiguous (B, S, H, D) operands as one ragged batch; the plan is kept by shape."""
-        batch, q_len, heads, width = q.shape
-        k_len = k.shape[1]
+        batch, q_len, heads, width = call.q.shape
+        k_len = call.k.shape[1]
 
         def starts() -> tuple[Tensor, Tensor]:
             steps = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
             return steps * q_len, steps * k_len
 
-        rows = [t.reshape(-1, *t.shape[2:]) for t in (q, k, v)]
-        flags = _flags(rows[0], rows[1], is_causal, scale, softcap)
-        lengths = planning.PlanKey((flags, batch, q_len, k_len), (True,))
-        result = _run_ragged(
-            backend, rows[0], rows[1], rows[2], lengths, starts, is_causal, scale, softcap, return_lse
-        )
+        q, k, v = (t.reshape(-1, *t.shape[2:]) for t in call[:3])
+        lengths = planning.PlanKey((_flags(call, q, k), batch, q_len, k_len), (True,))
+        result = _run_ragged(backend, call, (q, k, v), lengths, starts)
         if not isinstance(result, tuple):
             return result.view(batch, q_len, heads, width)
         out, lse = result
@@ -121,21 +112,19 @@ def _ragged(backend: str) -> Callable[..., Any]:
 
     module()
 
-    def ragged_attention(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
-        scale: float | None, window: tuple[int, int] | None, softcap: float | None, return_lse: bool,
-    ) -> Result:  # fmt: skip
+    @takes(RaggedArgs)
+    def ragged_attention(call: RaggedArgs) -> Result:
         """Sequences behind each other, as FlashInfer takes them."""
 
         def starts() -> tuple[Tensor, Tensor]:
-            queries = planning.int32(host_copies.to_host_values(cu_seqlens_q))
-            if cu_seqlens_k is cu_seqlens_q:
+            queries = int32(host_copies.to_host_values(call.cu_seqlens_q))
+            if call.cu_seqlens_k is call.cu_seqlens_q:
                 return queries, queries
-            return queries, planning.int32(host_copies.to_host_values(cu_seqlens_k))
+            return queries, int32(host_copies.to_host_values(call.cu_seqlens_k))
 
-        flags = _flags(q, k, is_causal, scale, softcap)
-        lengths = planning.PlanKey.of(flags, cu_seqlens_q, cu_seqlens_k)
-        return _run_ragged(backend, q, k, v, lengths, starts, is_causal, scale, softcap, return_lse)
+        flags = _flags(call, call.q, call.k)
+        lengths = planning.PlanKey.of(flags, call.cu_seqlens_q, call.cu_seqlens_k)
+        return _run_ragged(backend, call, call[:3], lengths, starts)
 
     return ragged_attention
 
@@ -145,21 +134,19 @@ def _paged(backend: str) -> Callable[..., Any]:
 
     module()
 
-    def paged_attention(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
-        cu_seqlens_q: Tensor | None, is_causal: bool, scale: float | None, window: tuple[int, int] | None,
-        softcap: float | None, layout: str, return_lse: bool,
-    ) -> Result:  # fmt: skip
+    @takes(PagedArgs)
+    def paged_attention(call: PagedArgs) -> Result:
         """Prefill, chunked prefill and decode over one pool; a decode step is a prefill of one query.
 
         Pages that all sequences begin with are read once, where the tables have a host copy.
         """
-        size, heads = (k_cache.shape[1], k_cache.shape[2]) if layout == "NHD" else k_cache.shape[2:0:-1]
+        q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q = call[:6]
+        size, heads = k_cache.shape[1:3] if call.layout == "NHD" else k_cache.shape[2:0:-1]
 
         def plan(wrapper: Any) -> None:
             page_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()
             named = {
-                "causal": is_causal, "sm_scale": scale, "logits_soft_cap": softcap,
+                "causal": call.is_causal, "sm_scale": call.scale, "logits_soft_cap": call.softcap,
                 "q_data_type": q.dtype, "kv_data_type": k_cache.dtype,
             }  # fmt: skip
             starts = planning.query_starts(cu_seqlens_q, block_tables.shape[0])
@@ -167,54 +154,16 @@ def _paged(backend: str) -> Callable[..., Any]:
             wrapper.plan(block_tables, seq_lens, starts, size, page_bytes, named, sizes)
 
         def launch(wrapper: Any) -> Result:
-            return wrapper.run(q, (k_cache, v_cache), return_lse)  # type: ignore[no-any-return]
+            return wrapper.run(q, (k_cache, v_cache), call.return_lse)  # type: ignore[no-any-return]
 
-        flags = _flags(q, k_cache, is_causal, scale, softcap)
-        lengths = planning.PlanKey.of(flags, block_tables, seq_lens, cu_seqlens_q)
-        make = functools.partial(_paged_wrapper, backend, layout)
+        lengths = planning.PlanKey.of(_flags(call, q, k_cache), block_tables, seq_lens, cu_seqlens_q)
+        make = functools.partial(_paged_wrapper, backend, call.layout)
         result: Result = planning.stream_workspaces(q.device).run(
-            ("paged", backend, layout), lengths, make, plan, launch
+            ("paged", backend, call.layout), lengths, make, plan, launch
         )
         return result
 
     return paged_attention
-
-
-_WIDTHS = (OneOf("D", (64, 128, 256)), SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER))
-_FEATURES = frozenset({"causal", "scale", "gqa", "softcap", "lse"})
-
-
-def _capability(what: str, *, sm_min: int, sm_max: int, **more: Any) -> Capability:
-    return Capability(
-        source=SOURCE.format(what),
-        platforms=frozenset({"cuda"}),
-        sm_min=sm_min,
-        sm_max=sm_max,
-        dtypes=HALF,
-        last_stride1=True,
-        alignment=LOAD_BYTES,
-        gradient=False,
-        **more,
-    )
-
-
-def _kernel(
-    op: str, variant: str, load: Callable[[str], Callable[..., Any]], capability: Capability,
-    efficiency: Efficiency, rank: int,
-) -> Kernel:  # fmt: skip
-    run = functools.cache(functools.partial(load, variant))
-    return Kernel.of(
-        f"flashinfer.{op}.{variant}",
-        run,
-        capability,
-        efficiency,
-        tie_break_order=rank,
-        slow_import=True,
-        distributions=DISTRIBUTIONS,
-        workspace_bytes=planned_bytes,
-        compile_key=_module,
-        compile=lambda request: _build(op, run, request),
-    )
 
 
 def _build(op: str, run: Callable[[], Callable[..., Any]], request: CallSpec) -> None:
@@ -229,8 +178,9 @@ def _module(request: CallSpec) -> str:
     return f"{request.dtype} {request.dim('D')}{' softcap' if 'softcap' in request.features else ''}"
 
 
-_SM = {"fa2": (80, 121), "fa3": (90, 90)}  # the FA3 template is written for wgmma
-_PREFILL = "beside a causal prefill in benchmarks/results/regret_h200.json"
+_WRAPPER = "BatchPrefillWith{}KVCacheWrapper, backend {}"
+_PREFILL = ESTIMATE.format("beside a causal prefill in benchmarks/results/regret_h200.json")
+_DECODES = ESTIMATE.format("beside the decodes in benchmarks/results/regret_h200.json")
 _OF_ROOF = {"fa2": 0.39, "fa3": 0.69}
 _TILES = Tiling(
     rows=((64, 192), (256, 128)),
@@ -238,42 +188,44 @@ _TILES = Tiling(
     splits=False,
     source="FlashInfer 0.7.2, attention/hopper/prefill_sm90.cuh: getCTATileSize",
 )
+_FEATURES = "causal scale gqa softcap lse"
 
 
-def _kernels() -> tuple[Kernel, ...]:
-    table: list[Kernel] = []
-    for variant, (low, high) in _SM.items():
-        rank = 35 if variant == "fa3" else 38
-        prefill = estimate(_OF_ROOF[variant], 0.6, 45.0, _PREFILL)
-        planned = estimate(_OF_ROOF[variant], 0.6, 150.0, _PREFILL)
-        decode = estimate(
-            _OF_ROOF[variant],
-            0.98 if variant == "fa2" else 0.6,
-            150.0,
-            "beside the decodes in benchmarks/results/regret_h200.json",
-        )
-        what = f"BatchPrefillWith{{}}KVCacheWrapper, backend {variant}"
-        dense = _capability(
-            what.format("Ragged"), sm_min=low, sm_max=high, features=_FEATURES, limits=_WIDTHS,
-            layouts=frozenset({"BSHD"}), contiguous=True,
-        )  # fmt: skip
-        ragged = _capability(
-            what.format("Ragged"),
-            sm_min=low,
-            sm_max=high,
+def _kernel(op: str, template: str, load: Callable[[str], Callable[..., Any]], **own: Any) -> Kernel:
+    run = functools.cache(functools.partial(load, template))
+    return kernel(
+        f"flashinfer.{op}.{template}",
+        run,
+        **TEMPLATES[template],
+        source=SOURCE.format(_WRAPPER.format("Paged" if op == "paged_attention" else "Ragged", template)),
+        limits=("D in [64, 128, 256]", "D == Dv else HEAD_DIMS_DIFFER"),
+        contiguous=True,
+        last_stride1=True,
+        alignment=LOAD_BYTES,
+        workspace_bytes=planned_bytes,
+        compile_key=_module,
+        compile=lambda request: _build(op, run, request),
+        **own,
+    )
+
+
+def _kernels(template: str) -> tuple[Kernel, ...]:
+    """The kernels of one template."""
+    of_roof, decode = _OF_ROOF[template], 0.98 if template == "fa2" else 0.6
+    return (
+        _kernel(
+            "attention", template, _dense, efficiency=(of_roof, 0.6, 45.0), measured=_PREFILL,
+            features=_FEATURES, layouts="BSHD", tiling=_TILES if template == "fa3" else None,
+        ),
+        _kernel(
+            "ragged_attention", template, _ragged, efficiency=(of_roof, 0.6, 150.0), measured=_PREFILL,
             features=_FEATURES,
-            limits=_WIDTHS,
-            contiguous=True,
-        )
-        paged = _capability(
-            what.format("Paged"), sm_min=low, sm_max=high, features=_FEATURES | {"prefill"},
-            limits=_WIDTHS, layouts=frozenset({"NHD", "HND"}), contiguous=True,
-        )  # fmt: skip
-        tiling = _TILES if variant == "fa3" else None
-        table.append(replace(_kernel("attention", variant, _dense, dense, prefill, rank), tiling=tiling))
-        table.append(_kernel("ragged_attention", variant, _ragged, ragged, planned, rank))
-        table.append(_kernel("paged_attention", variant, _paged, paged, decode, rank))
-    return tuple(table)
+        ),
+        _kernel(
+            "paged_attention", template, _paged, efficiency=(of_roof, decode, 150.0), measured=_DECODES,
+            features=f"{_FEATURES} prefill", layouts="NHD HND",
+        ),
+    )  # fmt: skip
 
 
-KERNELS = _kernels()
+KERNELS: tuple[Kernel, ...] = tuple(kernel for template in TEMPLATES for kernel in _kernels(template))

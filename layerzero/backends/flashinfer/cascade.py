@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.common import module
-from layerzero.backends.flashinfer.planning import CompressedBlockTables, int32
+from layerzero.backends.flashinfer.planning import CompressedBlockTables
 from layerzero.ops import host_copies
+from layerzero.ops.attention.adapters import Result, int32
 from layerzero.ops.attention.lse import from_base_2
 
 # Reading this much less pays for a second launch and a merge, some 60 us of the host's: at 124 MiB it took
 # twice the time, at 1 GB it was ahead by a sixth (`benchmarks/results/prefix_h200.json`).
 WORTH_BYTES = 512 << 20
-Result = Tensor | tuple[Tensor, Tensor]
 
 
 def shared_pages(tables: Tensor, lengths: Tensor, starts: Tensor, size: int) -> int:
@@ -94,9 +94,7 @@ class CascadeWrapper:
         ids = tables[0, : self.num_shared_pages].to(torch.int32).contiguous()
         self.prefix.plan(whole, bounds, ids, full, *heads, seq_lens=count, **{**named, "causal": False})
 
-    def run(
-        self, q: Tensor, pools: tuple[Tensor, Tensor], return_lse: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, pools: tuple[Tensor, Tensor], return_lse: bool) -> Result:
         """Attention of a batch; the log-sum-exp is natural, (T, H)."""
         if not self.num_shared_pages:
             if return_lse:

@@ -9,11 +9,10 @@ import warnings
 from typing import Any
 
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Efficiency
+from layerzero.spec.kernel import Kernel
 
 DISTRIBUTIONS = ("flashinfer-python>=0.7",)
 SOURCE = "flashinfer-python 0.7.2.post1, {}; run against float64 on an H200"
-HALF = frozenset({"float16", "bfloat16"})
 # What its templates read at once.
 LOAD_BYTES = 16
 
@@ -34,11 +33,6 @@ def module(name: str = "flashinfer") -> Any:
         return importlib.import_module(name)
 
 
-def estimate(flops: float, bandwidth: float, launch_us: float, what: str) -> Efficiency:
-    """An efficiency for where nothing is measured; `what` says how it was come by."""
-    return Efficiency(flops, bandwidth, launch_us, f"an estimate for an H200, {what}")
-
-
 # A stream's float workspace, which its wrappers share, and what each wrapper keeps on the device.
 WORKSPACE_BYTES = 128 << 20
 WRAPPER_BYTES = 8 << 20
@@ -51,3 +45,21 @@ def planned_bytes(request: CallSpec) -> int:
     wrapper.
     """
     return WORKSPACE_BYTES + WRAPPER_BYTES * (2 if request.op == "paged_attention" else 1)
+
+
+ESTIMATE = "an estimate for an H200, {}"
+kernel = functools.partial(
+    Kernel.of,
+    platforms="cuda",
+    sm_min=80,
+    sm_max=121,
+    dtypes="float16 bfloat16",
+    gradient=False,
+    slow_import=True,
+    distributions=DISTRIBUTIONS,
+)
+# The compute capabilities and the order in a tie of a template; FA3's is written for wgmma.
+TEMPLATES: dict[str, dict[str, Any]] = {
+    "fa2": {"sm_min": 80, "sm_max": 121, "tie_break_order": 38},
+    "fa3": {"sm_min": 90, "sm_max": 90, "tie_break_order": 35},
+}

@@ -9,16 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.backends.flashinfer.common import (
-    DISTRIBUTIONS,
-    HALF,
+    ESTIMATE,
     LOAD_BYTES,
     SOURCE,
-    estimate,
+    TEMPLATES,
+    kernel,
     module,
     planned_bytes,
 )
+from layerzero.ops.attention.adapters import Result, takes
+from layerzero.ops.attention.arguments import MlaArgs
 from layerzero.ops.rehearsal import dummy_run
-from layerzero.spec.capability import Capability, OneOf
 from layerzero.spec.kernel import Kernel
 
 
@@ -31,11 +32,11 @@ def _latent(backend: str) -> Callable[..., Any]:
 
     metadata = module("flashinfer.mla").MLAPlanMetadata
 
-    def mla_attention(
-        q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, block_tables: Tensor,
-        seq_lens: Tensor, cu_seqlens_q: Tensor | None, scale: float, is_causal: bool, return_lse: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    @takes(MlaArgs)
+    def mla_attention(call: MlaArgs) -> Result:
         """Absorbed queries against latent pages; compressed keys and rotary keys stay two pools."""
+        q_nope, q_pe, ckv_cache, kpe_cache, block_tables, seq_lens, cu_seqlens_q = call[:7]
+        is_causal, scale, return_lse = call.is_causal, call.scale, call.return_lse
         heads, size = q_nope.shape[1], ckv_cache.shape[1]
         widths = (ckv_cache.shape[2], kpe_cache.shape[2])
         flags = (heads, widths, size, q_nope.dtype, ckv_cache.dtype, is_causal, scale, return_lse)
@@ -66,34 +67,23 @@ def _latent(backend: str) -> Callable[..., Any]:
     return mla_attention
 
 
-_SM = {"fa2": (80, 121), "fa3": (90, 90)}
-
-
-def _kernel(variant: str, low: int, high: int) -> Kernel:
-    run = functools.cache(functools.partial(_latent, variant))
-    return Kernel.of(
-        f"flashinfer.mla_attention.{variant}",
+def _kernel(template: str) -> Kernel:
+    run = functools.cache(functools.partial(_latent, template))
+    return kernel(
+        f"flashinfer.mla_attention.{template}",
         run,
-        Capability(
-            source=SOURCE.format(f"BatchMLAPagedAttentionWrapper, backend {variant}"),
-            platforms=frozenset({"cuda"}),
-            sm_min=low,
-            sm_max=high,
-            dtypes=HALF,
-            features=frozenset({"causal", "prefill", "lse"}),
-            limits=(OneOf("C", (512,)), OneOf("R", (64,))),
-            contiguous=True,
-            alignment=LOAD_BYTES,
-            gradient=False,
-        ),
-        estimate(0.4, 0.6, 150.0, "as paged attention"),
-        tie_break_order=35 if variant == "fa3" else 38,
-        slow_import=True,
-        distributions=DISTRIBUTIONS,
+        (0.4, 0.6, 150.0),
+        ESTIMATE.format("as paged attention"),
+        source=SOURCE.format(f"BatchMLAPagedAttentionWrapper, backend {template}"),
+        **TEMPLATES[template],
+        features="causal prefill lse",
+        limits=("C in [512]", "R in [64]"),
+        contiguous=True,
+        alignment=LOAD_BYTES,
         workspace_bytes=planned_bytes,
         compile_key=lambda request: request.dtype,
         compile=lambda request: dummy_run(run(), request),
     )
 
 
-KERNELS: tuple[Kernel, ...] = tuple(_kernel(variant, low, high) for variant, (low, high) in _SM.items())
+KERNELS: tuple[Kernel, ...] = tuple(map(_kernel, TEMPLATES))

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.flashinfer.common import DISTRIBUTIONS, HALF, LOAD_BYTES, SOURCE, estimate, module
+from layerzero.backends.flashinfer.common import ESTIMATE, LOAD_BYTES, SOURCE, kernel, module
 from layerzero.ops.paged.append import copy_if_aliased
 from layerzero.ops.quantize.quantize import quantize_reference
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import AtLeast, Capability, Limit, MultipleOf, OneOf, SameAs
-from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
+from layerzero.spec.kernel import Kernel
 
 # A module is compiled as its first kernel loads, in the background, not by the first call.
 
@@ -53,9 +51,9 @@ def _add_rms_norm() -> Callable[..., Any]:
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """`x` (..., H, D), copied only where its heads lie apart or a row begins between two loads.
+    """`x` (..., H, D), copied only where its heads are apart or a row begins between two loads.
 
-    The keys of a projection that made queries, keys and values at once are read where they stand.
+    The keys of a projection that made queries, keys and values at once are read in place.
     """
     if x.data_ptr() % LOAD_BYTES == 0:
         if x.is_contiguous():
@@ -173,36 +171,6 @@ def _one(device: torch.device) -> Tensor:
         return torch.ones((), dtype=torch.float32, device=device)
 
 
-def _kernel(
-    op: str, what: str, load: Callable[[], Callable[..., Any]], efficiency: Efficiency,
-    features: frozenset[str] = frozenset(), limits: tuple[Limit, ...] = (), dtypes: frozenset[str] = HALF,
-    workspace_bytes: Callable[[CallSpec], int] | None = None, sm_min: int = 80, source: str = SOURCE,
-    contiguous: bool = True, **more: Any,
-) -> Kernel:  # fmt: skip
-    return Kernel.of(
-        f"flashinfer.{op}.{what}",
-        load,
-        Capability(
-            source=source.format(what),
-            platforms=frozenset({"cuda"}),
-            sm_min=sm_min,
-            sm_max=121,
-            dtypes=dtypes,
-            features=features,
-            limits=limits,
-            contiguous=contiguous,
-            gradient=False,
-            graph_safe=True,
-            **more,
-        ),
-        efficiency,
-        tie_break_order=36,
-        slow_import=True,
-        distributions=DISTRIBUTIONS,
-        workspace_bytes=workspace_bytes,
-    )
-
-
 def _hidden_bytes(request: CallSpec) -> int:
     """The projection with both halves, and the gated half of it."""
     return 3 * 2 * request.dim("N") * request.dim("F")
@@ -214,33 +182,39 @@ def _product_bytes(request: CallSpec) -> int:
     return n * k * (1 + 3 * 4) + n * c * (2 + 2 * 4) + (32 << 20)
 
 
-_HEADS = (OneOf("D", (64, 128, 256)),)  # what its templates exist for
-_ROWS = estimate(0.1, 0.7, 8.0, "bound by memory")
+_HEADS = "D in [64, 128, 256]"  # what its templates exist for
+_kernel = functools.partial(kernel, graph_safe=True, tie_break_order=36)
+# Bound by memory.
+_rows = functools.partial(_kernel, efficiency=(0.1, 0.7, 8.0), measured=ESTIMATE.format("bound by memory"))
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel("rms_norm", "rmsnorm", _rms_norm, _ROWS, limits=(AtLeast("C", 2),), alignment=LOAD_BYTES),
-    _kernel(
-        "add_rms_norm", "fused_add_rmsnorm", _add_rms_norm, _ROWS, limits=(AtLeast("C", 2),),
-        alignment=LOAD_BYTES,
+    _rows(
+        "flashinfer.rms_norm.rmsnorm", _rms_norm, source=SOURCE.format("rmsnorm"), limits=("C >= 2",),
+        contiguous=True, alignment=LOAD_BYTES,
+    ),
+    _rows(
+        "flashinfer.add_rms_norm.fused_add_rmsnorm", _add_rms_norm, source=SOURCE.format("fused_add_rmsnorm"),
+        limits=("C >= 2",), contiguous=True, alignment=LOAD_BYTES,
+    ),
+    _rows(
+        "flashinfer.rope.cos_sin_cache", _rope, source=SOURCE.format("cos_sin_cache"),
+        features="interleaved partial_rotary", limits=(_HEADS, "R % 16 == 0"),
     ),
     _kernel(
-        "rope", "cos_sin_cache", _rope, _ROWS,
-        frozenset({"interleaved", "partial_rotary"}),
-        (*_HEADS, MultipleOf("R", 16)), contiguous=False,
+        "flashinfer.mlp.act_and_mul", _mlp, (0.8, 0.7, 25.0), ESTIMATE.format("by its two products"),
+        source=SOURCE.format("act_and_mul"), features="bias act_swiglu act_geglu", contiguous=True,
+        workspace_bytes=_hidden_bytes,
     ),
-    _kernel(
-        "mlp", "act_and_mul", _mlp, estimate(0.8, 0.7, 25.0, "by its two products"),
-        frozenset({"bias", "act_swiglu", "act_geglu"}), workspace_bytes=_hidden_bytes,
-    ),
-    _kernel(
-        "append_kv", "page", _append, _ROWS, limits=(SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER), *_HEADS),
-        layouts=frozenset({"NHD", "HND"}), contiguous=False,
+    _rows(
+        "flashinfer.append_kv.page", _append, source=SOURCE.format("page"),
+        limits=("D == Dv else HEAD_DIMS_DIFFER", _HEADS), layouts="NHD HND",
     ),
     # The product over bare codes overflows float16.
     _kernel(
-        "quantized_linear", "bmm_fp8", _fp8_product, estimate(0.5, 0.6, 110.0, "as torch._scaled_mm"),
-        frozenset({"quant_fp8_e4m3", "scale_per_row", "bias", "inputs_quantized"}),
-        (MultipleOf("K", 32), MultipleOf("C", 32)), frozenset({"bfloat16"}), _product_bytes, sm_min=89,
-        source="flashinfer-python 0.7.2.post1, {} through cuBLAS",
+        "flashinfer.quantized_linear.bmm_fp8", _fp8_product, (0.5, 0.6, 110.0),
+        ESTIMATE.format("as torch._scaled_mm"), dtypes="bfloat16", sm_min=89, contiguous=True,
+        source="flashinfer-python 0.7.2.post1, bmm_fp8 through cuBLAS",
+        features="quant_fp8_e4m3 scale_per_row bias inputs_quantized",
+        limits=("K % 32 == 0", "C % 32 == 0"), workspace_bytes=_product_bytes,
     ),
 )  # fmt: skip

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.common import WORKSPACE_BYTES
 from layerzero.ops import host_copies
+from layerzero.ops.attention.adapters import int32
 from layerzero.spec.errors import CudaGraphUnsafeError
 
 # Wrappers of a stage beyond this are planned again, the longest unused first; each holds 16 MiB.
@@ -181,11 +182,6 @@ def release(device: torch.device | None = None) -> None:
         for by_stream in (_WORKSPACES, _ROW_STATES):
             for name in [n for n in by_stream if device is None or n[0] == (device.index or 0)]:
                 del by_stream[name]
-
-
-def int32(values: Tensor) -> Tensor:
-    """CPU values as FlashInfer plans with them."""
-    return values.to(torch.int32)
 
 
 def query_starts(cu_seqlens_q: Tensor | None, batch: int) -> Tensor:

@@ -8,18 +8,18 @@ and found by sixteen where it does not hold.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.common import DISTRIBUTIONS, module
+from layerzero.backends.flashinfer.common import DISTRIBUTIONS, kernel, module
 from layerzero.backends.flashinfer.planning import ROW_STATES_BYTES, row_states_buffer
 from layerzero.ops.sampling.draw import Count, Number, is_constant
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import Capability
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.kernel import Kernel
 
 
 def mask_logits(library: Any, logits: Tensor, top_k: Count) -> Tensor | None:
@@ -102,36 +102,24 @@ def _filter_bytes(request: CallSpec) -> int:
     return rows + n * (2 * 8192 + 512 + 8 * (v // 32 + 512)) + ROW_STATES_BYTES + (2 << 20)
 
 
-def _kernel(op: str, load: Callable[[], Callable[..., Any]], features: frozenset[str]) -> Kernel:
-    return Kernel.of(
-        # Not its speed: with these it is taken before the others, which it beats on 30 of 32 filtered calls
-        # measured; what is not filtered is our Triton kernel alone.
-        f"flashinfer.{op}.filtered",
-        load,
-        Capability(
-            source="flashinfer-python 0.7.2.post1, top_k_mask_logits and top_p_renorm_probs; run on an H200",
-            platforms=frozenset({"cuda"}),
-            sm_min=80,
-            sm_max=121,
-            dtypes=frozenset({"float32", "float16", "bfloat16"}),
-            features=features,
-            last_stride1=True,
-            gradient=False,
-            batch_invariant=True,
-            graph_safe=True,
-        ),
-        Efficiency(0.5, 1.0, 25.0, "benchmarks/results/sampling_h200.json"),
-        tie_break_order=36,
-        slow_import=True,
-        distributions=(*DISTRIBUTIONS, "triton>=3.6"),
-        workspace_bytes=_filter_bytes,
-    )
-
-
-_SEEDS = frozenset({"seed_per_row"})
+# Not its speed: with these it is taken before the others, which it beats on 30 of 32 filtered calls measured;
+# what is not filtered is our Triton kernel alone.
+_kernel = functools.partial(
+    kernel,
+    efficiency=(0.5, 1.0, 25.0),
+    measured="benchmarks/results/sampling_h200.json",
+    source="flashinfer-python 0.7.2.post1, top_k_mask_logits and top_p_renorm_probs; run on an H200",
+    dtypes="float32 float16 bfloat16",
+    last_stride1=True,
+    batch_invariant=True,
+    graph_safe=True,
+    tie_break_order=36,
+    distributions=(*DISTRIBUTIONS, "triton>=3.6"),
+    workspace_bytes=_filter_bytes,
+)
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel("sample", _sample, _SEEDS | {"top_k", "top_p", "top_k_and_top_p"}),
-    _kernel("sample_topk", _sample_topk, _SEEDS),
-    _kernel("sample_topp", _sample_topp, _SEEDS),
+    _kernel("flashinfer.sample.filtered", _sample, features="seed_per_row top_k top_p top_k_and_top_p"),
+    _kernel("flashinfer.sample_topk.filtered", _sample_topk, features="seed_per_row"),
+    _kernel("flashinfer.sample_topp.filtered", _sample_topp, features="seed_per_row"),
 )

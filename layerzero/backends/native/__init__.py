@@ -7,6 +7,7 @@ kernels serve.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,7 @@ from torch import Tensor
 from layerzero.ops import table
 from layerzero.ops.attention.checks import window_bounds
 from layerzero.ops.op import Args
-from layerzero.spec.capability import AtMost, Capability
-from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
+from layerzero.spec.kernel import Kernel
 
 
 def _compiled() -> Any:
@@ -49,7 +48,7 @@ def _ragged() -> Callable[..., Any]:
     native = _compiled().ragged
 
     def ragged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """The same walk over keys that stand behind each other."""
+        """The same walk over keys that follow each other."""
         q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse = args
         out, lse = _results(q, v.shape[2], return_lse)
         window_left, right = window_bounds(is_causal, window)
@@ -103,72 +102,35 @@ def _refused(op: str, args: Args) -> None:
     raise AssertionError("the kernel refused metadata that the op's guard accepts")
 
 
-_SOURCE = "by construction; run against float64 loops and bitwise in batches on an AMD EPYC with AVX-512"
-_DTYPES = frozenset({"float32", "bfloat16", "float16"})
-_MIXED = frozenset({"kv_float32", "kv_bfloat16", "kv_float16"})
-_EFFICIENCY = Efficiency(0.4, 0.7, 8.0, "estimate, ordered by benchmarks/paged.py on an AMD EPYC")
-
-
-def _capability(features: frozenset[str], **more: Any) -> Capability:
-    return Capability(
-        source=_SOURCE,
-        platforms=frozenset({"cpu"}),
-        dtypes=_DTYPES,
-        features=features | {"causal", "lse"},
-        last_stride1=True,
-        gradient=False,
-        batch_invariant=True,
-        **more,
-    )
-
-
-_WIDTHS = (AtMost("D", 1024, Reason.HEAD_DIM_TOO_LARGE), AtMost("Dv", 1024, Reason.HEAD_DIM_TOO_LARGE))
+_kernel = functools.partial(
+    Kernel.of,
+    measured="estimate, ordered by benchmarks/paged.py on an AMD EPYC",
+    source="by construction; run against float64 loops and bitwise in batches on an AMD EPYC with AVX-512",
+    platforms="cpu",
+    dtypes="float32 bfloat16 float16",
+    last_stride1=True,
+    gradient=False,
+    batch_invariant=True,
+    tie_break_order=20,
+    slow_import=True,
+)
+_EFFICIENCY = (0.4, 0.7, 8.0)
+_MIXED = "kv_float32 kv_bfloat16 kv_float16 prefill"
+_SCORES = "causal lse gqa scale scale_not_positive window softcap"
+_WIDTHS = ("D <= 1024 else HEAD_DIM_TOO_LARGE", "Dv <= 1024 else HEAD_DIM_TOO_LARGE")
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel.of(
-        "native.append_kv.cpu",
-        _append,
-        Capability(
-            source="by construction: whole rows are copied",
-            platforms=frozenset({"cpu"}),
-            dtypes=_DTYPES,
-            layouts=frozenset({"NHD", "HND"}),
-            last_stride1=True,
-            gradient=False,
-            batch_invariant=True,
-        ),
-        Efficiency(0.1, 0.5, 1.0, "estimate, ordered by benchmarks/paged.py on an AMD EPYC"),
-        tie_break_order=20,
-        slow_import=True,
+    _kernel(
+        "native.append_kv.cpu", _append, (0.1, 0.5, 1.0),
+        source="by construction: whole rows are copied", layouts="NHD HND",
     ),
-    Kernel.of(
-        "native.paged_attention.cpu",
-        _paged,
-        _capability(
-            _MIXED | {"gqa", "prefill", "scale", "scale_not_positive", "window", "softcap"},
-            layouts=frozenset({"NHD", "HND"}),
-            limits=_WIDTHS,
-        ),
-        _EFFICIENCY,
-        tie_break_order=20,
-        slow_import=True,
+    _kernel(
+        "native.paged_attention.cpu", _paged, _EFFICIENCY,
+        features=f"{_MIXED} {_SCORES}", layouts="NHD HND", limits=_WIDTHS,
     ),
-    Kernel.of(
-        "native.ragged_attention.cpu",
-        _ragged,
-        _capability(frozenset({"gqa", "scale", "scale_not_positive", "window", "softcap"}), limits=_WIDTHS),
-        _EFFICIENCY,
-        tie_break_order=20,
-        slow_import=True,
+    _kernel("native.ragged_attention.cpu", _ragged, _EFFICIENCY, features=_SCORES, limits=_WIDTHS),
+    _kernel(
+        "native.mla_attention.cpu", _latent, _EFFICIENCY,
+        features=f"{_MIXED} causal lse scale_not_positive", limits=("C <= 1024", "R <= 1024"),
     ),
-    Kernel.of(
-        "native.mla_attention.cpu",
-        _latent,
-        _capability(
-            _MIXED | {"prefill", "scale_not_positive"}, limits=(AtMost("C", 1024), AtMost("R", 1024))
-        ),
-        _EFFICIENCY,
-        tie_break_order=20,
-        slow_import=True,
-    ),
-)
+)  # fmt: skip

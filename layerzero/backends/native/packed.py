@@ -21,9 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from layerzero.backends.native.products import ACTIVATIONS, in_panels, library
 from layerzero.ops.linear.mlp import GATES, PLAIN, activate
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import Capability
 from layerzero.spec.hardware import free_memory
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.kernel import Kernel
 
 # Of the memory that is free when the first weight comes.
 MEMORY_SHARE = 0.25
@@ -53,7 +52,7 @@ class PackedWeights:
     A weight is known by its address, dtype, shape and strides. Its panels are freed with its storage and made
     anew when the tensor at hand has counted a change, or an optimizer of torch's has taken a step over its
     memory, which fused ones do not count. Another tensor over the same memory has a counter of its own: its
-    elements are compared, all of them, when it comes. Changes that nobody counts, through `.data` of this
+    elements are compared, all of them, when it comes. Changes that are not counted, through `.data` of this
     very tensor, numpy or a fused function called by hand, are seen where they change one of the elements that
     the kernel compares, one a row. Not kept: weights made in inference mode, whose changes torch never
     counts, and what comes when the limit is reached; such a weight stays so until it changes, so that equal
@@ -92,7 +91,7 @@ class PackedWeights:
         return entry.panels
 
     def _of_another(self, weight: Tensor, entry: _PackedWeight) -> Tensor | None:
-        """The panels for another tensor over the memory, whose counter may stand there by chance."""
+        """The panels for another tensor over the memory, whose counter may be equal by chance."""
         if entry.panels is None or not self._equal(entry.panels, weight):
             return self.repack(weight)
         place = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
@@ -100,7 +99,7 @@ class PackedWeights:
         return entry.panels
 
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Forget what lies in memory that an optimizer has just written; fused ones count no version."""
+        """Forget what is in memory that an optimizer has just written; fused ones count no version."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not all(type(p) in (Tensor, torch.nn.Parameter) for p in parameters):
             self._entries.clear()  # whose memory a subclass writes is its own affair
@@ -209,38 +208,27 @@ def _copy_bytes(request: CallSpec, in_width: int, out_width: int) -> int:
     return 0 if request.contiguous else 4 * request.dim("N") * in_width
 
 
-def _capability(features: frozenset[str]) -> Capability:
-    return Capability(
-        source="by construction; run against float64 on an AMD EPYC with AVX2",
-        platforms=frozenset({"cpu"}),
-        cpu_vendors=frozenset({"amd"}),
-        isa=frozenset({"avx2", "fma"}),
-        dtypes=frozenset({"float32", "bfloat16", "float16"}),
-        features=features | {"bias"},
-        gradient=False,
-        autocast=False,
-    )
-
-
-_SOURCE = "an estimate: before torch's from two rows on, beside it for one, on an AMD EPYC with AVX2"
+_kernel = functools.partial(
+    Kernel.of,
+    measured="an estimate: before torch's from two rows on, beside it for one, on an AMD EPYC with AVX2",
+    source="by construction; run against float64 on an AMD EPYC with AVX2",
+    platforms="cpu",
+    cpu_vendors="amd",
+    isa="avx2 fma",
+    dtypes="float32 bfloat16 float16",
+    gradient=False,
+    autocast=False,
+    tie_break_order=20,
+    slow_import=True,
+)
+_ACTIVATED = " ".join(f"act_{name}" for name in (*GATES, *PLAIN))
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel.of(
-        "native.linear.packed",
-        _linear,
-        _capability(frozenset()),
-        Efficiency(0.85, 0.6, 4.0, _SOURCE),
-        tie_break_order=20,
-        slow_import=True,
-        workspace_bytes=_linear_workspace,
+    _kernel(
+        "native.linear.packed", _linear, (0.85, 0.6, 4.0), features="bias", workspace_bytes=_linear_workspace
     ),
-    Kernel.of(
-        "native.mlp.packed",
-        _mlp,
-        _capability(frozenset(f"act_{name}" for name in (*GATES, *PLAIN))),
-        Efficiency(0.85, 0.6, 8.0, _SOURCE),
-        tie_break_order=20,
-        slow_import=True,
+    _kernel(
+        "native.mlp.packed", _mlp, (0.85, 0.6, 8.0), features=f"bias {_ACTIVATED}",
         workspace_bytes=_mlp_workspace,
     ),
-)
+)  # fmt: skip

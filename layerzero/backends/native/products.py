@@ -6,6 +6,7 @@ that may change, and a row's bits are its own in every batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import Capability
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.kernel import Kernel
 
 # As the order of `Activation` there.
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
@@ -76,41 +76,30 @@ def _mlp_room(request: CallSpec) -> int:
     return 4 * (in_panels(hidden) * (width + rows) + in_panels(width) * hidden)
 
 
-def _capability(features: frozenset[str]) -> Capability:
-    return Capability(
-        source="by construction; run against float64 and bitwise in batches on an AMD EPYC with AVX2",
-        platforms=frozenset({"cpu"}),
-        cpu_vendors=frozenset({"amd"}),
-        isa=frozenset({"avx2", "fma"}),
-        dtypes=frozenset({"float32"}),
-        features=features,
-        contiguous=True,
-        gradient=False,
-        autocast=False,
-        batch_invariant=True,
-    )
-
-
 # Laying a weight out costs as much as reading it slowly: little beside hundreds of rows, much beside a few.
-_SOURCE = "an estimate: {} torch's from a few hundred rows on, behind it below, on an AMD EPYC with AVX2"
+_MEASURED = "an estimate: {} torch's from a few hundred rows on, behind it below, on an AMD EPYC with AVX2"
+_kernel = functools.partial(
+    Kernel.of,
+    source="by construction; run against float64 and bitwise in batches on an AMD EPYC with AVX2",
+    platforms="cpu",
+    cpu_vendors="amd",
+    isa="avx2 fma",
+    dtypes="float32",
+    contiguous=True,
+    gradient=False,
+    autocast=False,
+    batch_invariant=True,
+    tie_break_order=20,
+    slow_import=True,
+)
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel.of(
-        "native.linear.panels",
-        _linear,
-        _capability(frozenset({"bias"})),
-        Efficiency(0.8, 0.03, 20.0, _SOURCE.format("beside")),
-        tie_break_order=20,
-        slow_import=True,
-        workspace_bytes=_linear_room,
+    _kernel(
+        "native.linear.panels", _linear, (0.8, 0.03, 20.0), _MEASURED.format("beside"),
+        features="bias", workspace_bytes=_linear_room,
     ),
-    Kernel.of(
-        "native.mlp.panels",
-        _mlp,
-        _capability(frozenset({"bias", *(f"act_{name}" for name in ACTIVATIONS)})),
-        Efficiency(0.82, 0.03, 40.0, _SOURCE.format("faster than")),
-        tie_break_order=20,
-        slow_import=True,
-        workspace_bytes=_mlp_room,
+    _kernel(
+        "native.mlp.panels", _mlp, (0.82, 0.03, 40.0), _MEASURED.format("faster than"),
+        features="bias act_gelu act_gelu_tanh act_relu act_silu", workspace_bytes=_mlp_room,
     ),
-)
+)  # fmt: skip

@@ -6,6 +6,7 @@ the time. `rows.cpp` is the code.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.rope.rope import validate_rope_values
-from layerzero.spec.capability import Capability
-from layerzero.spec.kernel import Efficiency, Kernel
+from layerzero.spec.kernel import Kernel
 
 
 def _library() -> Any:
@@ -40,7 +40,7 @@ def _add_rms_norm() -> Callable[..., Any]:
     native = _library().norm
 
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-        """The sum is written once and normed where it lies in the cache."""
+        """The sum is written once and normed while it is in the cache."""
         out, total = torch.empty_like(x), torch.empty_like(x)
         native(out, x, residual, total, weight, eps)
         return out, total
@@ -52,7 +52,7 @@ def _rope() -> Callable[..., Any]:
     native = _library().rope
 
     def rope(*args: Any) -> tuple[Tensor, Tensor]:
-        """Reads q and k where they lie, views of one projection too; writes dense heads."""
+        """Reads q and k in place, views of one projection too; writes dense heads."""
         q, k, positions, cos, sin, _, _ = args
         outs = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
         if q.dim() == 3:
@@ -69,35 +69,25 @@ def _rope() -> Callable[..., Any]:
     return rope
 
 
-def _capability(dtypes: frozenset[str], features: frozenset[str], **more: Any) -> Capability:
-    return Capability(
-        source="by construction; run against float64 and bitwise in batches on an AMD EPYC with AVX2",
-        platforms=frozenset({"cpu"}),
-        dtypes=dtypes,
-        features=features,
-        gradient=False,
-        autocast=False,
-        batch_invariant=True,
-        **more,
-    )
-
-
-_WEIGHTLESS = frozenset({"no_weight"})
-_NORMED, _TURNED = frozenset({"float32", "bfloat16"}), frozenset({"float32"})
-_SOURCE = "an estimate, a few microseconds a call where torch's parts take several times that, on an AMD EPYC"
-
-
-def _kernel(op: str, load: Callable[[], Callable[..., Any]], capability: Capability) -> Kernel:
-    return Kernel(
-        id=f"native.{op}.rows", op=op, backend="native", capability=capability, load=load,
-        efficiency=Efficiency(0.2, 0.5, 4.0, _SOURCE), tie_break_order=20, slow_import=True,
-    )  # fmt: skip
-
+_kernel = functools.partial(
+    Kernel.of,
+    efficiency=(0.2, 0.5, 4.0),
+    measured="an estimate, a few microseconds a call where torch's parts take several times that, on an AMD "
+    "EPYC",
+    source="by construction; run against float64 and bitwise in batches on an AMD EPYC with AVX2",
+    platforms="cpu",
+    gradient=False,
+    autocast=False,
+    batch_invariant=True,
+    tie_break_order=20,
+    slow_import=True,
+)
+_norm = functools.partial(
+    _kernel, dtypes="float32 bfloat16", features="no_weight", contiguous=True, mixed_dtypes=True
+)
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel("rms_norm", _rms_norm, _capability(_NORMED, _WEIGHTLESS, contiguous=True, mixed_dtypes=True)),
-    _kernel(
-        "add_rms_norm", _add_rms_norm, _capability(_NORMED, _WEIGHTLESS, contiguous=True, mixed_dtypes=True)
-    ),
-    _kernel("rope", _rope, _capability(_TURNED, frozenset({"partial_rotary"}), last_stride1=True)),
+    _norm("native.rms_norm.rows", _rms_norm),
+    _norm("native.add_rms_norm.rows", _add_rms_norm),
+    _kernel("native.rope.rows", _rope, dtypes="float32", features="partial_rotary", last_stride1=True),
 )

@@ -13,9 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.capability import Capability, OneOf, SameAs
-from layerzero.spec.kernel import Efficiency, Kernel
-from layerzero.spec.reasons import Reason
+from layerzero.spec.kernel import Kernel
 
 # Points of the grid that keys keep sizes on: there one key is one shape, and a plan whose program is compiled
 # is never given a shape whose program is not. They also bound how many programs there can be.
@@ -46,38 +44,29 @@ def _mask_bytes(request: CallSpec) -> int:
     return 2 * request.dim("B") * request.dim("Hq") * request.dim("Sq") * request.dim("Sk")
 
 
-_FEATURES = frozenset(
-    {
-        "causal", "scale", "scale_not_positive", "gqa", "window", "softcap", "alibi", "mask_bool",
-        "mask_and_causal", "empty_rows", "block_mask",
-    }
-)  # fmt: skip
-
-_MEASURED = "benchmarks/results/flex_cpu.json: causal 1024 beside sdpa_flash_cpu; the launch is an estimate"
-
 KERNELS: tuple[Kernel, ...] = (
     Kernel.of(
         "torch.attention.flex",
         _attention,
-        Capability(
-            source="torch 2.13, _inductor/kernel/flex/flex_cpu.py; run against float64 on torch 2.13 CPU",
-            platforms=frozenset({"cpu"}),
-            isa=frozenset({"avx2"}),
-            torch_min="2.13",
-            dtypes=frozenset({"float32"}),
-            features=_FEATURES,
-            layouts=frozenset({"BHSD"}),
-            contiguous=True,
-            limits=(
-                OneOf("B", BATCHES),
-                OneOf("Sq", LENGTHS),
-                OneOf("Sk", LENGTHS),
-                SameAs("D", "Dv", Reason.HEAD_DIMS_DIFFER),
-            ),
-            gradient=False,
-            autocast=False,
+        (0.22, 0.5, 400.0),
+        "benchmarks/results/flex_cpu.json: causal 1024 beside sdpa_flash_cpu; the launch is an estimate",
+        source="torch 2.13, _inductor/kernel/flex/flex_cpu.py; run against float64 on torch 2.13 CPU",
+        platforms="cpu",
+        isa="avx2",
+        torch_min="2.13",
+        dtypes="float32",
+        features="causal scale scale_not_positive gqa window softcap alibi mask_bool mask_and_causal "
+        "empty_rows block_mask",
+        layouts="BHSD",
+        contiguous=True,
+        limits=(
+            f"B in {list(BATCHES)}",
+            f"Sq in {list(LENGTHS)}",
+            f"Sk in {list(LENGTHS)}",
+            "D == Dv else HEAD_DIMS_DIFFER",
         ),
-        Efficiency(0.22, 0.5, 400.0, _MEASURED),
+        gradient=False,
+        autocast=False,
         workspace_bytes=_mask_bytes,
         tie_break_order=48,
         slow_import=True,

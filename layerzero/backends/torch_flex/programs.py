@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from layerzero.ops.attention.adapters import takes
+from layerzero.ops.attention.arguments import AttentionArgs
 from layerzero.ops.attention.checks import window_bounds
-from layerzero.ops.attention.masks import Window, merge_block_mask
+from layerzero.ops.attention.masks import merge_block_mask
 from layerzero.spec.call_spec import CallSpec
 
 BLOCK = 128
-# Further than any key: what stands for no bound.
+# Further than any key: it means no bound.
 _FAR = 1 << 40
 
 
@@ -93,7 +95,7 @@ def _flex(
 ) -> Tensor:  # fmt: skip
     """`flex_attention` with everything that changes between calls of one shape in tensors.
 
-    `ends` are how far left and right a query sees and how many keys stand before the first query; `numbers`
+    `ends` are how far left and right a query sees and how many keys precede the first query; `numbers`
     are the scale and the soft cap.
     """
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -182,28 +184,21 @@ def attention_of(
 PROGRAMS = Programs()
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-    dropout_p: float, window: Window, softcap: float | None, alibi_slopes: Tensor | None,
-    layout: str = "BHSD", return_lse: bool = False, combine_mask: bool = False, rows_nonempty: bool = False,
-    sinks: Tensor | None = None, score_mod: Any = None, block_mask: Any = None,
-) -> Tensor:  # fmt: skip
+@takes(AttentionArgs)
+def attention(call: AttentionArgs) -> Tensor:
     """The program of the call's shape; a mask is spread over batch and heads."""
-    if block_mask is not None:
-        attn_mask = merge_block_mask(attn_mask, block_mask, q.shape[0], q.shape[1])
+    q, k, v = (operand.resolve_neg() for operand in call[:3])  # a program reads memory
     batch, heads, queries, width = q.shape
-    shape = Shape(
-        batch, heads, k.shape[1], queries, k.shape[2], width,
-        softcap is not None, attn_mask is not None,
-    )  # fmt: skip
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(batch, heads, queries, k.shape[2]).contiguous()
-    program = PROGRAMS.get(shape)
-    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()  # a program reads memory
+    mask = call.attn_mask
+    if call.block_mask is not None:
+        mask = merge_block_mask(mask, call.block_mask, batch, heads)
+    if mask is not None:
+        mask = mask.expand(batch, heads, queries, k.shape[2]).contiguous()
+    sizes = (batch, heads, k.shape[1], queries, k.shape[2], width)
+    program = PROGRAMS.get(Shape(*sizes, call.softcap is not None, mask is not None))
+    sides = window_bounds(call.is_causal, call.window)
     with torch.no_grad():
-        return attention_of(
-            program, q, k, v, attn_mask, window_bounds(is_causal, window), scale, softcap, alibi_slopes
-        )
+        return attention_of(program, q, k, v, mask, sides, call.scale, call.softcap, call.alibi_slopes)
 
 
 def build(request: CallSpec) -> None:

@@ -337,7 +337,7 @@ def sample_with_proposals(
     logits: Tensor, temperature: Number, top_k: Count, top_p: Number, seed: Count, offset: Count,
     top_k_logits: Tensor | None, top_p_probs: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """`sample`, told what others keep: logits with -inf for the rest, and shares with 0 for the rest (B, V).
+    """`sample` with its filtered inputs: logits with -inf for the rest, shares with 0 for the rest (B, V).
 
     Both are dense, and either may be wrong: what they say is proved before it is used.
     """

@@ -18,7 +18,7 @@ from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 def alibi(slopes: Tensor, q_len: int, k_len: int) -> SignedCall:
     """The bias that `slopes` put on the scores of `q_len` queries and `k_len` keys.
 
-    Args: slopes (H,), any float dtype. The last query stands at the last key, as in causal attention.
+    Args: slopes (H,), any float dtype. The last query is at the last key, as in causal attention.
     Returns: (H, q_len, k_len) in slopes' dtype: -slope * |distance to the diagonal|.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     """

@@ -79,36 +79,24 @@ def attention(
     raise NotImplementedError
 
 
-def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    layout: str = "BHSD",
-    return_lse: bool = False,
-    combine_mask: bool = False,
-    rows_nonempty: bool = False,
-    sinks: Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    block_mask: Any = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The op in plain torch: scores in float32 (float64 stays), a block of queries at a time."""
-    swapped = layout == "BSHD"
+def attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """The op in plain torch: scores in float32 (float64 stays), a block of queries at a time.
+
+    Args: those of `AttentionArgs`.
+    """
+    call = AttentionArgs(*args, **named)
+    q, k, v, softcap = call.q, call.k, call.v, call.softcap
+    swapped = call.layout == "BSHD"
     query, key, value = (t.transpose(1, 2) if swapped else t for t in (q, k, v))
     batch, heads, q_len, width = query.shape
     k_len = key.shape[2]
-    left_window, right_window = window_bounds(is_causal, window)
-    factor = width**-0.5 if scale is None else scale
+    left_window, right_window = window_bounds(call.is_causal, call.window)
+    factor = width**-0.5 if call.scale is None else call.scale
     compute_dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-    if block_mask is not None:
-        attn_mask = masks.merge_block_mask(attn_mask, block_mask, batch, heads)
-    mask = None if attn_mask is None else attn_mask.expand(batch, heads, q_len, k_len)
+    mask = call.attn_mask
+    if call.block_mask is not None:
+        mask = masks.merge_block_mask(mask, call.block_mask, batch, heads)
+    mask = None if mask is None else mask.expand(batch, heads, q_len, k_len)
     rows = max(1, MAX_SCORES // max(1, batch * heads * k_len))
     outs: list[Tensor] = []
     lses: list[Tensor] = []
@@ -118,19 +106,19 @@ def attention_reference(
         scores = _scores(query[:, :, start:stop], key[:, :, first:last], factor, compute_dtype)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        if score_mod is not None:
-            scores = _apply_score_mod(scores, score_mod, start, first)
+        if call.score_mod is not None:
+            scores = _apply_score_mod(scores, call.score_mod, start, first)
         scores = _apply_bias(
-            scores, start + k_len - q_len, first, left_window, right_window, alibi_slopes,
+            scores, start + k_len - q_len, first, left_window, right_window, call.alibi_slopes,
             None if mask is None else mask[:, :, start:stop, first:last],
         )  # fmt: skip
-        out, lse = _softmax_values(scores, value[:, :, first:last], dropout_p, sinks)
+        out, lse = _softmax_values(scores, value[:, :, first:last], call.dropout_p, call.sinks)
         outs.append(out)
         lses.append(lse)
     result = (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).to(q.dtype)
     if swapped:
         result = result.transpose(1, 2).contiguous()
-    if not return_lse:
+    if not call.return_lse:
         return result
     return result, (lses[0] if len(lses) == 1 else torch.cat(lses, 2)).float()
 

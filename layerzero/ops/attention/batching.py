@@ -1,4 +1,4 @@
-"""How attention calls of several callers become one launch: calls of one shape stand along the batch axis.
+"""Attention calls of several callers as one launch: calls of one shape are joined along the batch axis.
 
 Callers' operands are often views into one earlier output, a fused projection of all their tokens. Where
 such views are equally spaced, the joined operand is a strided view of that output and nothing is copied.
@@ -22,7 +22,7 @@ from layerzero.ops.op import Args, Launcher, LaunchFunction
 def as_strided_batch(pieces: Sequence[Tensor]) -> Tensor | None:
     """One view of all `pieces` along axis 0, if they are equally spaced in one storage; else None.
 
-    Pieces are (b_i, ...) with equal inner shapes and strides. Each entry along axis 0 has to lie the same
+    Pieces are (b_i, ...) with equal inner shapes and strides. Each entry along axis 0 has to have the same
     number of bytes behind the one before it, across pieces too.
     """
     first = pieces[0]

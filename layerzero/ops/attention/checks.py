@@ -58,7 +58,7 @@ def normalized_window(window: Any) -> Any:
 def infer_layout(q: Tensor, k: Tensor, v: Tensor) -> str:
     """The layout that the shapes allow; where both do, the one that transposed views show.
 
-    A tensor whose axis 2 has the larger stride lies in memory with axis 2 in front: tokens by heads, as a
+    A tensor whose axis 2 has the larger stride is in memory with axis 2 in front: tokens by heads, as a
     projection leaves them, turned to heads by tokens. Dense tensors of one shape fit both readings.
     Raises: ValueError: both readings fit and no operand is a transposed view.
     """

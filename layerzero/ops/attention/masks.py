@@ -15,7 +15,7 @@ Window = tuple[int, int] | None
 def visible_mask(sq: int, sk: int, is_causal: bool, window: Window, device: torch.device) -> Tensor | None:
     """(Sq, Sk) bool, true where the query may see the key; None where every query sees every key.
 
-    The last query stands at the last key (bottom-right); `window` is (left, right), -1 for no bound.
+    The last query is at the last key (bottom-right); `window` is (left, right), -1 for no bound.
     """
     left_window, right_window = window if window is not None else (-1, -1)
     if is_causal:
@@ -104,6 +104,7 @@ def _alibi(slopes: Tensor, sq: int, sk: int, dtype: torch.dtype) -> Tensor:
 
 
 def bool_to_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """The additive bias of a boolean mask: 0 where `seen` is True, -inf elsewhere; the shape of `seen`."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 

@@ -122,7 +122,7 @@ CROSS_ENTROPY = register(
         exact_dims=frozenset({"V"}),
         empty=lambda args: loss_without_rows(args[0], args[1], args[5]),
         validate_values=_validate_values,
-        # A mean or a sum over everybody's rows is nobody's loss.
+        # A mean or a sum over the rows of all callers is the loss of none.
         batching=RowBatching(
             row_operands=(0, 1),
             trailing_axes=(1, 0),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,14 +39,8 @@ def _check(args: Args) -> CallSpec:
     if bias is not None:
         checks.need_vector("bias", bias, width, "weight's rows")
     checks.need_same_device("x", x, weight=weight, bias=bias)
-    return describe("linear", args, {"N": _rows(x), "C": width, "K": inner}, {"bias": bias is not None})
-
-
-def _rows(x: Tensor) -> int:
-    rows = 1
-    for extent in x.shape[:-1]:
-        rows *= extent
-    return rows
+    dims = {"N": math.prod(x.shape[:-1]), "C": width, "K": inner}
+    return describe("linear", args, dims, {"bias": bias is not None})
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -109,7 +109,7 @@ LINEAR_CROSS_ENTROPY = register(
         exact_dims=frozenset({"K", "V"}),
         empty=lambda args: loss_without_rows(args[0], args[2], args[6]),
         validate_values=_validate_values,
-        # A mean or a sum over everybody's rows is nobody's loss.
+        # A mean or a sum over the rows of all callers is the loss of none.
         batching=RowBatching(
             row_operands=(0, 2),
             trailing_axes=(1, 0),

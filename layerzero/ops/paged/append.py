@@ -124,7 +124,7 @@ def _name_wrong_slot(slot_ids: list[int], slot_count: int) -> None:
 
 
 def copy_if_aliased(rows: Tensor, *pools: Tensor) -> Tensor:
-    """`rows`, copied where they lie in a pool's memory: an earlier token may be written over a later one."""
+    """`rows`, copied where they are in a pool's memory: an earlier token may be written over a later one."""
     where = rows.untyped_storage().data_ptr()
     return rows.clone() if any(pool.untyped_storage().data_ptr() == where for pool in pools) else rows
 

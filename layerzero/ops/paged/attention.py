@@ -1,6 +1,8 @@
-"""Attention of queries to keys and values that lie in pages: prefill, chunked prefill and decode."""
+"""Attention of queries to keys and values in pages: prefill, chunked prefill and decode."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -113,30 +115,21 @@ def validate_values(args: Args) -> Args:
     return validate_paged_metadata(args, 3, "q", k_cache.shape[0], k_cache.shape[page_axes(layout)[0]])
 
 
-def paged_attention_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    is_causal: bool = True,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    layout: str = "NHD",
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The op in plain torch: each sequence's keys and values gathered, then `attention`'s reference."""
-    validate_values((q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, *[None] * 4, layout))
-    size = k_cache.shape[page_axes(layout)[0]]
-    starts = query_offsets(q.shape[0], cu_seqlens_q)
+def paged_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """The op in plain torch: each sequence's keys and values gathered, then `attention`'s reference.
+
+    Args: those of `PagedArgs`.
+    """
+    call = PagedArgs(*args, **named)
+    validate_values(call)
+    size = call.k_cache.shape[page_axes(call.layout)[0]]
+    starts = query_offsets(call.q.shape[0], call.cu_seqlens_q)
     sequences = []
-    for row, length in enumerate(seq_lens.tolist()):
-        pages = block_tables[row, : -(-length // size)]
-        k, v = (gather_pages(cache, pages, length, layout) for cache in (k_cache, v_cache))
-        sequences.append((q[starts[row] : starts[row + 1]], k, v))
-    return attend_sequences(sequences, is_causal, scale, window, softcap, return_lse)
+    for row, length in enumerate(call.seq_lens.tolist()):
+        pages = call.block_tables[row, : -(-length // size)]
+        k, v = (gather_pages(cache, pages, length, call.layout) for cache in (call.k_cache, call.v_cache))
+        sequences.append((call.q[starts[row] : starts[row + 1]], k, v))
+    return attend_sequences(sequences, call)
 
 
 def outputs(args: Args) -> tuple[OutputSpec, ...]:

@@ -91,7 +91,7 @@ def validate_block_tables(
 ) -> tuple[Tensor, Tensor]:
     """Copies of tables and lengths: lengths that fit, pages that exist, none twice in one sequence.
 
-    Only the entries that a length reaches are read: what stands behind them may be anything. Two sequences
+    Only the entries that a length reaches are read: what follows them may be anything. Two sequences
     may share a page, as forks of one prefix do; one sequence that holds a page twice owns it doubly. Both are
     given back as they are where they are not read (`checks.can_read_values`).
     Raises: ValueError: an entry does not fit; sequence and entry are named.
@@ -118,7 +118,7 @@ def validate_block_tables(
 
 
 def validate_paged_metadata(args: Args, table: int, tokens: str, pages: int, page_size: int) -> Args:
-    """The arguments with copies of tables, lengths and offsets, which stand at `table` and behind it.
+    """The arguments with copies of tables, lengths and offsets, which are at `table` and after it.
 
     `tokens` names the argument whose rows the offsets count, the first.
     """

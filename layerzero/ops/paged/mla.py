@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -109,31 +111,24 @@ def validate_values(args: Args) -> Args:
     return validate_paged_metadata(args, 4, "q_nope", args[2].shape[0], args[2].shape[1])
 
 
-def mla_attention_reference(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    ckv_cache: Tensor,
-    kpe_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The op in plain torch: one key head of width C + R whose first C elements are the values."""
-    args = (q_nope, q_pe, ckv_cache, kpe_cache, block_tables, seq_lens, cu_seqlens_q)
-    validate_values(args)
-    size = ckv_cache.shape[1]
-    queries = torch.cat([q_nope, q_pe.to(q_nope.dtype)], -1)
-    starts = query_offsets(q_nope.shape[0], cu_seqlens_q)
+def mla_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """The op in plain torch: one key head of width C + R whose first C elements are the values.
+
+    Args: those of `MlaArgs`.
+    """
+    call = MlaArgs(*args, **named)
+    validate_values(call)
+    size = call.ckv_cache.shape[1]
+    queries = torch.cat([call.q_nope, call.q_pe.to(call.q_nope.dtype)], -1)
+    starts = query_offsets(call.q_nope.shape[0], call.cu_seqlens_q)
     sequences = []
-    for row, length in enumerate(seq_lens.tolist()):
-        pages = block_tables[row, : -(-length // size)].long()
-        ckv, kpe = (pool.index_select(0, pages).flatten(0, 1)[:length] for pool in (ckv_cache, kpe_cache))
+    for row, length in enumerate(call.seq_lens.tolist()):
+        pages = call.block_tables[row, : -(-length // size)].long()
+        pools = (call.ckv_cache, call.kpe_cache)
+        ckv, kpe = (pool.index_select(0, pages).flatten(0, 1)[:length] for pool in pools)
         key = torch.cat([ckv, kpe], -1).unsqueeze(1)
         sequences.append((queries[starts[row] : starts[row + 1]], key, ckv.unsqueeze(1)))
-    return attend_sequences(sequences, is_causal, scale, None, None, return_lse)
+    return attend_sequences(sequences, call)
 
 
 def outputs(args: Args) -> tuple[OutputSpec, ...]:

@@ -97,26 +97,19 @@ def validate_values(args: Args) -> Args:
     return q, k, v, offsets, validate_cu_seqlens("cu_seqlens_k", cu_k, k.shape[0], "the rows of k"), *flags
 
 
-def ragged_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The op in plain torch: `attention`'s reference, sequence by sequence."""
-    validate_values((q, k, v, cu_seqlens_q, cu_seqlens_k))
-    rows, key_rows = (list(itertools.pairwise(offsets.tolist())) for offsets in (cu_seqlens_q, cu_seqlens_k))
+def ragged_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """The op in plain torch: `attention`'s reference, sequence by sequence.
+
+    Args: those of `RaggedArgs`.
+    """
+    call = RaggedArgs(*args, **named)
+    validate_values(call)
+    rows, key_rows = (list(itertools.pairwise(offsets.tolist())) for offsets in call[3:5])
     sequences = [
-        (q[start:stop], k[first:last], v[first:last])
+        (call.q[start:stop], call.k[first:last], call.v[first:last])
         for (start, stop), (first, last) in zip(rows, key_rows, strict=True)
     ]
-    return attend_sequences(sequences, is_causal, scale, window, softcap, return_lse)
+    return attend_sequences(sequences, call)
 
 
 def outputs(args: Args) -> tuple[OutputSpec, ...]:

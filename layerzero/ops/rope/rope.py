@@ -32,7 +32,7 @@ def rope(
     """Turn the first R features of each head by the angles of the token's position.
 
     Args: q (..., Hq, D), k (..., Hk, D), positions (...) int32 or int64, cos and sin (max_positions, R / 2)
-        in float32 or float64, R <= D; what lies behind R passes unchanged. Feature i turns with i + R / 2
+        in float32 or float64, R <= D; what follows R passes unchanged. Feature i turns with i + R / 2
         (rotate-half, as in LLaMA), or 2i with 2i + 1 where `interleaved` (as in GPT-J).
         xpos_scale (max_positions, R / 2) multiplies the turned q and divides the turned k.
     Returns: (q', k') in their shapes and dtypes; turned in float32.

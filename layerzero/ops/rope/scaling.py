@@ -202,7 +202,7 @@ def rope_tables(
             "scaling needs None, LinearScaling, NTKScaling, DynamicNTKScaling, YarnScaling or Llama3Scaling, "
             f"got {type(scaling).__name__}"
         )
-    # Tables that count versions, whoever asks: kernels keep what they make of them.
+    # Tables that count versions, also when made in inference mode: kernels keep what they make of them.
     with torch.inference_mode(False), torch.no_grad():
         speeds, factor = (frequencies(width, base), 1.0) if scaling is None else scaling.inv_freq(width, base)
         angles = torch.outer(torch.arange(positions, dtype=torch.float64), speeds)

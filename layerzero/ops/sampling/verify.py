@@ -3,7 +3,7 @@
 A draft model proposes, the target model's distributions decide: a token x drafted with probability q(x)
 stays with probability min(1, p(x) / q(x)); at the first that goes, the next token is drawn from what p has
 more than q. What comes out is distributed as the target alone would have drawn it, whatever the draft was.
-Every row has its own seed, and its draws do not depend on which rows stand beside it.
+Every row has its own seed, and its draws do not depend on which rows are in the same batch.
 """
 
 from __future__ import annotations
@@ -224,14 +224,14 @@ def verify_tree_reference(
     seed: Count,
     offset: Count,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One pass over the nodes, all rows side by side: a row tries a node if it stands on its parent."""
+    """One pass over the nodes, all rows side by side: a row tries a node if it is at its parent."""
     rows, nodes = draft_probs.shape[:2]
     depth = tree_depth(parents)
     device = draft_probs.device
     seeds = row_seeds(seed, draft_probs)
     points = _points(seeds, offset, nodes)
     drafted = draft_tokens.long()
-    current_node = torch.zeros(rows, dtype=torch.int64, device=device)  # the node that a row stands on
+    current_node = torch.zeros(rows, dtype=torch.int64, device=device)  # the node that a row is at
     accepted = torch.zeros_like(current_node)
     tokens = torch.full((rows, depth + 1), -1, dtype=torch.int64, device=device)
     path = torch.full((rows, depth), -1, dtype=torch.int64, device=device)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from layerzero._util import files, log
 from layerzero.selection.context import CostModel
+from layerzero.selection.cost.roofline import MEASURED, SHIPPED
 from layerzero.selection.decide import roofline_cost
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
@@ -61,7 +62,7 @@ def load_costs(
     """
     # Imported where it is used: a process's first call does not wait for measurements.
     from layerzero.perfdb import Environment, versions_of
-    from layerzero.selection.cost.measured import MEASURED, SHIPPED, MeasuredCosts, SourcedMeasurement
+    from layerzero.selection.cost.measured import MeasuredCosts, SourcedMeasurement
 
     rows = [SourcedMeasurement(measurement, MEASURED) for measurement in unsaved]
     path = perfdb_path(settings)

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 
-# The octaves over which the covariance falls to a third, the share of noise, how freely the level may lie.
+# The octaves over which the covariance falls to a third, the share of noise, how freely the level may vary.
 # Set by leaving out one measured bucket in turn; half or twice of each changes little.
 LENGTH = 6.0
 NOISE = 0.05

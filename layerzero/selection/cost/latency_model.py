@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-# Where the floor may lie among a kernel's times, as shares of them from the smallest; few, to stay cheap.
+# Where the floor may be among a kernel's times, as shares of them from the smallest; few, to stay cheap.
 _FLOOR_QUANTILES = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
 _FLOOR_MARGINS = (1.0, 0.8)
 # A time this much above the floor speaks of the machine, not of the launch.

@@ -43,18 +43,6 @@ from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 
-__all__ = [
-    "EXTRAPOLATED",
-    "INTERPOLATED",
-    "MEASURED",
-    "SHIPPED",
-    "MeasuredCosts",
-    "SourcedMeasurement",
-    "bucket_of",
-    "measurement_key",
-    "request_of",
-]
-
 INTERPOLATED = ", interpolated"
 EXTRAPOLATED = ", extrapolated"
 ROWS_DISTRUSTED = "perfdb.rows_distrusted"
@@ -99,7 +87,7 @@ class _Neighbourhood:
         self.near = sorted((pair for pair in pairs if pair[0] <= RADIUS), key=lambda pair: pair[0])
 
     def log_offset(self, cluster: PointCluster, kernel: str) -> float:
-        """How far the kernel lies off its latency model here, as a log."""
+        """How far the kernel is off its latency model here, as a log."""
         covariances = self._covariances.get(cluster)
         if covariances is None:
             covariances = self._covariances[cluster] = covariance(self._distances[cluster])
@@ -193,7 +181,7 @@ class MeasuredCosts:
         return estimate, ROOFLINE
 
     def key_of(self, kernel: str, request: CallSpec) -> Hashable:
-        """Where a kernel's measurement for a request stands (`measurement_key` of its rows); None where none
+        """Where a kernel's measurement for a request is (`measurement_key` of its rows); None where none
         does."""
         launch = "graph" if "capture" in request.modes else "eager"
         key = _key(kernel, BenchmarkCase.of_request(request), launch)

@@ -32,7 +32,7 @@ AXES: Mapping[str, tuple[frozenset[str], Axes]] = {
     "attention": (frozenset({"B", "Hq", "Hk"}), {"B Hq": {"B": 1, "Hq": 1}, "B / Hq": {"B": 1, "Hq": -1}}),
 }
 _PLAIN: tuple[frozenset[str], Axes] = (frozenset(), {})
-# How far calls stand apart that differ in a feature; calls that differ in any other are not compared.
+# The distance of calls that differ in a feature; calls that differ in any other are not compared.
 FEATURES = {"causal": 2.0, SQUARE: 1.0, "bias": 0.5}
 # The half precision types are compared with each other; the other one counts as this far away.
 SIBLING = {"float16": "bfloat16"}
@@ -134,7 +134,7 @@ def position_of(case: BenchmarkCase) -> dict[str, float]:
     named = features_of(case)
     position |= {"with " + name: apart for name, apart in FEATURES.items() if name in named}
     shown = tuple(f for f in case.features if f not in INVISIBLE and f not in FEATURES)
-    # Two layouts are two axes, so that any two stand equally far apart.
+    # Two layouts are two axes, so that any two are equally far apart.
     position[f"layout {(case.layout, case.contiguous, shown)}"] = LAYOUT_OCTAVES / math.sqrt(2)
     return position
 

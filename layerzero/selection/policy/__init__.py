@@ -4,22 +4,12 @@ Reading order: `rules` (one line), `policy` (the chain and its verdict), `load` 
 `program` (what calls ask for), `names` (do the names exist).
 """
 
-from layerzero.selection.policy.condition import Condition as Condition
-from layerzero.selection.policy.condition import parse_conditions as parse_conditions
-from layerzero.selection.policy.load import LoadedPolicy as LoadedPolicy
 from layerzero.selection.policy.load import environment_policy as environment_policy
 from layerzero.selection.policy.load import load_policy as load_policy
 from layerzero.selection.policy.load import parse_policy as parse_policy
-from layerzero.selection.policy.names import UnknownName as UnknownName
 from layerzero.selection.policy.names import check_names as check_names
-from layerzero.selection.policy.names import raise_for_unknown as raise_for_unknown
 from layerzero.selection.policy.policy import EMPTY as EMPTY
-from layerzero.selection.policy.policy import NO_BOOST as NO_BOOST
-from layerzero.selection.policy.policy import ActivePolicy as ActivePolicy
 from layerzero.selection.policy.policy import Policy as Policy
-from layerzero.selection.policy.policy import PolicyVerdict as PolicyVerdict
-from layerzero.selection.policy.policy import RequestPolicy as RequestPolicy
-from layerzero.selection.policy.policy import describe as describe
 from layerzero.selection.policy.policy import merge as merge
 from layerzero.selection.policy.program import allow_only as allow_only
 from layerzero.selection.policy.program import exclusion as exclusion
@@ -28,7 +18,5 @@ from layerzero.selection.policy.program import lock as lock
 from layerzero.selection.policy.program import preference as preference
 from layerzero.selection.policy.program import request_lock as request_lock
 from layerzero.selection.policy.program import unlock as unlock
-from layerzero.selection.policy.rules import Boost as Boost
 from layerzero.selection.policy.rules import Layer as Layer
-from layerzero.selection.policy.rules import Rule as Rule
 from layerzero.selection.policy.rules import make_rule as make_rule

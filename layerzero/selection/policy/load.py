@@ -28,12 +28,12 @@ from typing import Any
 
 import msgspec
 
-from layerzero._util import strict_yaml
-from layerzero._util.files import read_given
+from layerzero._util.strict_yaml import path_in, quote
 from layerzero.selection.policy.names import UnknownName, check_names
 from layerzero.selection.policy.policy import EMPTY, Policy
 from layerzero.selection.policy.rules import AVOIDED, PREFERRED, Action, Layer, Rule, make_rule
 from layerzero.spec.errors import PolicyLoadError, PolicyValidationError
+from layerzero.spec.user_file import UserFile
 
 FORMAT_VERSION = 1
 MAX_RULES = 1000
@@ -76,76 +76,48 @@ class LoadedPolicy(msgspec.Struct, frozen=True):
     findings: tuple[UnknownName, ...] = ()
 
 
-def load_policy(
-    path: str | os.PathLike[str],
-    *,
-    known_ops: AbstractSet[str] | None = None,
-    known_kernels: AbstractSet[str] | None = None,
-    strict: bool = False,
-    clock: Callable[[], float] = time.monotonic,
-    wall: Callable[[], float] = time.time,
-) -> LoadedPolicy:
-    """Read the policy file at `path`; see `parse_policy`.
+def load_policy(path: str | os.PathLike[str], **options: Any) -> LoadedPolicy:
+    """Read the policy file at `path`; `options` as in `parse_policy`.
 
     Raises: PolicyLoadError: also where the file is missing or unreadable.
     """
-    try:
-        data = read_given(path, strict_yaml.MAX_BYTES)
-    except OSError as error:
-        raise PolicyLoadError(
-            f"{os.fspath(path)}: cannot be read: {error.strerror}", path=os.fspath(path)
-        ) from error
-    except ValueError as error:
-        needs = f"needs at most {strict_yaml.MAX_BYTES} bytes, got more"
-        raise PolicyLoadError(f"{os.fspath(path)}: {needs}", path=os.fspath(path)) from error
-    return parse_policy(
-        data,
-        os.fspath(path),
-        known_ops=known_ops,
-        known_kernels=known_kernels,
-        strict=strict,
-        clock=clock,
-        wall=wall,
-    )
+    return _policy_of(UserFile(path, kind=PolicyLoadError), **options)
 
 
-def parse_policy(
-    data: bytes,
-    name: str,
-    *,
-    known_ops: AbstractSet[str] | None = None,
-    known_kernels: AbstractSet[str] | None = None,
-    strict: bool = False,
-    clock: Callable[[], float] = time.monotonic,
-    wall: Callable[[], float] = time.time,
-) -> LoadedPolicy:
-    """The policy in YAML `data`; `name` stands in errors and sources.
+def parse_policy(data: bytes, name: str, **options: Any) -> LoadedPolicy:
+    """The policy in YAML `data`; `name` is the file's in errors and sources.
 
     `known_ops` and `known_kernels` turn on the check of names: what is unknown here is a finding, or an
     error where `strict`. An `until` of wall-clock time becomes monotonic through `clock` and `wall`.
 
     Raises: PolicyLoadError: anything that is not a valid policy, with the file and the line.
     """
-    try:
-        document = strict_yaml.parse(data)
-    except strict_yaml.YamlError as error:
-        raise _load_error(name, error.line, str(error)) from error
-    file = _decode(document, name)
+    return _policy_of(UserFile(name, data, PolicyLoadError), **options)
+
+
+def _policy_of(
+    file: UserFile,
+    *,
+    known_ops: AbstractSet[str] | None = None,
+    known_kernels: AbstractSet[str] | None = None,
+    strict: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
+) -> LoadedPolicy:
     offset = clock() - wall()
     rules: list[Rule] = []
-    for index, entry in enumerate(file.rules):
-        line = document.line_of(("rules", index))
+    for index, entry in enumerate(_decode(file).rules):
         try:
-            rules.append(_rule(entry, offset, f"{name}:{line}"))
+            rules.append(_rule(entry, offset, f"{file.path}:{file.line_of('rules', index)}"))
         except PolicyValidationError as error:
             field = str(error).partition(" ")[0]
-            raise _load_error(name, document.line_of(("rules", index, field)), str(error)) from error
+            raise file.error(("rules", index, field), str(error)) from error
     policy = Policy(tuple(rules)) if rules else EMPTY
     findings = check_names(policy, known_ops=known_ops, known_kernels=known_kernels)
     if findings and strict:
         first = findings[0]
         index = next(i for i, rule in enumerate(rules) if rule is first.rule)
-        raise _load_error(name, document.line_of(("rules", index)), first.message)
+        raise file.error(("rules", index), first.message)
     return LoadedPolicy(policy, findings)
 
 
@@ -167,7 +139,7 @@ def environment_policy(env: Mapping[str, str] | None = None) -> Policy:
             op, separator, pattern = item.strip().rpartition("=")
             try:
                 if action == "lock" and not separator:
-                    raise PolicyValidationError(f"needs op=kernel, got {strict_yaml.quote(item.strip())}")
+                    raise PolicyValidationError(f"needs op=kernel, got {quote(item.strip())}")
                 rules.append(
                     make_rule(
                         action,
@@ -184,15 +156,15 @@ def environment_policy(env: Mapping[str, str] | None = None) -> Policy:
 
 
 def _monotonic(text: str, offset: float) -> float:
-    """The wall-clock time in `text` on the monotonic clock, which stands `offset` seconds from it."""
+    """The wall-clock time in `text` on the monotonic clock, which is `offset` seconds from it."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise PolicyValidationError(
-            f"until needs a time such as 2026-12-01T00:00:00Z, got {strict_yaml.quote(text)}"
+            f"until needs a time such as 2026-12-01T00:00:00Z, got {quote(text)}"
         ) from error
     if moment.tzinfo is None:
-        raise PolicyValidationError(f"until needs a time zone (Z or +00:00), got {strict_yaml.quote(text)}")
+        raise PolicyValidationError(f"until needs a time zone (Z or +00:00), got {quote(text)}")
     return moment.timestamp() + offset
 
 
@@ -223,45 +195,25 @@ def _rule(entry: _RuleEntry, offset: float, source: str) -> Rule:
     )
 
 
-def _decode(document: strict_yaml.Document, name: str) -> _PolicyFile:
-    value = document.value
-    _refuse_unknown(value, _PolicyFile, document, (), name, "field")
+def _decode(file: UserFile) -> _PolicyFile:
+    value = file.value
+    file.refuse_unknown(value, _PolicyFile.__struct_fields__, "field")
     version = value.get("version", FORMAT_VERSION)
     if isinstance(version, bool) or version != FORMAT_VERSION:
-        line = document.line_of(("version",))
-        raise _load_error(name, line, f"version needs {FORMAT_VERSION}, got {strict_yaml.quote(version)}")
+        raise file.error(("version",), f"version needs {FORMAT_VERSION}, got {quote(version)}")
     rules = value.get("rules")
     if isinstance(rules, list):
         if len(rules) > MAX_RULES:
-            line = document.line_of(("rules", MAX_RULES))
-            raise _load_error(name, line, f"rules needs at most {MAX_RULES} entries, got {len(rules)}")
+            message = f"rules needs at most {MAX_RULES} entries, got {len(rules)}"
+            raise file.error(("rules", MAX_RULES), message)
         for index, entry in enumerate(rules):
             if isinstance(entry, dict):
-                _refuse_unknown(entry, _RuleEntry, document, ("rules", index), name, "field of a rule")
+                known = _RuleEntry.__struct_fields__
+                file.refuse_unknown(entry, known, "field of a rule", ("rules", index))
     try:
         return msgspec.convert(value, _PolicyFile)
     except msgspec.ValidationError as error:
-        path = strict_yaml.path_in(str(error))
-        field = ".".join(map(str, path)) or "the file"
+        place = path_in(str(error))
+        field = ".".join(map(str, place)) or "the file"
         message = str(error).partition(" - at ")[0]
-        raise _load_error(name, document.line_of(path), f"{field}: {message}") from error
-
-
-def _refuse_unknown(
-    value: Mapping[str, Any],
-    schema: type[msgspec.Struct],
-    document: strict_yaml.Document,
-    path: strict_yaml.Path,
-    name: str,
-    what: str,
-) -> None:
-    for key in value:
-        if key not in schema.__struct_fields__:
-            hint = strict_yaml.suggestion(key, schema.__struct_fields__)
-            line = document.line_of((*path, key))
-            raise _load_error(name, line, f"unknown {what} {strict_yaml.quote(key)}: {hint}")
-
-
-def _load_error(name: str, line: int | None, message: str) -> PolicyLoadError:
-    where = name if line is None else f"{name}:{line}"
-    return PolicyLoadError(f"{where}: {message}", path=name, line=line)
+        raise file.error(place, f"{field}: {message}") from error

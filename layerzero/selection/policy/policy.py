@@ -18,9 +18,9 @@ from functools import cached_property
 
 import msgspec
 
-from layerzero.selection.policy.condition import Condition
 from layerzero.selection.policy.rules import Action, Boost, Rule
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.condition import Condition
 from layerzero.spec.reasons import Reason, Rejected
 
 NO_BOOST = Boost()

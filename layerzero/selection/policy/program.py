@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 from layerzero._util.strict_yaml import suggestion
 from layerzero.selection.policy.names import raise_for_unknown
 from layerzero.selection.policy.policy import EMPTY, Policy
-from layerzero.selection.policy.rules import PREFERRED, Layer, make_rule, split_op
+from layerzero.selection.policy.rules import PREFERRED, Action, Layer, make_rule, split_op
 from layerzero.spec.errors import PolicyValidationError
 
 
@@ -80,36 +81,24 @@ def preference(
     *patterns: str, op: str = "*", until: float | None = None, layer: Layer = Layer.CONTEXT
 ) -> Policy:
     """A layer that makes matching kernels look a thousand times cheaper: taken wherever they are accepted."""
-    rule = make_rule(
-        "boost",
-        patterns,
-        op=op,
-        factor=PREFERRED,
-        until=until,
-        layer=layer,
-        source=_source_text("prefer", patterns),
-    )
-    return Policy((rule,))
+    return _one_rule("boost", "prefer", patterns, op=op, factor=PREFERRED, until=until, layer=layer)
 
 
 def exclusion(
     *patterns: str, op: str = "*", until: float | None = None, layer: Layer = Layer.CONTEXT
 ) -> Policy:
     """A layer that denies matching kernels."""
-    rule = make_rule(
-        "deny", patterns, op=op, until=until, layer=layer, source=_source_text("disable", patterns)
-    )
-    return Policy((rule,))
+    return _one_rule("deny", "disable", patterns, op=op, until=until, layer=layer)
 
 
-def allow_only(
-    *patterns: str, op: str = "*", until: float | None = None, layer: Layer = Layer.CONTEXT
-) -> Policy:
+def allow_only(*patterns: str, op: str = "*") -> Policy:
     """A layer that allows nothing but matching kernels: the references, for a block that wants no other."""
-    rule = make_rule(
-        "allow", patterns, op=op, until=until, layer=layer, source=_source_text("only", patterns)
-    )
-    return Policy((rule,))
+    return _one_rule("allow", "only", patterns, op=op, layer=Layer.CONTEXT)
+
+
+def _one_rule(action: Action, word: str, patterns: tuple[str, ...], **fields: Any) -> Policy:
+    source = f"{word}({', '.join(map(repr, patterns))})"
+    return Policy((make_rule(action, patterns, source=source, **fields),))
 
 
 def request_lock(
@@ -127,7 +116,3 @@ def request_lock(
     policy = Policy((rule,))
     raise_for_unknown(policy, known_ops=known_ops, known_kernels=known_kernels)
     return policy
-
-
-def _source_text(name: str, patterns: tuple[str, ...]) -> str:
-    return f"{name}({', '.join(map(repr, patterns))})"

@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 
 from layerzero._util.strict_yaml import quote, suggestion
-from layerzero.selection.policy.condition import FLAGS, Condition, parse_conditions
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.condition import FLAGS, Condition, parse_conditions
 from layerzero.spec.errors import PolicyValidationError
 
 Action = Literal["lock", "deny", "allow", "boost"]

@@ -22,7 +22,7 @@ from layerzero.actors.device.running_kernels import (
     read_crash_log,
 )
 from layerzero.actors.remote.ray_actor import DeviceSpec, _folder
-from layerzero.actors.rpc.faults import lost_device
+from layerzero.health.device_faults import lost_device
 from layerzero.native import KERNEL_NOTES
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.settings import Settings
@@ -226,7 +226,7 @@ def test_a_folder_that_others_can_write_blames_nobody(tmp_path: Path) -> None:
         lambda: read_crash_log(tmp_path, "gpu-0"),
         lambda: RunningKernelLog(tmp_path, "gpu-0", "1"),
     ):
-        with pytest.raises(PermissionError, match="writable by nobody else"):
+        with pytest.raises(PermissionError, match="writable by no other user"):
             attempt()
 
 

@@ -230,7 +230,7 @@ def test_a_frozen_leader_is_noticed_by_who_waits_for_its_next_step(
         assert follower._frame() is None
         assert child.process.pid is not None
         os.kill(child.process.pid, signal.SIGSTOP)
-        with pytest.raises(DeviceLostError, match=r"no sign of life for 0\.5 s: it is frozen, or its host"):
+        with pytest.raises(DeviceLostError, match=r"no heartbeat for 0\.5 s: it is frozen, or its host"):
             follower.receive()
         follower.close()
     finally:

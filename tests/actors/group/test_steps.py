@@ -30,7 +30,8 @@ from layerzero.actors.group.step_message import MAX_VALUES, StepSequence, decode
 from layerzero.actors.group.steps import Steps
 from layerzero.actors.group.stores import TorchStore
 from layerzero.ops import table as ops_table
-from layerzero.selection.cost.measured import MEASURED, MeasuredCosts, SourcedMeasurement
+from layerzero.selection.cost.measured import MeasuredCosts, SourcedMeasurement
+from layerzero.selection.cost.roofline import MEASURED
 from layerzero.selection.policy import EMPTY, Policy, make_rule
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, KernelExecutionError
 from tests import children
@@ -298,7 +299,7 @@ def test_a_rank_that_says_nothing_after_a_step_holds_its_results_back_in_time() 
     mine, (_, theirs) = first.start_step("step", ["a"]), other.next_step(5.0)
     chosen(first.group.device, mine)
     chosen(other.group.device, theirs)
-    with pytest.raises(DeviceLostError, match=r"step 1 counts for nobody: ranks \[1\] did not end it"):
+    with pytest.raises(DeviceLostError, match=r"step 1 counts for no rank: ranks \[1\] did not end it"):
         first.end_step("step")
     assert isinstance(other.group.channel, FollowerChannel) and other.group.channel._silence_s is not None
     for steps in (first, other):
@@ -511,7 +512,8 @@ def test_the_profile_of_a_device_is_the_same_in_every_process(tmp_path: Path) ->
         "from layerzero.actors.group.plan import profile_of; "
         "from layerzero.selection.cost.cost_model import TABLES; "
         "from layerzero.perfdb.shipped import read_table; "
-        "from layerzero.selection.cost.measured import MeasuredCosts, SourcedMeasurement, SHIPPED; "
+        "from layerzero.selection.cost.measured import MeasuredCosts, SourcedMeasurement; "
+        "from layerzero.selection.cost.roofline import SHIPPED; "
         "own = current().device('cpu'); "
         "rows = [SourcedMeasurement(r, SHIPPED) for r in read_table(TABLES / 'cpu_amd_avx2.json').rows]; "
         "own.set_costs(MeasuredCosts(rows, {k.id: k for k in own.registry.all()}, own.hardware)); "

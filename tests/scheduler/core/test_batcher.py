@@ -253,8 +253,8 @@ def test_deadlines_hold_nothing_that_has_ended() -> None:
     for step in range(1000):
         put(lane, call(deadline=1e9 + step))
         pick(lane)
-    assert not lane._with_deadline
-    assert len(lane._deadlines) <= 65
+    assert not lane.deadlines.by_seq
+    assert len(lane.deadlines) <= 65
 
 
 def test_a_full_queue_rejects_or_keeps_waiting_in_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.scheduler.core.test_batcher import call, put
 PASS_S = 0.010
 
 
-def batcher(device: bool = False, **limits: int) -> Batcher:
+def batcher(device: bool = False, **limits: Any) -> Batcher:
     """A batcher that explains; of a `device` that answers before it has run, or of a worker."""
     made = Batcher(BatchLimits(**limits))
     made.explains = True

@@ -16,14 +16,8 @@ from layerzero.ops import table as ops_table
 from layerzero.perfdb import BenchmarkCase, Measurement, implausible_reason
 from layerzero.selection.context import SelectionContext
 from layerzero.selection.cost.cost_model import load_costs
-from layerzero.selection.cost.measured import (
-    MEASURED,
-    SHIPPED,
-    MeasuredCosts,
-    SourcedMeasurement,
-    measurement_key,
-)
-from layerzero.selection.cost.roofline import ROOFLINE
+from layerzero.selection.cost.measured import MeasuredCosts, SourcedMeasurement, measurement_key
+from layerzero.selection.cost.roofline import MEASURED, ROOFLINE, SHIPPED
 from layerzero.selection.decide import decide
 from layerzero.selection.modes import mode_bits
 from layerzero.selection.plan import signature_of

@@ -11,7 +11,8 @@ from layerzero.backends import load_builtin
 from layerzero.measure.shapes import attention
 from layerzero.ops import table as ops_table
 from layerzero.perfdb import Measurement
-from layerzero.selection.cost.measured import SHIPPED, MeasuredCosts, SourcedMeasurement
+from layerzero.selection.cost.measured import MeasuredCosts, SourcedMeasurement
+from layerzero.selection.cost.roofline import SHIPPED
 from layerzero.selection.cost.wave_quantization import kernel_work_us, tile_waves_us
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import hypothetical_gpu

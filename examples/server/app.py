@@ -1,0 +1,264 @@
+"""The application: routes, answers over HTTP, and the command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+import layerzero as lz
+from layerzero.integrations import uvicorn as bounded
+from layerzero.integrations.starlette import install, lifespan
+from server.answers import ChatFormat, CompletionFormat, Format, Piece, error_body
+from server.fields import BadRequest, UnknownModel
+from server.protocol import Ask, read
+from server.service import Full, Service
+from server.service import Options as Options
+
+# Requests beyond those being answered that may be on their way in or out.
+WAITING = 64
+STREAM_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
+}
+
+
+class Answer:
+    """The answer to one request: an ASGI response that ends when its client goes."""
+
+    def __init__(self, service: Service, ask: Ask) -> None:
+        self.service, self.ask = service, ask
+        form = ChatFormat if ask.is_chat else CompletionFormat
+        self.format: Format = form(service.name, service.texts, ask.include_usage)
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with anyio.create_task_group() as tasks:
+
+            async def watch() -> None:
+                while (await receive())["type"] != "http.disconnect":
+                    continue
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(watch)
+            await self.respond_or_refuse(scope, receive, send)
+            tasks.cancel_scope.cancel()
+
+    async def respond_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond, or say in the words of the API why not."""
+        try:
+            await (self.stream(send) if self.ask.stream else self.whole(scope, receive, send))
+        except Full as full:
+            again = {"Retry-After": str(full.retry_after)}
+            await failure(429, str(full), kind="rate_limit_error", headers=again)(scope, receive, send)
+        except BadRequest as bad:
+            await refusal(bad)(scope, receive, send)
+
+    async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """All choices in one answer."""
+        choices: list[list[Piece]] = [[] for _ in range(self.ask.choices)]
+
+        async def collect(piece: Piece) -> None:
+            choices[piece.index].append(piece)
+
+        usage = await self.service.answer(self.ask, collect)
+        await JSONResponse(self.format.whole(choices, usage))(scope, receive, send)
+
+    async def stream(self, send: Send) -> None:
+        """Server-sent events, one a piece of text; the status is sent with the first piece."""
+        begun: set[int] = set()
+
+        async def event(piece: Piece) -> None:
+            if not begun:
+                await send(STREAM_START)
+            if piece.index not in begun:
+                begun.add(piece.index)
+                opening = self.format.begin(piece.index)
+                if opening is not None:
+                    await self._event(send, opening)
+            if piece.text or piece.reason or piece.tokens:
+                await self._event(send, self.format.event(piece))
+
+        try:
+            usage = await self.service.answer(self.ask, event)
+        except (Full, lz.LayerZeroError) as error:
+            if not begun:
+                raise
+            await self._event(send, error_body(str(error), "server_error"))
+            await send({"type": "http.response.body", "body": b""})
+            return
+        if self.ask.include_usage:
+            await self._event(send, self.format.usage(usage))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def _event(self, send: Send, data: dict[str, Any]) -> None:
+        # ASCII: some readers end a line also at characters that JSON need not escape.
+        body = f"data: {json.dumps(data)}\n\n".encode()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def failure(
+    status: int,
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> JSONResponse:
+    """An error as a response."""
+    return JSONResponse(error_body(message, kind, param, code), status_code=status, headers=headers)
+
+
+def refusal(bad: BadRequest) -> JSONResponse:
+    """What is wrong with a request, as a response."""
+    return failure(bad.status, str(bad), param=bad.param, code=bad.code)
+
+
+async def completions(request: Request) -> Any:
+    """POST /v1/completions and /v1/chat/completions."""
+    service: Service = request.app.state.service
+    try:
+        ask = read(await request.body(), service.name, chat=request.url.path == "/v1/chat/completions")
+    except ClientDisconnect:
+        return Response(status_code=400)  # for no client
+    except BadRequest as bad:
+        return refusal(bad)
+    return Answer(service, ask)
+
+
+async def models(request: Request) -> JSONResponse:
+    """GET /v1/models."""
+    return JSONResponse({"object": "list", "data": [_served(request.app.state.service)]})
+
+
+async def model(request: Request) -> JSONResponse:
+    """GET /v1/models/NAME."""
+    service: Service = request.app.state.service
+    name = request.path_params["name"]
+    if name != service.name:
+        return refusal(UnknownModel(f"model needs {service.name!r}, got {name!r}", "model"))
+    return JSONResponse(_served(service))
+
+
+def _served(service: Service) -> dict[str, Any]:
+    return {"id": service.name, "object": "model", "created": service.started, "owned_by": "layerzero"}
+
+
+async def http_failure(request: Request, error: Exception) -> JSONResponse:
+    """An unknown path or method, in the words of the API."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})  # the methods that a path allows
+    return failure(error.status_code, f"{error.detail}: {request.method} {request.url.path}", headers=headers)
+
+
+async def server_failure(request: Request, error: Exception) -> JSONResponse:
+    """An unforeseen error; the log has it, the client gets no word of the inside."""
+    return failure(500, "the server failed to answer this request", kind="server_error")
+
+
+def application(options: Options) -> Starlette:
+    """The server as an ASGI application; its lifespan opens the runtime, and drains it at the end."""
+
+    determinism = "strict" if options.strict else "default"
+    settings = lz.Settings.load(
+        device=options.device, inference=True, freeze_gc=True, determinism=determinism
+    )
+
+    @asynccontextmanager
+    async def served(app: Starlette, runtime: lz.Runtime) -> AsyncIterator[None]:
+        app.state.service = Service(options, runtime)
+        yield
+
+    def service() -> Service:
+        opened: Service = app.state.service
+        return opened
+
+    def refuse(status: int, message: str, retry_after_s: float | None) -> JSONResponse:
+        if retry_after_s is None:
+            return failure(status, message)
+        again = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+        return failure(429, message, kind="rate_limit_error", headers=again)
+
+    routes = [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", completions, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+    ]
+    handlers = {HTTPException: http_failure, Exception: server_failure}
+    app = Starlette(routes=routes, lifespan=lifespan(settings, inside=served), exception_handlers=handlers)
+    install(
+        app,
+        registry=lambda: service().registry,
+        ready=lambda: (),  # its model is loaded before anything is served
+        health=lambda: service().state(),
+        max_requests=options.max_requests + WAITING,
+        max_body=options.max_body,
+        refuse=refuse,
+    )
+    return app
+
+
+_COUNTS = {
+    "pages": "pages of keys and values",
+    "page_size": "tokens of a page",
+    "max_requests": "requests answered at once",
+    "max_waiting_tokens": "tokens of requests that wait for pages",
+    "max_body": "bytes of one request's body",
+    "drain_s": "seconds SIGTERM leaves to answers",
+}
+
+
+def parse(arguments: list[str] | None) -> Options:
+    """Read the command line."""
+    defaults = Options()
+    parser = argparse.ArgumentParser(description="Serve completions and chats of a Llama.")
+    parser.add_argument("--model", type=Path, default=defaults.model, help="a Hugging Face Llama folder")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device)
+    parser.add_argument(
+        "--per", choices=("op", "layer", "step"), default=defaults.per, help="what one await covers"
+    )
+    for name, what in _COUNTS.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=getattr(defaults, name), help=what)
+    parser.add_argument("--strict", action="store_true", help="only kernels whose rows ignore their batch")
+    parser.add_argument("--host", default=defaults.host)
+    parser.add_argument("--port", type=int, default=defaults.port)
+    options = parser.parse_args(arguments)
+    for name in _COUNTS:
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} needs to be at least 1, got {getattr(options, name)}")
+    return Options(**vars(options))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, and return 0 after a drain."""
+    options = parse(arguments)
+    config = bounded.config(
+        application(options),
+        host=options.host,
+        port=options.port,
+        log_level="warning",
+        timeout_graceful_shutdown=options.drain_s,
+    )
+    # uvicorn raises the signal again when it has drained: that would turn a clean end into a killed process.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    uvicorn.Server(config).run()
+    return 0

@@ -1,0 +1,283 @@
+"""The model, its tokenizer and its engine: a request goes in, pieces of text come out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from generate import load_tokenizer
+from models.llama import FOLDER, Llama, Per, load
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily
+from tokenizers import Tokenizer
+
+import layerzero as lz
+from layerzero.api import metrics
+from server.answers import ChoiceText, Piece, Usage
+from server.engine import Engine, Grammar
+from server.fields import BadRequest
+from server.protocol import Ask, Constraint
+from server.text import IncrementalDetokenizer, TemplateRefused, TokenTexts, load_chat_template
+
+Emit = Callable[[Piece], Awaitable[None]]
+_SEEDS = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the server runs."""
+
+    model: Path = FOLDER
+    device: str = "cpu"
+    per: Per = "step"
+    pages: int = 1024
+    page_size: int = 16
+    max_requests: int = 256
+    max_waiting_tokens: int = 1 << 17
+    max_body: int = 4 << 20
+    strict: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_s: int = 30
+
+
+class Full(Exception):
+    """The server takes no further request now; try again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = max(1, math.ceil(retry_after))
+
+
+class Service:
+    """The model, its tokenizer, and what is counted about requests."""
+
+    def __init__(self, options: Options, runtime: lz.Runtime) -> None:
+        self.options = options
+        self.name = options.model.resolve().name
+        self.model: Llama = load(
+            options.model,
+            device=options.device,
+            dtype=torch.float32 if options.device == "cpu" else torch.bfloat16,
+            pages=options.pages,
+            page_size=options.page_size,
+            per=options.per,
+        )
+        self.engine = Engine(
+            self.model, self.model.config.eos_token_ids, max_waiting_tokens=options.max_waiting_tokens
+        )
+        self.tokenizer: Tokenizer = load_tokenizer(options.model)
+        self.texts = TokenTexts(self.tokenizer)
+        self.template = load_chat_template(options.model)
+        self._grammars: Any = None
+        if options.device == "cuda":
+            for runner in self.model.runners:  # they take pages, which no request can have
+                runner.capture()
+        # How many tokens a prompt and its answer may have together.
+        self.max_model_len = min(self.model.config.max_position_embeddings, self.engine.requests.capacity)
+        # No prompt of more characters can fit, so none is taken apart.
+        self.max_prompt_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+        self.active = 0
+        self.started = int(time.time())
+        self.registry = CollectorRegistry()
+        self.registry.register(metrics.collector(runtime))
+        self.registry.register(self)
+        self.requests = Counter("requests", "requests by how they ended", ["outcome"], registry=self.registry)
+        self.tokens = Counter("generated_tokens", "tokens drawn", registry=self.registry)
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "requests_in_flight": ("requests being answered", lambda: self.active),
+            "requests_waiting": ("choices that wait for pages", lambda: self.engine.requests.waiting),
+            "kv_pages_free": ("pages that no request holds", lambda: self.model.cache.allocator.free_pages),
+        }
+        for name, (what, value) in gauges.items():
+            Gauge(name, what, registry=self.registry).set_function(value)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """What the pool of pages has counted, for /metrics."""
+        requests = self.engine.requests
+        yield CounterMetricFamily("preemptions", "choices that gave their pages back", requests.preemptions)
+        yield CounterMetricFamily("prompt_tokens", "tokens of prompts", requests.prompt_tokens)
+        yield CounterMetricFamily("reused_tokens", "tokens of prompts found computed", requests.reused_tokens)
+
+    def state(self) -> dict[str, int]:
+        """What is going on, for /health."""
+        pages = self.model.cache.allocator
+        return {"requests": self.active, "pages": pages.total, "pages_free": pages.free_pages}
+
+    async def answer(self, ask: Ask, emit: Emit) -> Usage:
+        """Give the answer's pieces to `emit` as they come, choices in any order; the counts at the end.
+
+        Raises: Full: too many requests, or a full batcher or queue. BadRequest: the request does not fit.
+        """
+        if self.active >= self.options.max_requests:
+            self.requests.labels("rejected").inc()
+            raise Full(f"{self.active} requests are being answered, and no more at once")
+        self.active += 1
+        outcome = "cancelled"
+        try:
+            usage = await self._choices(ask, emit)
+            outcome = "done"
+        except lz.OverloadedError as error:
+            outcome = "rejected"
+            raise Full(str(error), error.retry_after) from error
+        except Exception:
+            outcome = "failed"
+            raise
+        finally:
+            self.active -= 1
+            self.requests.labels(outcome).inc()
+        return usage
+
+    async def _choices(self, ask: Ask, emit: Emit) -> Usage:
+        """All choices side by side; the others begin when the first's prompt is computed, and share it."""
+        prompt = await self._prompt(ask)
+        max_tokens = self._max_tokens(prompt, ask)
+        grammars = [await self._grammar(ask.constraint) for _ in range(ask.choices)]
+        usage = Usage(prompt=len(prompt))
+
+        async def first(piece: Piece) -> None:
+            await emit(piece)
+            begun.set()
+
+        begun = anyio.Event()
+        try:
+            async with anyio.create_task_group() as tasks:
+
+                async def later(index: int) -> None:
+                    await begun.wait()
+                    await self._choice(index, ask, prompt, max_tokens, grammars[index], usage, emit)
+
+                for index in range(1, ask.choices):
+                    tasks.start_soon(later, index)
+                await self._choice(0, ask, prompt, max_tokens, grammars[0], usage, first)
+        except BaseExceptionGroup as group:
+            raise _only(group) from None
+        return usage
+
+    async def _choice(
+        self,
+        index: int,
+        ask: Ask,
+        prompt: list[int],
+        max_tokens: int,
+        grammar: Grammar | None,
+        usage: Usage,
+        emit: Emit,
+    ) -> None:
+        sampling = replace(ask.sampling, seed=(ask.sampling.seed + _SEEDS + index) % (2 * _SEEDS) - _SEEDS)
+        choice = ChoiceText(index, IncrementalDetokenizer(self.tokenizer, ask.stop))
+        tokens = self.engine.generate(
+            prompt,
+            sampling,
+            max_tokens,
+            user=ask.user,
+            grammar=grammar,
+            ignore_eos=ask.ignore_eos,
+            patient=index > 0,
+        )
+        reason = "length"
+        async with aclosing(tokens):
+            async for drawn in tokens:
+                usage.drawn += 1
+                self.tokens.inc()
+                piece = choice.feed(drawn)
+                if piece is not None:
+                    await emit(piece)
+                    if piece.reason:
+                        return
+                if drawn.ends:
+                    reason = "stop"
+        await emit(choice.end(reason))
+
+    # -- what a request asks, in the model's terms ------------------------------------------------------
+
+    async def _prompt(self, ask: Ask) -> list[int]:
+        """The tokens of a prompt, encoded beside the loop: the library's batches give the interpreter up."""
+        param = "messages" if ask.is_chat else "prompt"
+        if ask.ids is not None:
+            if not all(0 <= token < self.model.config.vocab_size for token in ask.ids):
+                raise BadRequest(f"prompt needs token ids in [0, {self.model.config.vocab_size})", param)
+            return ask.ids
+        text = self._rendered(ask) if ask.is_chat else ask.text
+        if len(text) > self.max_prompt_characters:
+            raise BadRequest(
+                f"{param} needs at most {self.max_prompt_characters} characters, got {len(text)}", param
+            )
+        ids = await anyio.to_thread.run_sync(self._encode, text, not ask.is_chat)
+        if not ids:
+            raise BadRequest(f"{param} needs at least one token", param)
+        return ids
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        """A template has written the special tokens itself."""
+        encoded = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoded[0].ids
+        return ids
+
+    def _rendered(self, ask: Ask) -> str:
+        if self.template is None:
+            raise BadRequest(
+                f"messages needs a model with a chat template, {self.name!r} has none", "messages"
+            )
+        try:
+            return self.template.render(ask.messages)
+        except TemplateRefused as refused:
+            raise BadRequest(
+                f"messages needs what the chat template takes: {refused}", "messages"
+            ) from refused
+
+    def _max_tokens(self, prompt: list[int], ask: Ask) -> int:
+        """How many tokens may be drawn, by the request and by the model."""
+        param = "messages" if ask.is_chat else "prompt"
+        vocab = self.model.config.vocab_size
+        if any(token >= vocab for token, _ in ask.sampling.logit_bias):
+            raise BadRequest(f"logit_bias needs token ids in [0, {vocab})", "logit_bias")
+        limit = self.max_model_len
+        if ask.max_tokens is None and len(prompt) < limit:
+            return limit - len(prompt)
+        asked = ask.max_tokens or 1
+        if len(prompt) + asked > limit:
+            raise BadRequest(
+                f"{param} and max_tokens need at most {limit} tokens together, got {len(prompt)} and {asked}",
+                "max_tokens" if ask.max_tokens is not None else param,
+            )
+        return asked
+
+    async def _grammar(self, constraint: Constraint | None) -> Grammar | None:
+        """The grammar of a request, compiled beside the loop."""
+        if constraint is None:
+            return None
+        try:
+            grammar: Grammar = await anyio.to_thread.run_sync(self._compile, constraint)
+        except ModuleNotFoundError as missing:
+            raise BadRequest(
+                f"{constraint.param} needs llguidance: pip install 'layerzero-runtime[grammar]'",
+                constraint.param,
+            ) from missing
+        except ValueError as error:
+            raise BadRequest(f"{constraint.param}: {error}", constraint.param) from error
+        return grammar
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        from layerzero.integrations.llguidance import Grammars
+
+        if self._grammars is None:
+            config = self.model.config
+            self._grammars = Grammars(self.tokenizer.to_str(), config.vocab_size, config.eos_token_ids)
+        asked = constraint.schema if constraint.regex is None else constraint.regex
+        compile_one = self._grammars.json_schema if constraint.regex is None else self._grammars.regex
+        grammar: Grammar = compile_one(asked)
+        return grammar
+
+
+def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended a group of choices; the others were cancelled for it."""
+    first = group.exceptions[0]
+    return _only(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,190 @@
+"""What a request asks of its logits before a token is drawn, and what is reported about the token after it.
+
+Plain functions over the rows of many requests: each parameter is a number for all rows, or a tensor with one
+value a row, so that rows of different requests are in one call. Nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.ops import checks
+from layerzero.ops.sampling.draw import Count, Number, column, is_constant
+
+MASK_BITS = 32
+
+
+def adjust_logits(
+    logits: Tensor,
+    *,
+    history: Tensor | None = None,
+    prompt_lens: Count = 0,
+    repetition_penalty: Number = 1.0,
+    presence_penalty: Number = 0.0,
+    frequency_penalty: Number = 0.0,
+    bias_tokens: Tensor | None = None,
+    bias: Tensor | None = None,
+    allowed: Tensor | None = None,
+    min_p: Number = 0.0,
+    temperature: Number = 1.0,
+) -> Tensor:
+    """The logits (B, V) that `sample` shall draw from: bias, penalties, mask and min-p, in this order.
+
+    Args: logits (B, V); a penalty, min_p and temperature are numbers or (B,) floats. history (B, L) integers
+        are the tokens of each row so far, -1 where there is none; the first prompt_lens of a row, an int or
+        (B,) integers, are its prompt. repetition_penalty r above 0 divides a positive logit of any token of
+        the history by r and multiplies another; presence_penalty is subtracted once from each token behind
+        the prompt, frequency_penalty as often as it is there. bias (B, K) floats are added to bias_tokens
+        (B, K), -1 where there is none. allowed (B, ceil(V / 32)) int32: bit i of word w lets token 32 w + i
+        pass, as grammar libraries fill it. min_p in [0, 1] masks what is less likely at `temperature` than
+        so much of the likeliest token.
+    Returns: (B, V) float32, or float64 for such logits: a new tensor, or `logits` where nothing is asked.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also ids out of range.
+    Source: presence and frequency: OpenAI's API reference; repetition: Keskar et al., arXiv 1909.05858;
+        min-p: Nguyen et al., arXiv 2407.01082.
+
+    Example:
+        >>> import layerzero as lz
+        >>> logits, history = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[1, 0, 0]])
+        >>> lz.adjust_logits(logits, history=history, prompt_lens=1, frequency_penalty=0.5)
+        tensor([[1., 1., 0.]])
+    """
+    checks.need_rows("logits", checks.need_tensor("logits", logits, rank=2))
+    penalties = {
+        "repetition_penalty": (repetition_penalty, 1),
+        "presence_penalty": (presence_penalty, 0),
+        "frequency_penalty": (frequency_penalty, 0),
+    }
+    for name, (value, _) in penalties.items():
+        _need_column(name, value, logits, low=1e-3 if name == "repetition_penalty" else -math.inf)
+    _need_column("min_p", min_p, logits, low=0.0, high=1.0)
+    _need_column("temperature", temperature, logits, low=0.0)
+    penalised = any(not is_constant(value, neutral) for value, neutral in penalties.values())
+    if penalised and history is None:
+        raise ValueError("history needs the tokens so far where a penalty is given, got None")
+    if (bias is None) != (bias_tokens is None):
+        raise ValueError("bias and bias_tokens need each other, got one of them")
+    adjusted = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if bias is not None and bias_tokens is not None:
+        adjusted = _biased(adjusted, _ids("bias_tokens", bias_tokens, logits), bias)
+    if penalised and history is not None:
+        tokens = _ids("history", history, logits)
+        if tokens.shape[1]:
+            values = (repetition_penalty, presence_penalty, frequency_penalty)
+            adjusted = _penalised(adjusted, tokens, _prompt_lens(prompt_lens, logits), values)
+    if allowed is not None:
+        adjusted = _masked(adjusted, allowed)
+    if not is_constant(min_p, 0):
+        adjusted = _without_unlikely(adjusted, min_p, temperature)
+    return adjusted
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, top: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """How likely each row's token was, and the `top` likeliest tokens of the row.
+
+    Args: logits (B, V); tokens (B,) integers; top from 0 to V.
+    Returns: logarithms of probabilities (B,); the likeliest tokens (B, top) int64, the likeliest first; their
+        logarithms (B, top); float32, or float64 for such logits.
+    Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also ids out of range.
+
+    Example:
+        >>> import layerzero as lz
+        >>> lz.token_logprobs(torch.zeros(1, 4), torch.tensor([2]))[0].exp()
+        tensor([0.2500])
+    """
+    checks.need_rows("logits", checks.need_tensor("logits", logits, rank=2))
+    rows, vocab = logits.shape
+    checks.need_index("tokens", tokens, rank=1)
+    if tokens.shape[0] != rows:
+        raise ValueError(f"tokens needs {rows} elements like logits' rows, got {tokens.shape[0]}")
+    checks.need_same_device("logits", logits, tokens=tokens)
+    checks.need_int("top", top, low=0, high=vocab)
+    index = checks.ids_in_range("tokens", tokens, vocab, "the vocabulary").long().unsqueeze(-1)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logprobs = torch.log_softmax(wide, -1)
+    likeliest = torch.topk(logprobs, top, dim=-1)
+    return logprobs.gather(-1, index).squeeze(-1), likeliest.indices, likeliest.values
+
+
+# -- the steps ------------------------------------------------------------------------------------------
+
+
+def _biased(logits: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
+    checks.need_tensor("bias", bias, rank=2)
+    if bias.shape != tokens.shape:
+        raise ValueError(f"bias needs shape {tuple(tokens.shape)} like bias_tokens, got {tuple(bias.shape)}")
+    checks.need_same_device("logits", logits, bias=bias)
+    added = torch.where(tokens < 0, 0.0, bias.to(logits.dtype))
+    return logits.scatter_add(-1, tokens.clamp_min(0), added)
+
+
+def _penalised(
+    logits: Tensor, tokens: Tensor, prompt_lens: Tensor, values: tuple[Number, Number, Number]
+) -> Tensor:
+    repetition, presence, frequency = (column(value, logits.dtype, logits.device) for value in values)
+    is_token = tokens >= 0
+    # A place without a token repeats one of its row: all writes of one column write the same.
+    index = torch.where(is_token, tokens, tokens.amax(-1, keepdim=True)).clamp_min(0)
+    is_generated = is_token & (torch.arange(tokens.shape[1], device=tokens.device) >= prompt_lens)
+    counts = torch.zeros_like(logits).scatter_add_(-1, index, is_generated.to(logits.dtype)).gather(-1, index)
+    before = logits.gather(-1, index)
+    repeated = torch.where(before > 0, before / repetition, before * repetition)
+    after = torch.where(is_token.any(-1, keepdim=True), repeated, before)
+    return logits.scatter(-1, index, after - frequency * counts - presence * (counts > 0))
+
+
+def _masked(logits: Tensor, allowed: Tensor) -> Tensor:
+    rows, vocab = logits.shape
+    words = -(-vocab // MASK_BITS)
+    if not isinstance(allowed, Tensor) or allowed.dtype != torch.int32:
+        got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
+        raise TypeError(f"allowed needs a tensor of int32, got {got}")
+    if tuple(allowed.shape) != (rows, words):
+        raise ValueError(f"allowed needs shape {(rows, words)}, a bit a token, got {tuple(allowed.shape)}")
+    checks.need_same_device("logits", logits, allowed=allowed)
+    bits = (allowed.unsqueeze(-1) >> torch.arange(MASK_BITS, device=allowed.device, dtype=torch.int32)) & 1
+    return logits.masked_fill(bits.flatten(1)[:, :vocab] == 0, -torch.inf)
+
+
+def _without_unlikely(logits: Tensor, min_p: Number, temperature: Number) -> Tensor:
+    share, heat = (column(value, torch.float64, logits.device) for value in (min_p, temperature))
+    # At 0 of either the product has no value, or none that says what is meant: nothing is masked.
+    distance = torch.where((share > 0) & (heat > 0), share.log() * heat, -torch.inf)
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + distance.to(logits.dtype), -torch.inf)
+
+
+# -- checks ---------------------------------------------------------------------------------------------
+
+
+def _need_column(
+    name: str, value: Any, logits: Tensor, low: float = -math.inf, high: float = math.inf
+) -> None:
+    """`value` is a finite number from `low` to `high` or a floating point tensor (B,)."""
+    if isinstance(value, Tensor):
+        checks.need_vector(name, value, logits.shape[0], "logits' rows")
+        checks.need_same_device("logits", logits, **{name: value})
+    else:
+        checks.need_number(name, value, low=low, high=high)
+
+
+def _ids(name: str, tokens: Tensor, logits: Tensor) -> Tensor:
+    checks.need_index(name, tokens, rank=2)
+    if tokens.shape[0] != logits.shape[0]:
+        raise ValueError(f"{name} needs {logits.shape[0]} rows like logits, got {tokens.shape[0]}")
+    checks.need_same_device("logits", logits, **{name: tokens})
+    return checks.ids_in_range(name, tokens, logits.shape[1], "the vocabulary, or -1", ignore=-1).long()
+
+
+def _prompt_lens(value: Any, logits: Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        checks.need_index("prompt_lens", value, rank=1)
+        if value.shape[0] != logits.shape[0]:
+            raise ValueError(f"prompt_lens needs {logits.shape[0]} elements, got {value.shape[0]}")
+        checks.need_same_device("logits", logits, prompt_lens=value)
+    else:
+        checks.need_int("prompt_lens", value, low=0)
+    return column(value, torch.int64, logits.device)

@@ -1,0 +1,1 @@
+"""Texts to ids and back: a tokenizer with an identity, and the awaited functions over it."""

@@ -1,0 +1,197 @@
+"""Running a driver's batches: on the loop's thread, on the worker's, or on a device that answers early."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from layerzero._util import log
+from layerzero.actors.device.worker import Worker
+from layerzero.scheduler.core.bisect import Executor, bisect_failed_batch
+from layerzero.scheduler.core.expected_callers import ExpectedCallers
+from layerzero.scheduler.core.pending_call import RUNNING, Batch, Failed, PendingCall
+from layerzero.scheduler.modes.streams import HOST, CrossStreamModes, DeviceStreams
+from layerzero.scheduler.modes.torch_modes import Modes
+from layerzero.spec.errors import RuntimeClosedError
+
+if TYPE_CHECKING:
+    from layerzero.scheduler.loop_driver import LoopDriver
+
+TURN_S = 5e-4  # what one turn of a loop that serves many callers may take
+LOOP_CLOSED = "loop_driver.loop_closed"
+
+
+class BatchRuns:
+    """What a driver's batches run on, and those that are under way (`inflight`).
+
+    Every method belongs to the loop's thread, unless it says otherwise.
+    """
+
+    __slots__ = (
+        "_asked", "_driver", "_executor", "_last_modes", "_lock", "_loop_closed_noted", "_worker", "_yielded",
+        "inflight", "streams",
+    )  # fmt: skip
+
+    def __init__(
+        self, driver: LoopDriver, executor: Executor, worker: Worker, streams: DeviceStreams | None
+    ) -> None:
+        self._driver = driver
+        self._executor = executor
+        self._worker = worker
+        self.streams = streams
+        self.inflight: list[Batch] = []
+        self._last_modes: Modes | CrossStreamModes | None = None  # of the batch that was launched last
+        self._asked = False  # whether the device is to say when it has run
+        self._loop_closed_noted = False
+        self._yielded = False  # whether the last turn launched nothing, for readers
+        self._lock = threading.Lock()  # for the end of a loop driver whose loop is closed: see _drop
+
+    def launch(self, batch: Batch) -> None:
+        """Run a batch here where it is expected to be short, else on the worker."""
+        driver = self._driver
+        if driver.watch is not None:
+            batch.record = driver.watch.launched(batch)
+        if driver.readback is not None:
+            driver.readback.flush()
+        if batch.expected_us < driver.inline_limit_us:
+            started = driver.loop.time()
+            try:
+                outcomes = self._execute(batch)
+            except BaseException as error:  # the interpreter is being stopped: strand nobody on the way out
+                driver.complete(batch, batch.interrupted(error))
+                raise
+            if driver.batcher.expected_callers is not None:
+                driver.batcher.expected_callers.launch_took(driver.loop.time() - started)
+            if self.streams is None or self.streams.completion != HOST:
+                driver.complete(batch, outcomes)
+            else:
+                self.inflight.append(batch)
+                self._notify_when_done(batch, outcomes)
+            return
+        self.inflight.append(batch)
+        try:
+            self._worker.submit(partial(self._execute_on_worker, batch))
+        except RuntimeClosedError as error:
+            self.inflight.remove(batch)
+            self._driver.complete(batch, [Failed(error)] * len(batch))
+
+    def _execute(self, batch: Batch) -> list[Any]:
+        op, modes, snapshot, execute = batch.op, batch.modes, batch.snapshot, self._executor.execute
+        if self.streams is not None:
+            modes = batch.modes = self._last_modes = self.streams.modes_of(batch.calls)
+        if batch.record is not None:
+            execute = batch.record.around(execute)
+        began_s = time.perf_counter()
+        outcomes = bisect_failed_batch(
+            lambda calls: execute(op, calls, modes, snapshot), batch.args_list, pure=op.pure
+        )
+        batch.ran_us = (time.perf_counter() - began_s) * 1e6
+        return outcomes
+
+    def _execute_on_worker(self, batch: Batch) -> None:
+        """On the worker's thread."""
+        try:
+            outcomes = self._execute(batch)
+        except BaseException as error:
+            outcomes = batch.interrupted(error)
+        self._hand_to_loop(batch, outcomes)
+
+    def _notify_when_done(self, batch: Batch, outcomes: list[Any]) -> None:
+        """Answer a launched batch's callers when it has run."""
+        assert self.streams is not None
+        try:
+            self.streams.notify_when_done(batch.modes, partial(self._on_event_done, batch, outcomes))
+        except RuntimeClosedError as error:
+            self._on_batch_done(batch, [Failed(error)] * len(batch))
+
+    def _on_event_done(self, batch: Batch, outcomes: list[Any], error: Exception | None) -> None:
+        """On the event thread: a launched batch has run, or its device has failed."""
+        if error is not None:
+            outcomes = [Failed(error)] * len(batch)
+        self._hand_to_loop(batch, outcomes)
+
+    def _hand_to_loop(self, batch: Batch, outcomes: list[Any]) -> None:
+        """From another thread: complete a batch in the loop's next turn, in one wake for all its callers."""
+        try:
+            self._driver.loop.call_soon_threadsafe(self._on_batch_done, batch, outcomes)
+        except RuntimeError:
+            self.note_loop_closed(len(batch))
+            self._drop(batch)
+
+    def note_loop_closed(self, calls: int) -> None:
+        """From another thread: results came after the loop's end, as `asyncio.run` may end; logged once."""
+        with self._lock:
+            noted, self._loop_closed_noted = self._loop_closed_noted, True
+        if not noted:
+            log.debug(LOOP_CLOSED, calls=calls)
+
+    def _on_batch_done(self, batch: Batch, outcomes: list[Any]) -> None:
+        driver = self._driver
+        self.inflight.remove(batch)
+        if batch.launch is not None:
+            driver.completed(batch.launch.number, ticks=False)
+        driver.complete(batch, outcomes)
+
+    def _drop(self, batch: Batch) -> None:
+        """The loop was closed under a batch: only the counts are brought to an end.
+
+        The worker that finds the loop closed calls it, or `close`; nothing else uses the batcher then.
+        """
+        with self._lock:
+            if batch not in self.inflight:
+                return
+            self.inflight.remove(batch)
+            batcher = self._driver.batcher
+            for call in batch.calls:
+                batcher.cancel(call)
+            batcher.on_batch_done(batch, [None] * len(batch), batch.started)
+
+    def abandon(self, *, loop_closed: bool) -> list[PendingCall]:
+        """Detach every call that is under way; the calls, for their error."""
+        batcher = self._driver.batcher
+        detached: list[PendingCall] = []
+        for batch in list(self.inflight):
+            detached += [call for call in batch.calls if call.state == RUNNING and batcher.cancel(call)]
+            if loop_closed:
+                self._drop(batch)
+        return detached
+
+    def yields_to_readers(self, now_s: float) -> bool:
+        """Whether a turn more costs nothing: what is launched stands behind a batch that still runs.
+
+        Tasks that were started with the calls that wait, to read results of that batch, come first: a copy
+        that is launched after the next batch would be there only after it.
+        """
+        expected = self._driver.batcher.expected_callers
+        self._yielded = (
+            not self._yielded
+            and expected is not None
+            and self._driver.readback is not None
+            and expected.busy_s(now_s) > TURN_S
+        )
+        return self._yielded
+
+    # -- what the device has run -------------------------------------------------------------------
+
+    def ask_device(self, expected: ExpectedCallers) -> None:
+        """Have the device say when it has run what was launched so far: a hold ends by it."""
+        if self._asked:
+            return
+        assert self.streams is not None and self._last_modes is not None
+        self._asked = True
+        try:
+            self.streams.notify_when_done(self._last_modes, partial(self._device_ran, expected.launches))
+        except RuntimeClosedError:  # nobody will say it: no hold waits for it, and the next one asks again
+            self._on_completed(expected.launches)
+
+    def _device_ran(self, launches: int, error: Exception | None) -> None:
+        """On the event thread; an error of the device is for those that read its results."""
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._driver.loop.call_soon_threadsafe(self._on_completed, launches)
+
+    def _on_completed(self, launches: int) -> None:
+        self._asked = False
+        self._driver.completed(launches)

@@ -1,0 +1,126 @@
+"""On the CPU, calls that few others can join run in their callers' own steps, with the same results."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.scheduler.core.limits import BatcherStats
+from tests.native.twins import both_paths as both_paths
+
+WIDTH, CALLERS = 8, 4
+# No call is too long to run at once, whatever this machine does beside it.
+SETTINGS = lz.Settings(device="cpu", inference=True, warm="off", inline_limit_us=1e9)
+
+
+class Model:
+    """A weight of its own, and a function over rows."""
+
+    def __init__(self, seed: int) -> None:
+        self.weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed)) / 4
+        self.runs = 0
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Two more than that."""
+        self.runs += 1
+        return x + 2
+
+    async def request(self, steps: int, **how: Any) -> Tensor:
+        """A product and the function, so many times."""
+        x = torch.ones(1, WIDTH)
+        for _ in range(steps):
+            x = await lz.batched(self.rows)(await lz.linear(x, self.weight, **how))
+        return x
+
+    def expected(self, steps: int) -> Tensor:
+        """The same, blocking."""
+        x = torch.ones(1, WIDTH)
+        for _ in range(steps):
+            x = lz.sync.linear(x, self.weight) + 2
+        return x
+
+
+def stats(runtime: lz.Runtime) -> BatcherStats:
+    """What the batchers have counted."""
+    return runtime.device("cpu").loop_drivers.stats()
+
+
+@pytest.mark.asyncio
+async def test_models_of_one_caller_each_need_no_queue() -> None:
+    """After a few calls nothing queues; results are those of the blocking calls, and all are counted."""
+    models = [Model(seed) for seed in range(CALLERS)]
+    async with lz.start(SETTINGS, scoped=True) as runtime:
+        results = await asyncio.gather(*(model.request(50) for model in models))
+        counted = stats(runtime)
+        assert counted.at_once + counted.submitted == CALLERS * 50 * 2
+        assert counted.at_once > 0.8 * CALLERS * 50 * 2
+        for model, result in zip(models, results, strict=True):
+            assert torch.allclose(result, model.expected(50))
+            assert model.runs == 50
+
+
+@pytest.mark.asyncio
+async def test_a_call_with_a_priority_or_a_deadline_queues() -> None:
+    """Whoever asks for an order gets one, where others run at once."""
+    models = [Model(seed) for seed in range(CALLERS)]
+    async with lz.start(SETTINGS, scoped=True) as runtime:
+        await asyncio.gather(*(model.request(20) for model in models))
+        for how in ({"priority": 0}, {"timeout": 30.0}):
+            before = stats(runtime).submitted
+            await asyncio.gather(*(model.request(5, **how) for model in models))
+            assert stats(runtime).submitted - before >= 5 * CALLERS
+
+
+@pytest.mark.asyncio
+async def test_a_caller_that_runs_at_once_leaves_others_their_turns() -> None:
+    """A task beside callers that never queue goes on while they run, and one that is cancelled ends."""
+    models = [Model(seed) for seed in range(CALLERS)]
+    settings = SETTINGS.replace(max_inline_us=1.0)
+    async with lz.start(settings, scoped=True) as runtime:
+        tasks = [asyncio.ensure_future(model.request(2000)) for model in models]
+        turns = 0
+        while turns < 50:
+            await asyncio.sleep(0)
+            turns += 1
+        assert not any(task.done() for task in tasks)
+        tasks[0].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        for model, result in zip(models[1:], results[1:], strict=True):
+            assert isinstance(result, Tensor) and torch.allclose(result, model.expected(2000))
+        assert stats(runtime).at_once > 1000
+
+
+@pytest.mark.asyncio
+async def test_what_a_call_at_once_raises_is_its_callers_alone() -> None:
+    """An error in one caller's own step reaches nobody else."""
+    models = [Model(seed) for seed in range(CALLERS)]
+
+    async def wrong(model: Model) -> None:
+        await model.request(20)
+        await lz.linear(torch.ones(1, WIDTH + 1), model.weight)
+
+    async with lz.start(SETTINGS, scoped=True):
+        results = await asyncio.gather(
+            wrong(models[0]), *(model.request(40) for model in models[1:]), return_exceptions=True
+        )
+        assert isinstance(results[0], ValueError)
+        assert all(isinstance(result, Tensor) for result in results[1:])
+
+
+@pytest.mark.asyncio
+async def test_closing_wakes_who_has_paused() -> None:
+    """A caller that waits for its share of a turn when its driver is closed gets the error of the others."""
+    models = [Model(seed) for seed in range(CALLERS)]
+    async with lz.start(SETTINGS.replace(max_inline_us=1.0), scoped=True) as runtime:
+        tasks = [asyncio.ensure_future(model.request(100_000)) for model in models]
+        for _ in range(200):
+            await asyncio.sleep(0)
+        runtime.device("cpu").loop_drivers.current().close()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    assert all(isinstance(result, lz.RuntimeClosedError) for result in results), results

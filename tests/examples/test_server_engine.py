@@ -1,0 +1,103 @@
+"""The loop of one request without a server: every granularity, left at any moment, in a pool too small."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+for package in ("safetensors", "tokenizers"):
+    pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
+
+from models import llama  # noqa: E402  the skips come first
+from server.engine import Drawn, Engine  # noqa: E402
+from server.protocol import Sampling  # noqa: E402
+
+import layerzero as lz  # noqa: E402
+from tests.examples.by_hand import ByHand, penalised  # noqa: E402
+
+SETTINGS = lz.Settings(device="cpu", inference=True, warm="off")
+
+
+async def drawn(engine: Engine, prompt: list[int], sampling: Sampling, count: int) -> list[Drawn]:
+    """Everything that a request is told."""
+    return [one async for one in engine.generate(prompt, sampling, count)]
+
+
+@pytest.mark.parametrize("per", ["op", "layer", "step"])
+def test_every_granularity_obeys_the_rules(per: llama.Per) -> None:
+    """One await an op, a layer or a step: the greedy tokens of the formula, and their probabilities."""
+    by_hand = ByHand()
+    prompt = by_hand.ids("And Jesus said unto them,")
+    expected = by_hand.greedy(prompt, 12, penalised(presence=1.0, frequency=0.5))
+    truth = by_hand.logprobs([*prompt, *expected], len(prompt))
+    sampling = Sampling(temperature=0, presence_penalty=1.0, frequency_penalty=0.5, top_logprobs=2)
+    engine = Engine(llama.load(pages=64, per=per), frozenset())
+
+    async def both() -> list[list[Drawn]]:
+        others = drawn(engine, prompt[:4], Sampling(seed=3), 12)
+        return list(await asyncio.gather(drawn(engine, prompt, sampling, 12), others))
+
+    with lz.start(SETTINGS, scoped=True):
+        told, _ = asyncio.run(both())
+    assert [one.token for one in told] == expected
+    assert [one.logprob for one in told] == pytest.approx(
+        [row[token] for row, token in zip(truth, expected, strict=True)], abs=1e-4
+    )
+    assert all(len(one.likeliest) == 2 and not one.ends for one in told)
+
+
+def test_a_request_that_is_left_gives_its_pages_back() -> None:
+    """Closed behind a token, or cancelled at any turn of the loop, with rules or without."""
+    engine = Engine(llama.load(pages=32), frozenset())
+    allocator = engine.model.cache.allocator
+
+    async def lives() -> None:
+        for sampling in (Sampling(seed=1), Sampling(seed=1, min_p=0.1, top_logprobs=1)):
+            whole = [one.token for one in await drawn(engine, [0, 5, 9], sampling, 20)]
+            async with aclosing(engine.generate([0, 5, 9], sampling, 20)) as begun:
+                assert (await anext(begun)).token == whole[0]
+                assert allocator.free_pages < 32
+            assert allocator.free_pages == 32
+            for turns in range(0, 24, 2):
+                task = asyncio.ensure_future(drawn(engine, [0, 5, 9], sampling, 20))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert allocator.free_pages == 32
+            assert [one.token for one in await drawn(engine, [0, 5, 9], sampling, 20)] == whole
+
+    with lz.start(SETTINGS, scoped=True):
+        asyncio.run(lives())
+
+
+@pytest.mark.parametrize("per", ["op", "layer", "step"])
+def test_a_small_pool_draws_the_tokens_of_a_large_one(per: llama.Per) -> None:
+    """Eight requests of up to six pages in a pool of nine, some of which leave: the same tokens, preempted
+    or not, and every page is free at the end."""
+    requests = [([0, *range(20, 24 + seed)], Sampling(seed=seed), 60 + seed) for seed in range(8)]
+
+    async def all_of_them(engine: Engine, leave: bool) -> list[Any]:
+        tasks = [asyncio.ensure_future(drawn(engine, *request)) for request in requests]
+        if leave:
+            for _ in range(100_000):
+                await asyncio.sleep(0)
+                if engine.requests.preemptions:
+                    break
+            tasks[2].cancel()
+            tasks[7].cancel()
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+    settings = lz.Settings(device="cpu", inference=True, warm="off", determinism="strict")
+    with lz.start(settings, scoped=True):
+        large, small = (Engine(llama.load(pages=pages, per=per), frozenset()) for pages in (128, 9))
+        expected = asyncio.run(all_of_them(large, False))
+        told = asyncio.run(all_of_them(small, True))
+    assert large.requests.preemptions == 0 < small.requests.preemptions
+    for index, (truth, tokens) in enumerate(zip(expected, told, strict=True)):
+        assert tokens == truth or (index in (2, 7) and isinstance(tokens, asyncio.CancelledError))
+    assert small.model.cache.allocator.free_pages == 9
