@@ -66,7 +66,7 @@ def _one_or_per_row(values: list[N], device: torch.device) -> N | Tensor:
 def sample_tokens(logits: Tensor, sample_args: Sequence[SampleArgs]) -> Tensor:
     """The tokens (B,) for the rows of `logits`, each drawn as its caller wants it.
 
-    Rows with rules are drawn beside the others, so that nobody's rules touch another's row.
+    Rows with rules are drawn beside the others, so that no request's rules touch another's row.
     """
     ruled = [row for row, draw in enumerate(sample_args) if draw.rules is not None]
     if not ruled:

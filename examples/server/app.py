@@ -136,7 +136,7 @@ async def completions(request: Request) -> Any:
     try:
         ask = read(await request.body(), service.name, chat=request.url.path == "/v1/chat/completions")
     except ClientDisconnect:
-        return Response(status_code=400)  # for nobody
+        return Response(status_code=400)  # the client has gone
     except BadRequest as bad:
         return refusal(bad)
     return Answer(service, ask)
@@ -168,7 +168,7 @@ async def http_failure(request: Request, error: Exception) -> JSONResponse:
 
 
 async def server_failure(request: Request, error: Exception) -> JSONResponse:
-    """What nobody foresaw; the log has it, the client gets no word of the inside."""
+    """An unexpected error; the log has it, the client gets no word of the inside."""
     return failure(500, "the server failed to answer this request", kind="server_error")
 
 

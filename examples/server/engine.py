@@ -15,7 +15,7 @@ from layerzero.kvcache import PagedCache, PagedRequests, PrefixCache, TokenRange
 from layerzero.ops.host_copies import to_device_with_host_copy
 from server.protocol import Sampling
 
-# Rows of a prompt that one step takes: longer prompts go in pieces, so that nobody's next token waits long.
+# Rows of a prompt that one step takes: longer prompts go in pieces, so that no next token waits long.
 PREFILL_CHUNK = 256
 
 
@@ -44,7 +44,7 @@ class Grammar(Protocol):
         ...
 
     def accept(self, token: int) -> None:
-        """Go on behind `token`."""
+        """Continue after `token`."""
         ...
 
     @property
@@ -123,7 +123,7 @@ class Engine:
     ) -> AsyncGenerator[Drawn, None]:
         """Yield what continues `prompt`, until a token ends the text or `max_tokens` are drawn.
 
-        With `ignore_eos` no token ends it. A full lane or queue is an error before the first token, unless
+        With `ignore_eos` no token ends it. A full batcher or queue is an error before the first token, unless
         the request is `patient`; later it is waited out. Cancelled or closed, it takes its call back from the
         batcher and gives its pages back.
         Raises: OverloadedError. ValueError: the prompt is empty, or too long.

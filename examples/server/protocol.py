@@ -216,7 +216,7 @@ def read(body: bytes, served: str, *, chat: bool = False) -> Ask:
     if fields.get("stream_options") and not stream:
         raise BadRequest("stream_options needs stream to be true", "stream_options")
     if "response_format" in values and "structured_outputs" in values:
-        raise BadRequest("structured_outputs needs to stand without response_format", "structured_outputs")
+        raise BadRequest("structured_outputs needs to come without response_format", "structured_outputs")
     return Ask(
         is_chat=chat,
         text=prompt if isinstance(prompt, str) else "",
@@ -254,7 +254,7 @@ def _sampling(values: dict[str, Any], chat: bool) -> Sampling:
 def _max_tokens(values: dict[str, Any], chat: bool) -> int | None:
     """How many tokens may be drawn: 16 for a completion, as long as the model goes for a chat."""
     if "max_tokens" in values and "max_completion_tokens" in values:
-        raise BadRequest("max_completion_tokens needs to stand without max_tokens", "max_completion_tokens")
+        raise BadRequest("max_completion_tokens needs to come without max_tokens", "max_completion_tokens")
     asked: int | None = values.get("max_completion_tokens", values.get("max_tokens", None if chat else 16))
     return asked
 

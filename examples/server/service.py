@@ -114,7 +114,7 @@ class Service:
     async def answer(self, ask: Ask, emit: Emit) -> Usage:
         """Give the answer's pieces to `emit` as they come, choices in any order; the counts at the end.
 
-        Raises: Full: too many requests, or a full lane or queue. BadRequest: the request does not fit.
+        Raises: Full: too many requests, or a full batcher or queue. BadRequest: the request does not fit.
         """
         if self.active >= self.options.max_requests:
             self.requests.labels("rejected").inc()

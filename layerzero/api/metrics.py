@@ -25,7 +25,7 @@ def collector(runtime: Runtime, prefix: str = "layerzero_") -> Collector:
     Every batcher family is labelled by device. `batcher_queue_wait_seconds` sums the time that launched calls
     queued; `batcher_batch_size` counts batches by their calls; `batcher_calls` counts calls by how they
     ended; `batcher_in_flight` is what has been submitted and has not ended, `batcher_queued` what of it
-    waits. `kernels_out` counts kernels that do not serve, `kv_pages` pages of all paged caches of the process.
+    waits. `kernels_out` counts kernels that do not serve, `kv_pages` the pages of all paged caches.
     """
     return _BatcherCollector(runtime, prefix)
 

@@ -25,7 +25,7 @@ def timeline(
     events are kept; the oldest are dropped, and the trace says how many.
 
     Raises: ConfigurationError: no trace can be written at `path`, where something else than a trace may
-        stand; on entry also: a timeline runs already. ValueError, TypeError: max_events is too small, or no
+        be; on entry also: a timeline runs already. ValueError, TypeError: max_events is too small, or no
         whole number.
     """
     if nvtx is None:

@@ -103,7 +103,7 @@ def watch(url: str, prefix: str, interval: float, before: dict[str, DeviceCounts
 def read_counts(url: str, prefix: str) -> dict[str, DeviceCounts]:
     """The counts of each device, by its name.
 
-    Raises: click.UsageError: the URL is none of http. click.ClickException: nobody answers there, or what
+    Raises: click.UsageError: the URL is none of http. click.ClickException: no server answers there, or what
         answers has no such metrics.
     """
     if not url.startswith(("http://", "https://")):

@@ -70,13 +70,13 @@ def _parts_of(report: TuneReport) -> list[str | output.Table]:
     rows = []
     for tuned in report.tuned:
         best, won = tuned.times_us.get(tuned.best, 0.0), tuned.times_us.get(tuned.winner, 0.0)
-        rows.append((tuned.call, tuned.launch, tuned.winner or "nobody", f"{won:.1f}", f"{best:.1f}"))
+        rows.append((tuned.call, tuned.launch, tuned.winner or "none", f"{won:.1f}", f"{best:.1f}"))
     columns = ("call", "launch", "taken", "us", "best us")
     parts: list[str | output.Table] = [
         output.Table(f"{report.calls} calls on {report.device}", columns, rows)
     ]
     wins = Counter(tuned.winner for tuned in report.tuned if tuned.winner)
-    parts.append("taken: " + (", ".join(f"{name} {count}" for name, count in wins.most_common()) or "nobody"))
+    parts.append("taken: " + (", ".join(f"{name} {count}" for name, count in wins.most_common()) or "none"))
     parts += [output.Problem(f"not measured: {k}: {why}") for k, why in sorted(report.failures.items())]
     if report.compared:
         parts.append(

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 MASK_BITS = 32
-# Between the parts of a JSON text: a model that may write any space can write spaces for ever.
+# Between the parts of a JSON text: a model that may write any space can write spaces forever.
 _SPACES: Any = {"whitespace_pattern": "[ \\n]"}
 
 
 class Grammar:
-    """Where one text stands in its grammar."""
+    """The place of one text in its grammar."""
 
     def __init__(self, matcher: Any, words: int) -> None:
         self._matcher, self._words = matcher, words
@@ -40,7 +40,7 @@ class Grammar:
         return torch.frombuffer(mask, dtype=torch.int32)[: self._words]
 
     def accept(self, token: int) -> None:
-        """Go on behind `token`.
+        """Continue after `token`.
 
         Raises: ValueError: the grammar does not allow it here, or has ended.
         """

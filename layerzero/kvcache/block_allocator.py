@@ -109,13 +109,13 @@ class PageAllocator:
     def keep(self, page: int, on_reuse: OnReuse) -> None:
         """Give the page out late once it is free; `on_reuse(page)` is called when its content goes.
 
-        Raises: FreedPageError: nobody owns it. ForeignPageError: the pool has no such page.
+        Raises: FreedPageError: it has no owner. ForeignPageError: the pool has no such page.
         """
         self._checked([page])
         self._on_reuse[page] = on_reuse
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Keep these pages no longer: their content changes, or nobody asks for it."""
+        """Keep these pages no longer: their content changes, or nothing uses it."""
         for page in pages:
             on_reuse = self._on_reuse.pop(page, None)
             if on_reuse is not None:

@@ -16,7 +16,7 @@ from layerzero.ops import checks, host_copies
 from layerzero.ops.paged.append import append_kv_reference
 from layerzero.ops.paged.checks import LAYOUTS, gather_pages
 
-OPEN_CACHES: WeakSet[PagedCache] = WeakSet()  # of this process, for whoever watches it
+OPEN_CACHES: WeakSet[PagedCache] = WeakSet()  # of this process, for monitors
 
 
 class PagedCache:

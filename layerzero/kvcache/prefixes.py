@@ -40,7 +40,7 @@ class PageKeys:
 class PrefixCache:
     """The filled pages of a `PagedCache` by their keys.
 
-    A page that nobody owns any more stays here until the pool gives it out again, the one that has been free
+    A page without an owner stays here until the pool gives it out again, the one that has been free
     for longest first. Sharing copies nothing: a sequence begins with the pages themselves.
 
     Example:

@@ -1,8 +1,8 @@
 """Requests that share a pool of pages: who may begin, who waits, and who gives pages back when they run out.
 
 A request holds the pages of its tokens and grows page by page. When none is free the youngest request gives
-all of its pages back, waits, and is computed again from its tokens: nobody fails, and the oldest always goes
-on. New requests begin in an order that is fair to clients by the tokens they were served.
+all of its pages back, waits, and is computed again from its tokens: no request fails, and the oldest always
+continues. New requests begin in an order that is fair to clients by the tokens they were served.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Step:
 
 
 class PagedRequests:
-    """The requests of one pool, of one event loop; nobody else takes pages of the pool.
+    """The requests of one pool, of one event loop; nothing else takes pages of the pool.
 
     `max_waiting_tokens` bounds the tokens of requests that have not begun; None bounds nothing. A client is
     whom a request is opened for: among those that wait, the one whose running requests were served the fewest
@@ -120,7 +120,7 @@ class PagedRequests:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a request may have: all of the pool but the pages that nobody here holds."""
+        """Tokens that a request may have: all of the pool but the pages that no request here holds."""
         sequences = (request.sequence for request in self._running)
         pages = {page for sequence in sequences if sequence is not None for page in sequence.pages}
         return (self.cache.allocator.free_pages + len(pages)) * self.cache.page_size
@@ -178,7 +178,7 @@ class PagedRequests:
         pages = self.prefixes.match(tokens, request.keys) if self.prefixes is not None else []
         missing = self._pages_for(len(tokens)) - len(pages)
         idle = sum(not allocator.refcount(page) for page in pages)
-        spare = bool(self._running)  # whoever runs may need a page soon
+        spare = bool(self._running)  # a running request may need a page soon
         if not self._may_go(request) or missing + idle + spare > allocator.free_pages:
             if not self._running and self._may_go(request):
                 raise PagesExhaustedError(
@@ -275,7 +275,7 @@ class PagedRequests:
             while True:
                 event = anyio.Event()
                 self._waiting[request] = event, len(tokens)
-                if self._running or not self._may_go(request):  # else nobody is left to wake it
+                if self._running or not self._may_go(request):  # else no request is left to wake it
                     await event.wait()
                 span = self._try_step(request, tokens, limit)
                 if span is not None:

@@ -1,6 +1,6 @@
 """A timeline of this process: what ran when, for whom and why then, as a Chrome trace.
 
-A timeline stands beside the hot path, never in it. Kernels are seen by a middleware of their plans, as spans
+A timeline is beside the hot path, never in it. Kernels are seen by a middleware of their plans, as spans
 are; a loop driver tells of each batch, not of each call. Without a timeline no plan is wrapped, and a batch
 asks one attribute whether anybody watches. What is seen is kept in a ring of at most `max_events` events,
 and made into JSON when the timeline ends.
@@ -107,7 +107,7 @@ class Timeline:
     # -- on and off --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to record; the file is written when the process ends, if nobody stops it before.
+        """Begin to record; the file is written when the process ends, if it is not stopped before.
 
         Raises: ConfigurationError: another timeline runs, this one has run, or no file can be written there.
         """
@@ -281,7 +281,7 @@ class Timeline:
 
 
 class RunningTimeline:
-    """The timeline of this process, where one runs; None costs whoever opens a device one look."""
+    """The timeline of this process, where one runs; None costs the opening of a device one look."""
 
     __slots__ = ("_lock", "timeline")
 

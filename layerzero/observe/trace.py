@@ -91,7 +91,7 @@ class Trace:
     # -- writing -----------------------------------------------------------------------------------
 
     def encode(self, **more: Any) -> bytes:
-        """The trace as JSON; `more` stands in its metadata."""
+        """The trace as JSON; `more` is in its metadata."""
         pid = self._facts["pid"]
         rows = self._assign_rows()
         events: list[dict[str, Any]] = [
@@ -132,7 +132,7 @@ class Trace:
     def _assign_rows(self) -> list[str]:
         """Give every slice the number of its row; the names of the rows.
 
-        Slices of one row that overlap without one holding the other stand on rows of their own.
+        Slices of one row that overlap without one holding the other are on rows of their own.
         """
         by_row: dict[Row, list[Slice]] = {}
         for each in self._slices:
@@ -162,7 +162,7 @@ def _order_in_rows(event: dict[str, Any]) -> tuple[int, float, float]:
 
 
 def _lane_for(each: Slice, lanes: list[list[int]]) -> int:
-    """The first lane on which a slice stands alone or inside another."""
+    """The first row on which a slice is alone or inside another."""
     for number, ends in enumerate(lanes):
         while ends and ends[-1] <= each.begin_ns:
             ends.pop()
@@ -174,7 +174,7 @@ def _lane_for(each: Slice, lanes: list[list[int]]) -> int:
 
 
 def encode_trace(events: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> bytes:
-    """The JSON of a trace; its events stand first, so that a reader of its head knows what it is."""
+    """The JSON of a trace; its events come first, so that a reader of its head knows what it is."""
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts})
 
 

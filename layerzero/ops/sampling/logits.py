@@ -1,7 +1,7 @@
-"""What a request asks of its logits before a token is drawn, and what is told about the token after it.
+"""What a request asks of its logits before a token is drawn, and what is reported about the token after it.
 
 Plain functions over the rows of many requests: each parameter is a number for all rows, or a tensor with one
-value a row, so that rows of different requests stand in one call. Nothing here waits for a device.
+value a row, so that rows of different requests share one call. Nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def adjust_logits(
         are the tokens of each row so far, -1 where there is none; the first prompt_lens of a row, an int or
         (B,) integers, are its prompt. repetition_penalty r above 0 divides a positive logit of any token of
         the history by r and multiplies another; presence_penalty is subtracted once from each token behind
-        the prompt, frequency_penalty as often as it stands there. bias (B, K) floats are added to bias_tokens
+        the prompt, frequency_penalty as often as it is there. bias (B, K) floats are added to bias_tokens
         (B, K), -1 where there is none. allowed (B, ceil(V / 32)) int32: bit i of word w lets token 32 w + i
         pass, as grammar libraries fill it. min_p in [0, 1] masks what is less likely at `temperature` than
         so much of the likeliest token.
