@@ -16,10 +16,11 @@ PACKAGE = ("layerzero", "actors", "scheduler")
 FILE_LIMIT = 400
 # Longer ones, each with its bound: it may shrink, and leaves the list when it is short enough.
 LONG_FILES = {
-    "scheduler/core/batcher.py": 410,
-    "scheduler/loop_driver.py": 415,
-    "examples/tensor_parallel/run.py": 410,
+    "examples/tensor_parallel/run.py": 409,
 }
+MODULE_LIMIT = 12
+# Larger rooms, each with its bound: it may shrink, and leaves the list when it is small enough.
+LARGE_ROOMS: dict[str, int] = {}
 FUNCTION_LIMIT = 80
 ASSERTING_CALLS = ("raises", "warns", "deprecated_call", "fail")
 
@@ -269,8 +270,14 @@ def test_a_folder_is_a_room_not_a_hall() -> None:
     for module in house.modules():
         if module.path.name != "__init__.py":
             sizes[module.path.parent] = sizes.get(module.path.parent, 0) + 1
-    crowded = {str(folder.relative_to(ROOT)): n for folder, n in sizes.items() if n > 12}
-    assert crowded == {}
+    large = {
+        name: n
+        for folder, n in sizes.items()
+        if n > LARGE_ROOMS.get(name := str(folder.relative_to(ROOT)), MODULE_LIMIT)
+    }
+    assert large == {}
+    small = {name for name in LARGE_ROOMS if sizes[ROOT / name] <= MODULE_LIMIT}
+    assert small == set(), "these are small now: strike them off the list"
 
 
 def test_the_figures_of_the_house_hold() -> None:
@@ -405,7 +412,7 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
 def test_prose_has_the_words_of_the_field() -> None:
     """Docstrings, comments, messages and documents use none of `PRIVATE_WORDS`."""
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    others = {ROOT / "REQUIREMENTS.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "serve.py"}
+    others = {ROOT / "REQUIREMENTS.md", ROOT / "CHANGELOG.md"}
     paths = {*sources("layerzero", "actors", "examples"), *documents} - others
     uses = [
         f"{path.relative_to(ROOT)}:{number} {words}"

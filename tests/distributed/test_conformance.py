@@ -307,7 +307,7 @@ async def test_a_rolling_restart_under_load_fails_nobody(device_pool: DevicePool
     assert device.facts.incarnation != before
     assert (await device.health()).restarts >= 1
     assert await device.control("test.echo", 1) == 1
-    with pytest.raises(lz.DeviceLostError, match="earlier life"):
+    with pytest.raises(lz.DeviceLostError, match="earlier incarnation"):
         await device_pool.fetch(handle)
     assert 0 < told < len(answered)
     assert len(set(answered)) == len(answered)

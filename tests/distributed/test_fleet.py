@@ -125,7 +125,7 @@ async def test_rolling_restart_under_load_fails_nobody(device_pool: DevicePool) 
     await asyncio.gather(*clients)
     assert answers > 8
     assert all(facts.incarnation != before[facts.name] for facts in device_pool.facts)
-    with pytest.raises(lz.DeviceLostError, match="earlier life"):
+    with pytest.raises(lz.DeviceLostError, match="earlier incarnation"):
         await device_pool.ship(there, to="gpu-1")
 
 

@@ -111,7 +111,7 @@ async def test_a_life_that_is_given_up_takes_no_call_that_it_told_nobody_of(
     assert await device.run(hosted.add, 1) == 2
     calls = await sent_while_nobody_reads(device, path)
     assert device._incarnation is not None
-    device._hang(device._incarnation, "gave no sign of life, says a test")
+    device._hang(device._incarnation, "sent no heartbeat, says a test")
     answered = await settled(calls)
     ran = executions(path)
     assert len(set(ran)) == len(ran)

@@ -187,7 +187,7 @@ def test_records_in_a_folder_that_others_can_write_are_refused(tmp_path: Path) -
     store = JsonQuarantineStore(tmp_path)
     store.save(QuarantineRecord(kernel="a.x"))
     tmp_path.chmod(0o777)
-    with pytest.raises(PermissionError, match="writable by nobody else"):
+    with pytest.raises(PermissionError, match="writable by no other user"):
         store.load()
     with pytest.raises(PermissionError):
         store.save(QuarantineRecord(kernel="b.x"))

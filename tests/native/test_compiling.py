@@ -98,7 +98,7 @@ def test_nothing_is_loaded_from_a_folder_that_others_can_write(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / folder).mkdir(parents=True)
     (tmp_path / folder).chmod(0o777)
-    with pytest.raises(BackendNotAvailableError, match=r"where code is loaded from.*writable by nobody else"):
+    with pytest.raises(BackendNotAvailableError, match=r"code is loaded from.*writable by no other user"):
         cache_folder()
 
 

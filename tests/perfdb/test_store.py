@@ -547,5 +547,5 @@ async def test_the_default_folder_is_this_users_alone(
     assert len(read_rows(path, HERE)) == 1 and path.parent.stat().st_mode & 0o777 == 0o700
     path.parent.chmod(0o777)
     assert read_rows(path, HERE) == []
-    with pytest.raises(PermissionError, match="writable by nobody else"):
+    with pytest.raises(PermissionError, match="writable by no other user"):
         await write(path, [row()])

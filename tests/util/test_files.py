@@ -111,7 +111,7 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, default: bool
     """What lies there may be anybody's; nothing is read from it, and nothing is put there."""
     (tmp_path / "state").mkdir()
     (tmp_path / "state").chmod(0o777)
-    with pytest.raises(PermissionError, match=r"writable by nobody else, got owner \d+ and mode 777"):
+    with pytest.raises(PermissionError, match=r"writable by no other user, got owner \d+ and mode 777"):
         files.own_folder(tmp_path / "state", default=default)
     with pytest.raises(PermissionError):
         files.write_whole(tmp_path / "state" / "a.json", b"{}")
