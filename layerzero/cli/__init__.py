@@ -41,8 +41,11 @@ COMMANDS = {
         "tune",
         "Decide every measured bucket now and write the decisions to PATH, as a dispatch table",
     ),
-    "top": ("top", "Watch a running process in a terminal: devices, batches, queues, health, KV pages"),
-    "trace": ("trace", "Record what ran when, for whom and why then, as a trace that Perfetto opens"),
+    "top": ("top", "Watch the process whose metrics are at URL, until interrupted"),
+    "trace": (
+        "trace",
+        "Record what ran when, for whom and why then, as a trace that Perfetto opens (ui.perfetto.dev)",
+    ),
     "tune": (
         "tune",
         "Measure kernels on this machine, so that choices here rest on measurements from now on",

@@ -116,8 +116,10 @@ REFUSED: dict[str, Any] = {
     "freeze_gc": True,
     "hang_s": 5.0,
     "max_restarts": 1,
+    "nvtx": True,
     "placement_timeout_s": 5.0,
     "plugins": ["acme"],
+    "timeline": "trace.json",
 }
 
 

@@ -150,7 +150,7 @@ def test_a_cache_that_others_can_write_takes_no_copy(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "cache" / "layerzero" / "hub").mkdir(parents=True)
     (tmp_path / "cache" / "layerzero" / "hub").chmod(0o777)
-    with pytest.raises(BackendNotAvailableError, match=r"no private copy of it can be made.*nobody else"):
+    with pytest.raises(BackendNotAvailableError, match=r"no private copy of it can be made.*no other user"):
         shelf.load()
     assert not shelf.ran.exists()  # no line of it
 

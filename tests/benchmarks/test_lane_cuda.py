@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from layerzero.api.step_runner import StaticMetadata
 from layerzero.kvcache import KVCacheSpec, PagedCache
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,14 +73,13 @@ def test_an_item_that_fails_is_an_error_of_the_record(tmp_path: Path) -> None:
 
 def test_padding_keeps_places_of_its_own() -> None:
     """Rows that no sequence has stand where nobody writes, also after a larger crowd stood there."""
-    captured = importlib.import_module("generating.captured")
     cache = PagedCache(KVCacheSpec(num_kv_heads=1, head_dim=8), pages=12, page_size=4)
-    frame = captured.Frame(cache, 8, 4)
-    spare = frame.places(4).slot_mapping.tolist()
+    static = StaticMetadata(cache, 8, 4)
+    spare = static.metadata(4).slot_mapping.tolist()
     sequences = [cache.sequence(8) for _ in range(4)]
     for count in (4, 1, 3):
-        frame.load([sequence.extend(1) for sequence in sequences[:count]])
-        at = frame.places(4)
+        static.load([sequence.extend(1) for sequence in sequences[:count]])
+        at = static.metadata(4)
         slots = at.slot_mapping.tolist()
         own = [s.pages[(s.length - 1) // 4] * 4 + (s.length - 1) % 4 for s in sequences[:count]]
         assert slots == [*own, *spare[count:]]

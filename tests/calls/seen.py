@@ -107,10 +107,11 @@ async def crowd_of_functions() -> None:
 
 
 def sizes(at: Site) -> Any:
-    """How large batches were."""
+    """How large batches were; a call that ran at once, by itself, counts as one of one."""
 
     def counted() -> dict[int, int]:
-        return dict(at.cpu.loop_drivers.stats().sizes)
+        stats = at.cpu.loop_drivers.stats()
+        return {**stats.sizes, 1: stats.sizes.get(1, 0) + stats.at_once}
 
     found = []
     for calls in (crowd(), crowd_of_functions()):

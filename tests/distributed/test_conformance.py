@@ -244,9 +244,9 @@ async def test_ops_refuse_a_tensor_of_another_process(device_pool: DevicePool) -
     for call in calls:
         with pytest.raises(TypeError, match=r"pool\.run\(fn, handle, on="):
             call()
-    for awaited in (lz.rms_norm(torch.ones(4, 8), handle), lz.to_host(handle)):
+    for awaited in (lambda: lz.rms_norm(torch.ones(4, 8), handle), lambda: lz.to_host(handle)):
         with pytest.raises(TypeError, match=r"pool\.fetch\(handle\)"):
-            await awaited
+            await awaited()
 
 
 async def test_a_collected_handle_frees_its_tensor(device_pool: DevicePool) -> None:

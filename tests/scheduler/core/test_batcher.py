@@ -327,9 +327,21 @@ def test_programs_are_remembered_up_to_a_bound() -> None:
 
 
 def next_by_search(sweep: RoundRobin, held: set[BatchQueue]) -> tuple[ProgramPoint | None, int]:
-    """The slot to serve next as a look at every waiting one finds it, and how many rounds end before it."""
+    """The slot to serve next as a look at every waiting one finds it, and how many rounds end before it.
+
+    A group to which callers come from several others lets those pass that are still ahead, for one round.
+    """
+
+    def lets_pass(slot: ProgramPoint) -> bool:
+        queue = slot.queue
+        if queue.solo or len(queue.points) < 2 or queue.waits_in not in (None, sweep.rounds):
+            return False
+        sources = set(queue.points) - {queue} - held
+        return any(other.order > slot.order and other.queue in sources for other in sweep.active_points)
+
     waiting = sorted(
-        (slot for slot in sweep.active_points if slot.queue not in held), key=lambda slot: slot.order
+        (slot for slot in sweep.active_points if slot.queue not in held and not lets_pass(slot)),
+        key=lambda slot: slot.order,
     )
     ahead = [slot for slot in waiting if slot.order > sweep._reached]
     return next(iter(ahead or waiting), None), int(not ahead and bool(waiting))
@@ -601,10 +613,12 @@ class LaneMachine(RuleBasedStateMachine):
             self.now += self.lane.limits.priority_aging_s
             self.lane.on_turn(self.now)
             batch = self.lane.next_batch(self.now)
+            expected = self.lane.expected_callers
+            asks = expected is not None and expected.needs_device
+            if expected is not None and asks:  # a driver asks the device, whatever else it launches
+                expected.completed(expected.launches, self.now)
             if batch is None:
-                expected = self.lane.expected_callers
-                if expected is not None and expected.needs_device:
-                    expected.completed(expected.launches, self.now)
+                if asks:
                     continue
                 if self.lane.deferred_until < math.inf:
                     continue
