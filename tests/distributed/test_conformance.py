@@ -9,7 +9,7 @@ import asyncio
 import gc
 import os
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +244,10 @@ async def test_ops_refuse_a_tensor_of_another_process(device_pool: DevicePool) -
     for call in calls:
         with pytest.raises(TypeError, match=r"pool\.run\(fn, handle, on="):
             call()
-    for awaited in (lambda: lz.rms_norm(torch.ones(4, 8), handle), lambda: lz.to_host(handle)):
+    awaits: tuple[Callable[[], Any], ...] = (
+        lambda: lz.rms_norm(torch.ones(4, 8), handle), lambda: lz.to_host(handle),
+    )  # fmt: skip
+    for awaited in awaits:
         with pytest.raises(TypeError, match=r"pool\.fetch\(handle\)"):
             await awaited()
 
