@@ -63,6 +63,8 @@ class Case:
 
 
 INLINE = {"inline_limit_us": 1e9}
+# What queues and joins, and nothing at once: how many calls that takes is learned from their times.
+QUEUED = {**INLINE, "max_inline_us": 0.0}
 FULL = {**INLINE, "queue_full_policy": "reject", "max_batch_size": 1}
 CASES: list[tuple[str, Case]] = [
     ("device", Case("cpu", "cuda:1", default_device)),
@@ -82,14 +84,14 @@ CASES: list[tuple[str, Case]] = [
     ("warm", Case("off", "eager", loaded)),
     ("max_keys", Case(4096, 2, remembered)),
     ("dispatch_table", Case(None, "{folder}/table.json", which)),
-    ("batching", Case("all", "off", sizes, INLINE)),
-    ("batching", Case("off", "rows", sizes, INLINE)),
+    ("batching", Case("all", "off", sizes, QUEUED)),
+    ("batching", Case("off", "rows", sizes, QUEUED)),
     ("inline_limit_us", Case(1e9, 0.0, where)),
     ("max_inline_us", Case(1e9, 0.0, turns, INLINE)),
-    ("max_batch_size", Case(256, 3, sizes, INLINE)),
-    ("max_batch_size", Case(2, 256, sizes, INLINE)),
-    ("max_num_batched_tokens", Case(65_536, 16, sizes, INLINE)),
-    ("max_batch_bytes", Case(1 << 30, 1, sizes, INLINE)),
+    ("max_batch_size", Case(256, 3, sizes, QUEUED)),
+    ("max_batch_size", Case(2, 256, sizes, QUEUED)),
+    ("max_num_batched_tokens", Case(65_536, 16, sizes, QUEUED)),
+    ("max_batch_bytes", Case(1 << 30, 1, sizes, QUEUED)),
     ("max_queue_size", Case(2, 16_384, refused, FULL)),
     ("max_queue_bytes", Case(4 << 30, 1, refused, FULL)),
     ("queue_full_policy", Case("wait", "reject", refused, {**FULL, "max_queue_size": 2})),
