@@ -19,7 +19,6 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks"), str(ROOT)]
 
 import torch  # noqa: E402
 from generating import device_side  # noqa: E402
-from harness import environment, show, write  # noqa: E402
-from lane_cuda import Record, built, compiled  # noqa: E402
+from harness import show  # noqa: E402
+from lane_cuda import Record, begin, built  # noqa: E402
 from styles_cuda import AHEAD, HAND, Round  # noqa: E402
 
 import layerzero as lz  # noqa: E402
@@ -153,23 +152,6 @@ def finish(into: dict[str, Any], model: Any, context: int, requests: int, bytes_
         into["needs"] = NEEDS.get(context)
 
 
-class EnginesRecord(Record):
-    """What was found so far, on disk after every item."""
-
-    def __init__(self, out: Path | None, requests: int, budget_s: float) -> None:
-        super().__init__(out, requests, budget_s)
-        packages = ("layerzero-runtime", "torch", "triton", "flashinfer-python")
-        self.found = {
-            "environment": environment(packages), "requests": requests, "rows": {}, "peer": {},
-            "left_out_kernels": [], "errors": {}, "left_out": [], "took_s": {}, "awaited_path": "",
-        }  # fmt: skip
-
-    def write(self) -> None:
-        """Write the record."""
-        if self.out is not None:
-            write(self.out, self.found)
-
-
 def parse() -> argparse.Namespace:
     """Read the command line."""
 
@@ -200,13 +182,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Measure, print, write after each item; 1 where an item failed."""
     options = parse()
-    out = options.out or (None if options.rehearse else RESULTS)
-    if out is not None and out.suffix != ".json":
-        out = out / RESULTS.name
-    record = EnginesRecord(out, options.requests, options.budget_s)
-    options.compiling = threading.Thread(target=compiled, args=(record,), name="awaited path")
-    options.compiling.start()
-    record.found["left_out_kernels"] = options.deny
+    record = begin(options, RESULTS, peer={}, left_out_kernels=options.deny)
     peer: Peer | None = None
     if options.vllm_python is not None:
         peer = record.item("vLLM starts", lambda: Peer(options.vllm_python, options.requests))
@@ -214,11 +190,7 @@ def main() -> int:
     settings = lz.Settings(device=options.device, inference=True, warm="eager", freeze_gc=True)
     try:
         with lz.start(settings) as runtime, torch.inference_mode():
-            if options.device == "cuda" and not device_side.flashinfer_is_built():
-                record.found["denied"] = "flashinfer.*: its modules are not built ahead, and take minutes"
-                lz.add_policy(deny="flashinfer.*")
-            else:
-                device_side.deny_planned_attention(record.found)
+            device_side.deny_for_graphs(record.found)
             for kernel_id in options.deny:
                 lz.add_policy(deny=kernel_id)
             measure(options, record, runtime, peer)

@@ -91,6 +91,34 @@ class Record:
             write(self.out, self.found)
 
 
+class PlainRecord(Record):
+    """A record without verdicts: what was found so far, on disk after every item."""
+
+    def __init__(self, out: Path | None, options: argparse.Namespace, **sections: Any) -> None:
+        super().__init__(out, options.requests, options.budget_s)
+        packages = ("layerzero-runtime", "torch", "triton", "flash-attn-4", "flashinfer-python")
+        self.found = {
+            "environment": environment(packages), "requests": options.requests, "rows": {}, **sections,
+            "errors": {}, "left_out": [], "took_s": {}, "awaited_path": "",
+        }  # fmt: skip
+
+    def write(self) -> None:
+        """Write the record."""
+        if self.out is not None:
+            write(self.out, self.found)
+
+
+def begin(options: argparse.Namespace, results: Path, **sections: Any) -> PlainRecord:
+    """The record of a run, with the compiled path of awaits in the making (`options.compiling`)."""
+    out = options.out or (None if options.rehearse else results)
+    if out is not None and out.suffix != ".json":
+        out = out / results.name
+    record = PlainRecord(out, options, **sections)
+    options.compiling = threading.Thread(target=compiled, args=(record,), name="awaited path")
+    options.compiling.start()
+    return record
+
+
 def gathered(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lengths: Tensor, *_: Any) -> Tensor:
     """Paged decode out of torch's parts, for a GPU without a library: gather the pages, mask, SDPA."""
     size, groups = k_cache.shape[1], q.shape[1] != k_cache.shape[2]

@@ -19,7 +19,6 @@ import asyncio
 import random
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -32,8 +31,8 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT)]  # the model is an example
 import torch  # noqa: E402
 from generating import agreeing, by_hand, crowd, device_side, models  # noqa: E402
 from generating.captured import Whole  # noqa: E402
-from harness import environment, show, write  # noqa: E402
-from lane_cuda import Record, attention, built, compiled  # noqa: E402
+from harness import show  # noqa: E402
+from lane_cuda import Record, attention, begin, built  # noqa: E402
 from models.llama import SampleArgs  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -356,24 +355,6 @@ def measure(options: argparse.Namespace, record: Record, runtime: lz.Runtime) ->
     record.write()
 
 
-class StylesRecord(Record):
-    """What was found so far, on disk after every item."""
-
-    def __init__(self, out: Path | None, requests: int, budget_s: float) -> None:
-        super().__init__(out, requests, budget_s)
-        packages = ("layerzero-runtime", "torch", "triton", "flash-attn-4", "flashinfer-python")
-        self.found = {
-            "environment": environment(packages), "requests": requests, "rows": {}, "compared": {},
-            "where": {}, "by_hand": {}, "layer": [], "errors": {}, "left_out": [], "took_s": {},
-            "awaited_path": "",
-        }  # fmt: skip
-
-    def write(self) -> None:
-        """Write the record."""
-        if self.out is not None:
-            write(self.out, self.found)
-
-
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -399,21 +380,10 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Measure, print, write after each item; 1 where an item failed."""
     options = parse()
-    out = options.out or (None if options.rehearse else RESULTS)
-    if out is not None and out.suffix != ".json":
-        out = out / RESULTS.name
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    record = StylesRecord(out, options.requests, options.budget_s)
-    options.compiling = threading.Thread(target=compiled, args=(record,), name="awaited path")
-    options.compiling.start()
+    record = begin(options, RESULTS, compared={}, where={}, by_hand={}, layer=[])
     settings = lz.Settings(device=options.device, inference=True, warm="eager", freeze_gc=True)
     with lz.start(settings) as runtime, torch.inference_mode():
-        if options.device == "cuda" and not device_side.flashinfer_is_built():
-            record.found["denied"] = "flashinfer.*: its modules are not built ahead, and take minutes"
-            lz.add_policy(deny="flashinfer.*")
-        else:
-            device_side.deny_planned_attention(record.found)
+        device_side.deny_for_graphs(record.found)
         measure(options, record, runtime)
     found = record.found
     show(

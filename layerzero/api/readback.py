@@ -102,14 +102,6 @@ def to_host(tensor: Tensor) -> HostRead:
         ...     return (await reading).tolist()
         >>> asyncio.run(main())
         [0, 2, 4]
-
-    Example:
-        >>> import asyncio, torch, layerzero as lz
-        >>> async def main():
-        ...     async with lz.start(scoped=True):
-        ...         return await lz.to_host(torch.tensor([3, 1]))
-        >>> asyncio.run(main()).tolist()
-        [3, 1]
     """
     if not isinstance(tensor, Tensor):
         raise _no_tensor(tensor)

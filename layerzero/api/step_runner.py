@@ -53,12 +53,11 @@ class StaticMetadata:
 
     def load(self, ranges: Sequence[TokenRange]) -> None:
         """Let `ranges`, a token each, be what the first rows are from now on."""
-        ranges = list(ranges)
-        if ranges == self._ranges:  # another layer of the same step
+        ranges, version = list(ranges), ranges[0].sequence.block_tables.version
+        if ranges == self._ranges and version == self._tables_version:  # another layer of the same step
             return
         self._ranges, count, rows = ranges, len(ranges), self.rows
         sequences, starts = [span.sequence for span in ranges], [span.start for span in ranges]
-        version = sequences[0].block_tables.version
         size = self._cache.page_size
         slots = [s.pages[n // size] * size + n % size for s, n in zip(sequences, starts, strict=True)]
         numbers = array("i", [*starts, *slots, *(start + 1 for start in starts)])

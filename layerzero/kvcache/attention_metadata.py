@@ -49,13 +49,13 @@ class MetadataBuilder:
 
     def build(self, ranges: Sequence[TokenRange]) -> AttentionMetadata:
         """The metadata of the tokens of `ranges`, one range after the other."""
-        ranges, stream = list(ranges), self._stream()
+        ranges, key = list(ranges), (self._stream(), self._block_tables.version)
         last = self._cached_metadata
-        if last is not None and last[0] == ranges and last[1] == stream:
+        if last is not None and last[0] == ranges and last[1] == key:
             return last[2]
         with torch.inference_mode(False):
             metadata = self._build(ranges)
-        self._cached_metadata = (ranges, stream, metadata)
+        self._cached_metadata = (ranges, key, metadata)
         return metadata
 
     def _stream(self) -> Hashable:

@@ -17,8 +17,8 @@ from typing import Final
 from layerzero.scheduler.core.pending_call import Batch, Caller
 from layerzero.scheduler.core.round_robin import BatchQueue
 
-# Microseconds of one core, by benchmarks/traffic.py: what a call pays for its way through the queue beside
-# running at once, and a batch beside its kernel.
+# Microseconds of one core, estimates from profiles of one machine: what a call pays for its way through the
+# queue beside running at once, and a batch beside its kernel. benchmarks/traffic.py shows what follows.
 CALL_US: Final = 2.5
 BATCH_US: Final = 40.0
 WINDOW: Final = 32  # queued calls between two looks at a group,

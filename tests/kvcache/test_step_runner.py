@@ -100,6 +100,22 @@ def test_a_sequence_that_gets_another_page_is_seen() -> None:
         torch.testing.assert_close(runner([span], ids), model.plain([span], ids))
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_same_rows_again_read_a_table_that_has_changed(graphs: bool) -> None:
+    """A step that is run again after a page of it was copied for a fork reads and writes the copy."""
+    model = Model()
+    runner = lz.StepRunner(model.forward, model.cache, max_model_len=40, max_num_seqs=2, graphs=graphs)
+    (sequence,) = opened(model.cache, [6])
+    ranges, ids = [sequence.extend(1)], torch.tensor([3])
+    runner(ranges, ids)
+    fork = model.cache.fork(sequence.number)
+    sequence.extend(1)  # its last page is its own from here on
+    torch.testing.assert_close(runner(ranges, ids), model.plain(ranges, ids))
+    before = model.cache.read(fork)[0].clone()
+    runner(ranges, torch.tensor([9]))
+    assert torch.equal(model.cache.read(fork)[0], before), "the row was written into the fork's page"
+
+
 def test_rows_of_padding_write_nothing_of_others() -> None:
     """A bucket that is not full leaves every page of a sequence as it is."""
     model = Model()
