@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks"), str(ROOT)]
 import torch  # noqa: E402
 from generating import device_side  # noqa: E402
 from harness import show  # noqa: E402
-from lane_cuda import Record, begin, built  # noqa: E402
+from lane_cuda import Record, begin, built, settings_of  # noqa: E402
 from styles_cuda import AHEAD, HAND, Round  # noqa: E402
 
 import layerzero as lz  # noqa: E402
@@ -187,7 +187,7 @@ def main() -> int:
     if options.vllm_python is not None:
         peer = record.item("vLLM starts", lambda: Peer(options.vllm_python, options.requests))
         record.found["peer"] = {} if peer is None else peer.started
-    settings = lz.Settings(device=options.device, inference=True, warm="eager", freeze_gc=True)
+    settings = settings_of(options)
     try:
         with lz.start(settings) as runtime, torch.inference_mode():
             device_side.deny_for_graphs(record.found)

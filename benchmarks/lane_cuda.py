@@ -108,6 +108,12 @@ class PlainRecord(Record):
             write(self.out, self.found)
 
 
+def settings_of(options: argparse.Namespace) -> lz.Settings:
+    """The runtime of a run; a rehearsal runs nothing at once, since its CPU stands for a GPU."""
+    more = {"max_inline_us": 0.0} if options.rehearse else {}
+    return lz.Settings(device=options.device, inference=True, warm="eager", freeze_gc=True, **more)
+
+
 def begin(options: argparse.Namespace, results: Path, **sections: Any) -> PlainRecord:
     """The record of a run, with the compiled path of awaits in the making (`options.compiling`)."""
     out = options.out or (None if options.rehearse else results)
@@ -263,7 +269,7 @@ class Place:
 
 def measure(options: argparse.Namespace, record: Record) -> None:
     """Every depth and context, one linear layer, the streams' planted bugs; what was promised comes first."""
-    settings = lz.Settings(device=options.device, inference=True, warm="eager", freeze_gc=True)
+    settings = settings_of(options)
     compiling = threading.Thread(target=compiled, args=(record,), name="awaited path")
     compiling.start()  # beside the kernels' own compilers, in a process of its own
     options.compiling = compiling

@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from generating import agreeing, by_hand, crowd, device_side, models  # noqa: E402
 from generating.captured import Whole  # noqa: E402
 from harness import show  # noqa: E402
-from lane_cuda import Record, attention, begin, built  # noqa: E402
+from lane_cuda import Record, attention, begin, built, settings_of  # noqa: E402
 from models.llama import SampleArgs  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -381,7 +381,7 @@ def main() -> int:
     """Measure, print, write after each item; 1 where an item failed."""
     options = parse()
     record = begin(options, RESULTS, compared={}, where={}, by_hand={}, layer=[])
-    settings = lz.Settings(device=options.device, inference=True, warm="eager", freeze_gc=True)
+    settings = settings_of(options)
     with lz.start(settings) as runtime, torch.inference_mode():
         device_side.deny_for_graphs(record.found)
         measure(options, record, runtime)

@@ -206,7 +206,7 @@ class LoopDrivers:
         if not self._always_inline:
             driver.inline_limit_us = settings.inline_limit_us
             if driver.batcher.at_once is not None:
-                driver.batcher.at_once.limit_us = settings.inline_limit_us
+                driver.batcher.at_once.set_limits(settings.inline_limit_us, settings.max_inline_us)
         driver.inline.max_us = settings.max_inline_us
         driver.batcher._admit()
 

@@ -107,10 +107,16 @@ class AtOnce:
 
     __slots__ = ("groups", "limit_us", "live")
 
-    def __init__(self, limit_us: float) -> None:
+    def __init__(self, inline_limit_us: float, max_inline_us: float) -> None:
         self.groups: dict[Hashable, GroupCosts] = {}
         self.live: set[int] = set()  # the callers that there are
-        self.limit_us = limit_us  # calls that take as long never run at once
+        self.set_limits(inline_limit_us, max_inline_us)
+
+    def set_limits(self, inline_limit_us: float, max_inline_us: float) -> None:
+        """Calls that take as long as `inline_limit_us` never run at once; none does where nothing may run
+        inline."""
+        self.limit_us = inline_limit_us if max_inline_us else 0.0
+        self.groups.clear()
 
     def batch_ran(self, batch: Batch, queue: BatchQueue) -> None:
         """A batch of a group has ended."""

@@ -65,6 +65,28 @@ async def test_models_of_one_caller_each_need_no_queue() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("later", [False, True], ids=["opened", "configured"])
+async def test_where_nothing_may_run_inline_callers_of_one_model_share_batches(later: bool) -> None:
+    """`max_inline_us=0` means that every call queues: four callers that walk together stay together."""
+    off = {"max_inline_us": 0.0}
+    settings = SETTINGS if later else lz.Settings(
+        device="cpu", inference=True, warm="off", inline_limit_us=1e9, max_inline_us=0.0
+    )  # fmt: skip
+    async with lz.start(settings) as runtime:
+        model = Model(0)
+        await asyncio.gather(*(model.request(20) for _ in range(CALLERS)))
+        if later:
+            lz.configure(**off)
+            await asyncio.gather(*(model.request(5) for _ in range(CALLERS)))
+        before = stats(runtime)
+        ran, batches = before.at_once, sum(before.sizes.values())
+        await asyncio.gather(*(model.request(20) for _ in range(CALLERS)))
+        after = stats(runtime)
+    assert after.at_once == ran
+    assert sum(after.sizes.values()) - batches <= 1.5 * 20 * 2
+
+
+@pytest.mark.asyncio
 async def test_a_call_with_a_priority_or_a_deadline_queues() -> None:
     """Whoever asks for an order gets one, where others run at once."""
     models = [Model(seed) for seed in range(CALLERS)]
