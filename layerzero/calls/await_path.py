@@ -114,10 +114,8 @@ def awaitable_call(
             pending = subject
         if priority != 1 or timeout is not None:
             set_priority(pending, driver, priority, timeout)
-        elif (
-            driver.at_once
-            and _needs_no_queue(driver, pending)
-            and (driver.inline.ready() or await driver.inline.share(pending))
+        elif _needs_no_queue(driver, pending) and (
+            driver.inline.ready() or await driver.inline.share(pending)
         ):
             return driver.inline.run(pending, target.run_inline)
         if validate is not None and pending is subject:
@@ -136,7 +134,8 @@ def awaitable_call(
 
 def _needs_no_queue(driver: LoopDriver, pending: PendingCall) -> bool:
     """Whether few others may join the call; `driver.at_once` holds the groups of such calls."""
-    return (pending.op if pending.batch_key is None else pending.batch_key) in driver.at_once
+    groups = driver.at_once
+    return bool(groups) and (pending.op if pending.batch_key is None else pending.batch_key) in groups
 
 
 async def _submit(
