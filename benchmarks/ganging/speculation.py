@@ -44,7 +44,7 @@ class Damped:
 
 def first_layer(me: Rank, device: torch.device) -> Llama:
     """The draft, with the target's own first layer."""
-    config = replace(me.config, layers=1)
+    config = replace(me.config, num_hidden_layers=1)
     get = me.weights()
     return Llama(
         config,
