@@ -226,7 +226,7 @@ def main() -> int:
     failed = [p for p, said in found.items() if not any("error" not in row for row in said.get("rows", []))]
     errors = sum("error" in row for said in found.values() for row in said.get("rows", []))
     print(f"{time.time() - began:.0f} s; rows with errors: {errors}; parts without a number: {failed}")
-    return 0
+    return 1 if errors or failed else 0
 
 
 if __name__ == "__main__":

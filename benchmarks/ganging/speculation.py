@@ -180,7 +180,7 @@ async def _ways(
     return {
         "tokens_per_s": speed,
         "acceptance": {
-            name: sum(s.accepted for s in each) / max(1, sum(s.drafted for s in each))
+            name: sum(s.num_accepted for s in each) / max(1, sum(s.num_draft_tokens for s in each))
             for name, each in kept.items()
         },
         "over_plain": {
