@@ -346,6 +346,25 @@ def ganged(record: dict[str, Any]) -> Table:
     return {"columns": columns, "rows": rows}
 
 
+def decoded(record: dict[str, Any]) -> Table:
+    """Return what a step takes over a rank group and over plain torch.distributed, both reading behind."""
+    ways = ("rank group, reading behind", "torch.distributed, reading behind")
+    rows = []
+    for ranks, row in _said(record, "decode", "decoding"):
+        made_of = row["made_of"][ways[0]]
+        parts = [made_of.get(name) for name in ("device_ms", "message_us", "launch_us", "others_us")]
+        rows.append(
+            [ranks, row["requests"], row["context"], *(row["step_ms"][way] for way in ways), *parts,
+             row["over_by_hand"]]
+        )  # fmt: skip
+    columns = [
+        "GPUs", "requests", "context", "rank group: ms a step", "torch.distributed: ms a step",
+        "of ours, the device: ms", "rank 0's message: us", "launch: us", "wait for the others: us",
+        "rank group over torch.distributed",
+    ]  # fmt: skip
+    return {"columns": columns, "rows": rows}
+
+
 def staged(record: dict[str, Any]) -> Table:
     """Return tokens per second of pipeline stages beside one device."""
     rows = [
@@ -395,6 +414,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "engines_h200.json": {"steps": engines, "targets": engine_targets, "place": place},
     "gang_h200.json": GANG,
     "gang_h200_pair.json": GANG,
+    "gang_cuda.json": {"decoded": decoded, "place": place},
     "embedding_demo.json": {"service": service, "targets": targets, "kernels": kernels, "place": place},
 }
 
