@@ -13,10 +13,11 @@ import msgspec
 from benchmarks.harness import write
 from benchmarks.regret_build import in_order
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.api.tune import TuneReport, missing_calls, tune_blocking, write_shipped_table
+from layerzero.api.tune import tune_blocking, write_shipped_table
 from layerzero.measure.calls import Call
+from layerzero.measure.compare import winner_changes
 from layerzero.measure.shapes import standard_calls
-from layerzero.measure.stability import winner_changes
+from layerzero.measure.tuning import TuneReport, missing_calls
 from layerzero.perfdb.record import BenchmarkCase, Environment, Measurement
 from layerzero.perfdb.shipped import ShippedTable, fitting_tables
 from layerzero.perfdb.store import read_rows
