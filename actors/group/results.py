@@ -48,7 +48,7 @@ class ReplicatedResults:
                 del self._step_by_memory[_memory(dropped)]
 
     def find(self, tensor: Tensor) -> Rows | None:
-        """Which kept rows `tensor` is; None where it is no such rows, or somebody has written into them."""
+        """Which kept rows `tensor` is; None where it is no such rows, or where they were written since."""
         step = self._step_by_memory.get(_memory(tensor))
         kept = None if step is None else self._by_step.get(step)
         if step is None or kept is None:
