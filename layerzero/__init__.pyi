@@ -45,7 +45,6 @@ from layerzero.api.solve import solve as solve
 from layerzero.api.start import start as start
 from layerzero.api.step_runner import StepRunner as StepRunner
 from layerzero.api.timeline import timeline as timeline
-from layerzero.api.tune import TuneReport as TuneReport
 from layerzero.api.tune import record as record
 from layerzero.api.tune import tune as tune
 from layerzero.api.tune import tune_blocking as tune_blocking
@@ -60,6 +59,7 @@ from layerzero.calls.batched import batched as batched
 from layerzero.calls.blocking import last_selection as last_selection
 from layerzero.integrations import patch as patch
 from layerzero.integrations import unpatch as unpatch
+from layerzero.measure.tuning import TuneReport as TuneReport
 from layerzero.ops.attention.alibi import alibi_slopes as alibi_slopes
 from layerzero.ops.rope.scaling import DynamicNTKScaling as DynamicNTKScaling
 from layerzero.ops.rope.scaling import LinearScaling as LinearScaling

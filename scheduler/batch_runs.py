@@ -57,14 +57,13 @@ class BatchRuns:
         if driver.readback is not None:
             driver.readback.flush()
         if batch.expected_us < driver.inline_limit_us:
-            started = driver.loop.time()
             try:
                 outcomes = self._execute(batch)
             except BaseException as error:  # the interpreter is being stopped: strand nobody on the way out
                 driver.complete(batch, batch.interrupted(error))
                 raise
-            if driver.batcher.expected_callers is not None:
-                driver.batcher.expected_callers.launch_took(driver.loop.time() - started)
+            if driver.batcher.expected_callers is not None and batch.launch is not None:
+                driver.batcher.expected_callers.handed_over(batch.launch, driver.loop.time())
             if self.streams is None or self.streams.completion != HOST:
                 driver.complete(batch, outcomes)
             else:

@@ -247,32 +247,44 @@ def styles(record: dict[str, Any]) -> Table:
 
 def engines(record: dict[str, Any]) -> Table:
     """Return a step's time beside an engine's, the same graph by hand, and what memory bandwidth allows."""
-    columns = ["context, side", "ms a step", "tokens/s", "of vLLM", "of weights and keys read once"]
+    columns = [
+        "requests x context, side",
+        "ms a step",
+        "tokens/s",
+        "of vLLM",
+        "of weights and keys read once",
+    ]
     rows = []
-    for context, row in record["rows"].items():
+    for cell, row in record["rows"].items():
         steps = row["step_ms"]
         for side, step in sorted(steps.items(), key=lambda pair: -pair[1]):
             times = [round(steps["vLLM"] / step, 3), round(step / row["roof_ms"], 2)]
-            rows.append([f"{context}, {side}", round(step, 2), row["tokens_per_s"][side], *times])
+            rows.append([f"{cell}, {side}", round(step, 2), row["tokens_per_s"][side], *times])
     return {"columns": columns, "rows": rows}
+
+
+# Device time of a step over weights and keys read once.
+ENGINE_ROOFS = {"64x128": 1.35, "64x2048": 1.15}
 
 
 def engine_targets(record: dict[str, Any]) -> Table:
     """Return what was promised beside an engine, and what was measured."""
-    requests, rows = record["requests"], []
-    for context, row in record["rows"].items():
-        device_ms = row["device"]["device_us_a_step"] / 1e3
-        hand = row["step_ms"]["the same graph by hand"]
-        roof = 1.35 if context == "128" else 1.15
-        promised: list[tuple[str, float, float, bool]] = [
-            ("run_ahead over vLLM, tokens/s", 1.0, row["over_vllm"], True),
-            ("device time over the roof", roof, device_ms / row["roof_ms"], False),
-            ("captured step by hand over its device time", 1.05, hand / device_ms, False),
+    rows = []
+    for cell, row in record["rows"].items():
+        promised = [
+            (f"{side}, over vLLM, tokens/s", row["needs"], over, True)
+            for side, over in row["over_vllm"].items()
+            if side.startswith("run_ahead")
         ]
+        device_ms = row["device"]["device_us_a_step"] / 1e3
+        if cell in ENGINE_ROOFS:
+            roof = device_ms / row["roof_ms"]
+            promised.append(("device time over the roof", ENGINE_ROOFS[cell], roof, False))
+            ahead = row["step_ms"]["run_ahead, the peer's crowd"] / device_ms
+            promised.append(("run_ahead, the peer's crowd, over the device time", 1.05, ahead, False))
         for what, needs, measured, least in promised:
             met = measured >= needs if least else measured <= needs
-            bound = f"{'>=' if least else '<='} {needs}"
-            rows.append([f"{requests} requests, {context}: {what}", bound, round(measured, 3), met])
+            rows.append([f"{cell}: {what}", f"{'>=' if least else '<='} {needs}", round(measured, 3), met])
     return {"columns": ["what", "needs", "measured", "met"], "rows": rows}
 
 

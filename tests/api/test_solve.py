@@ -16,8 +16,9 @@ import torch
 
 import layerzero as lz
 from layerzero.api.solve import solve
-from layerzero.api.tune import publish, tune_blocking
+from layerzero.api.tune import tune_blocking
 from layerzero.measure.shapes import norm
+from layerzero.measure.tuning import publish
 from layerzero.perfdb.table_file import content_hash
 from layerzero.runtime import Runtime, install, uninstall
 from layerzero.selection.dispatch_table import DispatchTable

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from layerzero.actors.device.worker import Worker
+from layerzero.scheduler.core.expected_callers import ExpectedCallers
+from layerzero.scheduler.core.limits import BatchLimits
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
+from layerzero.scheduler.core.round_robin import BatchQueue
 from layerzero.scheduler.loop_driver import LoopDriver
 from layerzero.scheduler.modes.readback import Readback
 from layerzero.scheduler.spawn import spawn
@@ -426,3 +429,19 @@ def test_requests_that_end_do_not_stop_the_others(worker: Worker) -> None:
 
     took, mean = run_virtually(main())
     assert took < 1.07 and mean > 60, (took, mean)
+
+
+def test_a_pause_of_the_device_is_no_time_that_its_batch_needs() -> None:
+    """Each launch comes too late, and takes the host as long as a tenth of a batch: what a batch is known to
+    need stays what the device needs. Else each late launch made the next one later."""
+    expected, group = ExpectedCallers(BatchLimits()), BatchQueue(("step",), solo=False)
+    now = 0.0
+    for _ in range(20):
+        launch = expected.launched([], group, now)
+        now += 1.0  # the host launches
+        expected.handed_over(launch, now)
+        assert expected.busy_s(now) == pytest.approx(group.run_s)
+        now += 10.0  # the device runs
+        expected.completed(launch.number, now)
+        now += 2.0  # nobody has launched anything
+    assert group.run_s == pytest.approx(10.0) and expected.launch_s == pytest.approx(1.0)
