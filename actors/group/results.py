@@ -58,7 +58,7 @@ class ReplicatedResults:
         if not alike or not tensor.dim() or not tensor.is_contiguous() or _version(tensor) != version:
             return None
         size = max(result[:1].numel(), 1)
-        first, askew = divmod(tensor.storage_offset() - result.storage_offset(), size)
+        first, askew = divmod(int(tensor.storage_offset()) - int(result.storage_offset()), size)
         if askew or first < 0 or first + tensor.shape[0] > result.shape[0]:
             return None
         return step, first, tensor.shape[0]
