@@ -57,8 +57,8 @@ class ReplicatedResults:
         alike = tensor.dtype == result.dtype and tensor.shape[1:] == result.shape[1:]
         if not alike or not tensor.dim() or not tensor.is_contiguous() or _version(tensor) != version:
             return None
-        size = max(result[:1].numel(), 1)
-        first, askew = divmod(int(tensor.storage_offset()) - int(result.storage_offset()), size)
+        row = result.numel() // result.shape[0]
+        first, askew = divmod(int(tensor.storage_offset()) - int(result.storage_offset()), row)
         if askew or first < 0 or first + tensor.shape[0] > result.shape[0]:
             return None
         return step, first, tensor.shape[0]

@@ -77,7 +77,7 @@ def note_messages(events: list[Any]) -> None:
             events.append(["sent", list(message.requests), counts, brought])
         send(channel, frame, last=last)
 
-    LeaderChannel.send = noted  # type: ignore[method-assign]
+    LeaderChannel.send = noted  # type: ignore[method-assign,assignment]
 
 
 async def main() -> dict[str, Any]:

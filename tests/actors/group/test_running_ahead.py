@@ -20,7 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 import layerzero as lz
 from layerzero.actors.group import results
 from layerzero.actors.group.join import RankHandle
-from layerzero.actors.group.step_message import decode, unpack
+from layerzero.actors.group.step_message import MAX_VALUES, decode, unpack
 from layerzero.api import readback
 from layerzero.kvcache import PageAllocator, PagesExhaustedError
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError
@@ -422,7 +422,7 @@ def test_only_rows_as_they_were_kept_are_named() -> None:
     assert kept.parts(whole[1:4], [whole[1:2], whole[2:4]]) == [[4, 1, 3]]
     own = torch.ones(1, 2, dtype=torch.int64)
     pieces = [whole[3:4], whole[4:5], whole[:1], own, whole[1:2]]
-    mixed = kept.parts(torch.cat(pieces), pieces)
+    mixed: Any = kept.parts(torch.cat(pieces), pieces)
     assert mixed[:2] == [[4, 3, 2], [4, 0, 1]] and mixed[2].tolist() == [[1, 1]] and mixed[3] == [4, 1, 1]
     assert kept.joined(mixed).tolist() == [[6, 7], [8, 9], [0, 1], [1, 1], [2, 3]]
     whole[0, 0] = 7
@@ -430,7 +430,7 @@ def test_only_rows_as_they_were_kept_are_named() -> None:
     for foreign in ([5, 0, 1], [4, 5, 2]):
         with pytest.raises(ConsistencyError, match="got results of 4"):
             kept.joined([foreign])
-    large = torch.zeros(results.MAX_VALUES // 8 + 1, dtype=torch.int64)
+    large = torch.zeros(MAX_VALUES // 8 + 1, dtype=torch.int64)
     for odd in (large, torch.zeros(0, 2), torch.zeros(2, 4).t(), torch.tensor(1)):
         kept.keep(5, odd)
         assert kept.find(odd) is None
