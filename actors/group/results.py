@@ -48,7 +48,7 @@ class ReplicatedResults:
                 del self._step_by_memory[_memory(dropped)]
 
     def find(self, tensor: Tensor) -> Rows | None:
-        """Which kept rows `tensor` is; None where it is no such rows, or somebody has written into them."""
+        """Which kept rows `tensor` is; None where it is no such rows, or where they were written since."""
         step = self._step_by_memory.get(_memory(tensor))
         kept = None if step is None else self._by_step.get(step)
         if step is None or kept is None:
@@ -57,8 +57,8 @@ class ReplicatedResults:
         alike = tensor.dtype == result.dtype and tensor.shape[1:] == result.shape[1:]
         if not alike or not tensor.dim() or not tensor.is_contiguous() or _version(tensor) != version:
             return None
-        size = max(result[:1].numel(), 1)
-        first, askew = divmod(tensor.storage_offset() - result.storage_offset(), size)
+        row = result.numel() // result.shape[0]
+        first, askew = divmod(int(tensor.storage_offset()) - int(result.storage_offset()), row)
         if askew or first < 0 or first + tensor.shape[0] > result.shape[0]:
             return None
         return step, first, tensor.shape[0]

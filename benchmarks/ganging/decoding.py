@@ -231,17 +231,31 @@ class Sides:
 
     def __init__(self, me: Rank, member: Any) -> None:
         self.me, self.member = me, member
-        buckets = sorted({n for n, _ in points(me)})
-        self.shard = TensorParallelLlama(
-            me.config, me.weights(), member, me.like, pages_of(me), buckets=buckets, graphs=True
-        )
+        self.shard = TensorParallelLlama(me.config, me.weights(), member, me.like, pages_of(me), graphs=False)
+        # Tables as wide as the other side's, a point. Made before any sequence: padding has the same pages.
+        self.runners = {
+            (n, context): lz.StepRunner(
+                self.shard.greedy_step, self.shard.cache, max_model_len=context + tokens_of(me) + 8,
+                max_num_seqs=n, buckets=(n,), graphs=True,
+            )
+            for n, context in points(me)
+        }  # fmt: skip
         self.expert = Expert(me, self.shard)
         self._numbers = itertools.count()
         self._hand = member.batched(self._by_hand, name="hand")
+        self._select = member.batched(self._selected, name="select")
         self.watch = Watch(me, member)
 
     def _by_hand(self, n: list[int], context: list[int], behind: list[bool]) -> list[Any]:
         return [self.expert.round(*now) for now in zip(n, context, behind, strict=True)]
+
+    def _selected(self, n: list[int], context: list[int]) -> list[None]:
+        self.shard._greedy_runner = self.runners[n[0], context[0]]
+        return [None]
+
+    async def select(self, n: int, context: int) -> None:
+        """Let every rank step by the graph of one point."""
+        await self._select(next(self._numbers), n, context)
 
     async def hand(self, n: int, context: int, *, behind: bool) -> tuple[float, Any, dict[str, float]]:
         """A round by hand on every rank."""
@@ -251,6 +265,7 @@ class Sides:
 
 async def rounds(sides: Sides, n: int, context: int) -> dict[str, Any]:
     """Milliseconds a step of each side, in turns; what our steps were made of; how many tokens agree."""
+    await sides.select(n, context)
     times: dict[str, list[float]] = {}
     parts: dict[str, list[dict[str, Any]]] = {}
     texts: dict[str, Any] = {}
@@ -329,5 +344,5 @@ async def decode(me: Rank) -> None:
                     continue
                 with me.trying(**where):
                     me.row(**where, **await rounds(sides, n, context))
-            runner = sides.shard._greedy_runner
-            me.row(what="graphs", buckets=list(runner.buckets), captures=runner.captures)
+            captures = {f"{n} x {context}": each.captures for (n, context), each in sides.runners.items()}
+            me.row(what="graphs", captures=captures)

@@ -1,7 +1,7 @@
 """A rank's part of a Llama, with the loop over it that a whole Llama has.
 
 Rank 0 keeps the sequences. What it announces of a step is where each sequence's rows begin; the tokens of a
-sequence that goes on are on every rank already, where the step before left them, and only a prompt's travel.
+sequence that decodes are on every rank already, where the step before left them, and only a prompt's travel.
 So rank 0 announces a step while the one before still computes, and every rank prepares it meanwhile. The
 pages of a sequence go along once, and every rank keeps them, under the first of them, which no other sequence
 holds. Rank 0 alone draws where a request has a rule of its own, and gives the tokens to the others on the

@@ -69,15 +69,15 @@ def note_messages(events: list[Any]) -> None:
     """Note of each step message whether it brings tokens, and which requests' rows are in it."""
     send = LeaderChannel.send
 
-    def noted(channel: LeaderChannel, frame: bytes, **options: Any) -> None:
+    def noted(channel: LeaderChannel, frame: bytes, *, last: bool = False) -> None:
         message = decode(frame)
         if message.values:
             counts, columns, in_parts = unpack(message.values)
             brought = 0 not in in_parts or any(isinstance(part, torch.Tensor) for part in columns[0])
             events.append(["sent", list(message.requests), counts, brought])
-        send(channel, frame, **options)
+        send(channel, frame, last=last)
 
-    LeaderChannel.send = noted  # type: ignore[method-assign]
+    LeaderChannel.send = noted  # type: ignore[method-assign,assignment]
 
 
 async def main() -> dict[str, Any]:

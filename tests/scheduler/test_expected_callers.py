@@ -96,6 +96,38 @@ def test_callers_that_read_back_stay_one_crowd(worker: Worker, program: list[str
     assert late == [16] * len(late), runs
 
 
+class Soon:
+    """A worker whose jobs run in the loop's next turn."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def submit(self, job: Callable[[], object]) -> None:
+        self._loop.call_soon(job)
+
+
+def test_callers_of_what_a_worker_launches_stay_one_crowd() -> None:
+    """A step with collectives is launched by another thread: from then on the device runs it."""
+
+    async def main() -> list[int]:
+        worker: Any = Soon(asyncio.get_running_loop())
+        machine = Machine(worker)
+
+        async def caller(number: int) -> None:
+            await asyncio.sleep(number * PASS_S / 5)
+            for _ in range(40):
+                step: PendingCall = PENDING_CALL.cls(OP, (torch.ones(1),), "step", float("inf"))
+                assert float(await machine.read(await machine.front.submit(step))) == 2.0
+
+        await asyncio.gather(*map(caller, range(16)))
+        await asyncio.sleep(0)
+        assert machine.settled
+        return machine.device.runs
+
+    runs = run_virtually(main())
+    assert runs[8:38] == [16] * 30, runs
+
+
 def test_one_that_never_comes_back_is_waited_for_once(worker: Worker) -> None:
     """A caller that goes away for ten seconds costs the others one grace, not one at each of their steps."""
 

@@ -20,10 +20,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 import layerzero as lz
 from layerzero.actors.group import results
 from layerzero.actors.group.join import RankHandle
-from layerzero.actors.group.step_message import decode, unpack
+from layerzero.actors.group.step_message import MAX_VALUES, decode, unpack
 from layerzero.api import readback
 from layerzero.kvcache import PageAllocator, PagesExhaustedError
-from layerzero.spec.errors import ConfigurationError, DeviceLostError
+from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError
 from tests.actors.group.late_device import UNREAD, WAIT_S, LateDevice, Sum
 
 RANKS, STEPS, MODULUS = 2, 6, 997
@@ -409,3 +409,28 @@ def test_bad_arguments_of_batched_are_named(monkeypatch: pytest.MonkeyPatch) -> 
             await listed("r", torch.ones(1, 1))
 
     run_ranks(monkeypatch, lead)
+
+
+def test_only_rows_as_they_were_kept_are_named() -> None:
+    """Rows of a result, one by one or together; not what was written since, looks otherwise or is a copy."""
+    kept = results.ReplicatedResults()
+    whole = torch.arange(12).view(6, 2)
+    kept.keep(4, whole)
+    assert kept.find(whole) == (4, 0, 6) and kept.find(whole[2:5]) == (4, 2, 3)
+    others = (whole.clone(), whole[:, :1], whole.flatten(), whole.view(torch.float64), whole[::2], whole.t())
+    assert [kept.find(each) for each in others] == [None] * len(others)
+    assert kept.parts(whole[1:4], [whole[1:2], whole[2:4]]) == [[4, 1, 3]]
+    own = torch.ones(1, 2, dtype=torch.int64)
+    pieces = [whole[3:4], whole[4:5], whole[:1], own, whole[1:2]]
+    mixed: Any = kept.parts(torch.cat(pieces), pieces)
+    assert mixed[:2] == [[4, 3, 2], [4, 0, 1]] and mixed[2].tolist() == [[1, 1]] and mixed[3] == [4, 1, 1]
+    assert kept.joined(mixed).tolist() == [[6, 7], [8, 9], [0, 1], [1, 1], [2, 3]]
+    whole[0, 0] = 7
+    assert kept.find(whole) is None, "its rows are others now"
+    for foreign in ([5, 0, 1], [4, 5, 2]):
+        with pytest.raises(ConsistencyError, match="got results of 4"):
+            kept.joined([foreign])
+    large = torch.zeros(MAX_VALUES // 8 + 1, dtype=torch.int64)
+    for odd in (large, torch.zeros(0, 2), torch.zeros(2, 4).t(), torch.tensor(1)):
+        kept.keep(5, odd)
+        assert kept.find(odd) is None
