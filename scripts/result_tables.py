@@ -288,6 +288,21 @@ def engine_targets(record: dict[str, Any]) -> Table:
     return {"columns": ["what", "needs", "measured", "met"], "rows": rows}
 
 
+def decode(record: dict[str, Any]) -> Table:
+    """Return how long a graph's call of each kernel takes the device, beside reading keys and values once."""
+    ids = sorted({
+        kernel
+        for row in record["rows"].values()
+        for kernel, found in row["kernels"].items()
+        if "captured_us" in found
+    })  # fmt: skip
+    rows = [
+        [shape, row["roof_us"], *(row["kernels"].get(kernel, {}).get("captured_us") for kernel in ids)]
+        for shape, row in record["rows"].items()
+    ]
+    return {"columns": ["sequences x context", "keys and values once, us", *ids], "rows": rows}
+
+
 def section_place(record: dict[str, Any]) -> Table:
     """Return where the generation section was measured."""
     return place(record["generation"])
@@ -411,6 +426,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "regret_h200_replayed.json": {"choice": replayed},
     "lane_h200.json": {"sides": on_gpu, "targets": targets_on_gpu, "place": place},
     "styles_h200.json": {"styles": styles, "place": place},
+    "decode_h200.json": {"decode": decode, "place": place},
     "engines_h200.json": {"steps": engines, "targets": engine_targets, "place": place},
     "gang_h200.json": GANG,
     "gang_h200_pair.json": GANG,
