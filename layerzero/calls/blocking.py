@@ -18,6 +18,7 @@ from layerzero._util import foreign
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.call_cache import BlockingCallCache
 from layerzero.calls.scope import ROOT, SCOPE, Scope
+from layerzero.graphs.rehearsal import rehearsal
 from layerzero.operators import Route, compose, front, install, run_operator
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.runtime import ACTIVE, Runtime, current
@@ -114,7 +115,7 @@ def _routed(op: Op, route: Route) -> Callable[..., Any]:
     return call
 
 
-install(_routed)
+install(_routed, rehearsal)
 
 
 BLOCKING_DOC = """    Choosing: backend is a kernel's id or a backend's name, for this call alone.

@@ -7,13 +7,16 @@ programs that find operators without asking Python. The kernel is chosen when an
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import _OpNamespace
 
+from layerzero._util import foreign
 from layerzero.operators import gradient, rules
+from layerzero.operators.choice import CAPTURED, is_mark
 from layerzero.operators.gradient import Traced
 from layerzero.operators.schema import NAMESPACE, OperatorSchema, front, run_operator, schemas_of
 from layerzero.operators.subclasses import compose
@@ -33,25 +36,52 @@ _VARIANTS = MappingProxyType(
 )
 
 
+class Surroundings(NamedTuple):
+    """What operators run, and in what; see `install`."""
+
+    make: MakeBlocking
+    rehearsal: Callable[[], AbstractContextManager[None]]
+
+    def both(self, op: Op, route: Route) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """The op's blocking function, and the one for calls with a backend or a mark in its place."""
+        blocking = self.make(op, route)
+
+        def named_call(*args: Any, backend: str, **named: Any) -> Any:
+            if not is_mark(backend):
+                return blocking(*args, backend=backend, **named)
+            if foreign.has_transformed((*args, *named.values())):
+                return route(op.build(*args, **named)[1], backend)
+            if backend == CAPTURED and not torch.cuda.is_current_stream_capturing():
+                with self.rehearsal():  # the capture that follows finds what is chosen here
+                    return blocking(*args, **named)
+            return blocking(*args, **named)
+
+        return blocking, named_call
+
+
 class Operators(_OpNamespace):
     """torch's namespace of our operators, which defines one when it is first asked for."""
 
     # Operators are named after it, and torch's compiler finds them by that name.
     __module__ = _OpNamespace.__module__
 
-    def __init__(self, make: MakeBlocking) -> None:
+    def __init__(self, surroundings: Surroundings) -> None:
         super().__init__(NAMESPACE)
-        self._make = make
+        self._surroundings = surroundings
 
     def __getattr__(self, name: str) -> Any:
-        define(name, self._make)
+        define(name, self._surroundings)
         return super().__getattr__(name)
 
 
-def install(make: MakeBlocking) -> None:
-    """Put the namespace in its place; `make` gives the blocking functions that operators run."""
+def install(make: MakeBlocking, rehearsal: Callable[[], AbstractContextManager[None]]) -> None:
+    """Put the namespace in its place.
+
+    `make` gives the blocking functions that operators run; in a block of `rehearsal` they choose among the
+    kernels that are safe under graph capture.
+    """
     if not isinstance(torch.ops.__dict__.get(NAMESPACE), Operators):
-        setattr(torch.ops, NAMESPACE, Operators(make))
+        setattr(torch.ops, NAMESPACE, Operators(Surroundings(make, rehearsal)))
 
 
 def define_all() -> tuple[str, ...]:
@@ -67,7 +97,7 @@ def defined_schemas(op: str) -> tuple[OperatorSchema, ...]:
     return tuple(schema for schema in _DEFINED.values() if schema.op.name == op)
 
 
-def define(name: str, make: MakeBlocking) -> None:
+def define(name: str, surroundings: Surroundings) -> None:
     """Define the operators of the op that `name` is an operator of; nothing where it is none."""
     base = name.removesuffix("_backward")
     base = _VARIANTS.get(base, base)
@@ -78,17 +108,20 @@ def define(name: str, make: MakeBlocking) -> None:
         _LIBRARIES.append(torch.library.Library(NAMESPACE, "FRAGMENT"))
     for schema in schemas_of(op):
         _DEFINED[schema.name] = schema
-        _define(_LIBRARIES[0], schema, make)
+        _define(_LIBRARIES[0], schema, surroundings)
 
 
-def _define(library: torch.library.Library, schema: OperatorSchema, make: MakeBlocking) -> None:
+def _define(library: torch.library.Library, schema: OperatorSchema, surroundings: Surroundings) -> None:
     op, name = schema.op, schema.name
     draws = op.stochastic or any(p.name == "dropout_p" for p in schema.parameters)
     tags = (torch.Tag.nondeterministic_seeded,) if draws else ()
     library.define(schema.text(), tags=(torch.Tag.pt2_compliant_tag, *tags))
     finish = _finish(schema)
-    run = schema.adapter(make(op, lambda full, backend: op.reference(*full)), finish)
-    routed = schema.adapter(make(op, Traced(schema)), finish, "backend")
+    plain, named_plain = surroundings.both(op, lambda full, backend: op.reference(*full))
+    traced, named_traced = surroundings.both(op, Traced(schema))
+    run, routed = (
+        schema.adapter(plain, finish, named_plain), schema.adapter(traced, finish, named_traced)
+    )  # fmt: skip
     overload = schema.overload
     for device in _DEVICES:
         library.impl(name, run, device)
@@ -101,9 +134,8 @@ def _define(library: torch.library.Library, schema: OperatorSchema, make: MakeBl
     if not op.differentiable:
         return
     library.define(schema.gradient_text(), tags=(torch.Tag.pt2_compliant_tag,))
-    blocking = make(op, lambda full, backend: op.reference(*full))
     for device in _DEVICES:
-        library.impl(f"{name}_backward", gradient.gradients(schema, blocking), device)
+        library.impl(f"{name}_backward", gradient.gradients(schema, plain), device)
     torch.library.register_fake(f"{NAMESPACE}::{name}_backward", gradient.gradient_shapes, lib=library)
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from layerzero.ops.op import Args, Op
 
 # Stands for a backend in the operators of a graph whose kernels are chosen while it is compiled.
 _MARK = "compile_choice:"
+# Of a graph that torch will capture: its kernels are those that are safe under capture.
+CAPTURED = f"{_MARK}captured"
 
 
 class CompileChoice:
@@ -32,11 +37,12 @@ class CompileChoice:
 CHOICE = CompileChoice()
 
 
+def will_be_captured(device: torch.device) -> bool:
+    """Whether Inductor compiles a graph that it will capture into CUDA graphs (`mode="reduce-overhead"`)."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    return device.type == "cuda" and config is not None and bool(config.triton.cudagraphs)
+
+
 def is_mark(backend: str | None) -> bool:
     """Whether a graph's operator carries a mark in the place of a backend."""
     return backend is not None and backend.startswith(_MARK)
-
-
-def without_mark(backend: str | None) -> str | None:
-    """The backend that a caller named, without a mark in its place."""
-    return None if is_mark(backend) else backend

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero._util import foreign
-from layerzero.operators.choice import CHOICE, is_mark
+from layerzero.operators.choice import CAPTURED, CHOICE, is_mark, will_be_captured
 from layerzero.operators.schema import OperatorSchema, run_operator
 from layerzero.operators.subclasses import compose
 from layerzero.ops.op import Args
@@ -44,6 +44,8 @@ class Traced:
             if inlined is not NotImplemented:
                 return inlined
             backend = None
+        if backend is None and will_be_captured(full[0].device):
+            backend = CAPTURED
         flat = self._pack(*full, backend)
         overload = self._schema.overload
         if not (torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in flat)):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.operators.choice import CHOICE, without_mark
+from layerzero.operators.choice import CHOICE
 from layerzero.ops import table
 from layerzero.ops.op import Op
 
@@ -117,20 +117,20 @@ class OperatorSchema:
         return f"{self.name}_backward(Tensor[] grads, {declared}, bool[] wanted) -> Tensor[]"
 
     def adapter(
-        self, run: Callable[..., Any], finish: str = "out", backend: str = "_without_mark(backend)"
+        self, run: Callable[..., Any], finish: str = "out", named: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
         """A function with the operator's parameters that calls `run` with the op's.
 
-        `run` gets a keyword `backend` where there is one. `finish` is the text of what is made of `out`, and
-        `backend` that of the keyword.
+        Where there is a backend or a mark, `named` gets it as the keyword `backend`, `run` if there is none.
+        `finish` is the text of what is made of `out`.
         """
         source = [
             f"def {self.name}({', '.join(p.written() for p in self.parameters)}):",
             f"    if backend is None: out = _run({self._as_op()})",
-            f"    else: out = _run({self._as_op()}, backend={backend})",
+            f"    else: out = _named({self._as_op()}, backend=backend)",
             f"    return {finish}",
         ]
-        return _made(self.name, source, {"_run": run, "_laid_out": laid_out, "_without_mark": without_mark})
+        return _made(self.name, source, {"_run": run, "_named": named or run, "_laid_out": laid_out})
 
     def packer(self) -> Callable[..., tuple[Any, ...]]:
         """A function with the op's full arguments and a backend that returns the operator's arguments."""
