@@ -96,7 +96,7 @@ _HOMES = {
         "UnknownOpError",
     ),
     "layerzero.spec.hardware": ("Hardware",),
-    "layerzero.integrations": ("patch", "unpatch"),
+    "layerzero.integrations": ("patch", "patch_table", "unpatch"),
     "layerzero.spec.capability": ("Capability",),
     "layerzero.spec.kernel": ("Efficiency", "Kernel"),
     "layerzero.ops.attention.alibi": ("alibi_slopes",),

@@ -1,4 +1,4 @@
-"""transformers' attention interface over `lz.sync.attention`.
+"""Models of transformers on our ops: attention by its attention interface, other parts module by module.
 
 An argument that the op has no meaning for sends the call to the model's own implementation, with a warning
 that names it and a count; none is dropped.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor
 import layerzero.sync as sync
 from layerzero._util import log
 from layerzero.calls.blocking import context_device
+from layerzero.integrations.patches import loss
+from layerzero.integrations.patches.modules import Patch, apply, need_parts, record_of, restore, substitutes
+from layerzero.integrations.patches.substitute import PARTS, PatchTable, Verdicts
 
 NAME = "layerzero"
 # For models that do not know SDPA: only their masks say that they are causal, so none is left out.
@@ -69,32 +73,72 @@ class PatchedName(str):
     __hash__ = str.__hash__
 
 
-def patch(model: Any) -> Any:
-    """Register our attention and have `model` use it, until `unpatch`."""
-    if isinstance(model.config._attn_implementation, PatchedName):
+def patch(model: Any, parts: Iterable[str] = PARTS) -> Any:
+    """Have `model` use our ops, until `unpatch`; patched already, it stays as it is."""
+    chosen = need_parts(parts)
+    if record_of(model) is not None:
         return model
+    verdicts = Verdicts()
+    patch = Patch(PatchTable(type(model).__name__, ()))
+    if "attention" in chosen:
+        _patch_attention(model, patch, verdicts)
+    patch.substitutes += substitutes(model, chosen, verdicts)
+    if "loss" in chosen and any(hasattr(model, name) for name in ("lm_head", "loss_function")):
+        causal = loss.substitute(model)
+        if isinstance(causal, str):
+            verdicts.add("loss", model, None, causal)
+        else:
+            verdicts.add("loss", model, causal.op)
+            patch.substitutes.append(causal)
+    patch.table = PatchTable(type(model).__name__, verdicts.rows())
+    if not any(row.op for row in patch.table.rows):
+        raise ValueError(f"model needs a part that an op serves, {type(model).__name__} has none:\n{patch.table}")
+    apply(model, patch)
+    return model
+
+
+def _patch_attention(model: Any, patch: Patch, verdicts: Verdicts) -> None:
+    """Have every configuration of the model name our implementation, where its code asks for one."""
     _register()
     before = [(config, config._attn_implementation) for config in _configs(model)]
-    model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
-        raise ValueError(f"model needs transformers' attention interface, {type(model).__name__} lacks it")
+    takes_it = any(_asks(module) for module in model.modules())
+    if takes_it:
+        model.set_attn_implementation(NAME)
+        takes_it = model.config._attn_implementation == NAME
     for config, original in before:
-        if config._attn_implementation == NAME:
+        patch.settings.append((config, "_attn_implementation_internal", original))
+        if config._attn_implementation == NAME and takes_it:
             if _says(model, config, "_supports_sdpa"):
                 name = NAME
             else:
                 name = MASKED if _says(model, config, "_supports_attention_backend") else ADDED
             config._attn_implementation_internal = PatchedName(original or "eager", name)
-    return model
+    if not takes_it:
+        for owner, name, value in patch.settings:
+            setattr(owner, name, value)
+        patch.settings.clear()
+    for module in model.modules():
+        if not type(module).__name__.endswith("Attention"):
+            continue
+        if not takes_it or not _asks(module):
+            if not any(_asks(part) for part in module.modules()):
+                verdicts.add("attention", module, None, "it does not ask transformers' attention interface")
+            continue
+        verdicts.add("attention", module, "attention")
+
+
+def _asks(module: Any) -> bool:
+    """Whether a module's forward asks the attention interface for a function."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def unpatch(model: Any) -> Any:
     """Restore what `patch` replaced."""
-    if not isinstance(model.config._attn_implementation, PatchedName):
+    patch = record_of(model)
+    if patch is None:
         raise ValueError(f"model needs to be patched first, this {type(model).__name__} is not")
-    for config in _configs(model):
-        if isinstance(config._attn_implementation, PatchedName):
-            config._attn_implementation_internal = config._attn_implementation.original
+    restore(model, patch)
     return model
 
 
