@@ -97,6 +97,7 @@ _HOMES = {
     ),
     "layerzero.spec.hardware": ("Hardware",),
     "layerzero.integrations": ("patch", "patch_table", "unpatch"),
+    "layerzero.integrations.loading": ("patch_on_load",),
     "layerzero.spec.capability": ("Capability",),
     "layerzero.spec.kernel": ("Efficiency", "Kernel"),
     "layerzero.ops.attention.alibi": ("alibi_slopes",),

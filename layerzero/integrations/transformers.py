@@ -20,7 +20,7 @@ import layerzero.sync as sync
 from layerzero._util import log
 from layerzero.calls.blocking import context_device
 from layerzero.integrations.patches import loss
-from layerzero.integrations.patches.modules import Patch, apply, need_parts, record_of, restore, substitutes
+from layerzero.integrations.patches.modules import TAKEN, Patch, apply, need_parts, record_of, substitutes
 from layerzero.integrations.patches.substitute import PARTS, PatchTable, Verdicts
 
 NAME = "layerzero"
@@ -84,15 +84,13 @@ def patch(model: Any, parts: Iterable[str] = PARTS) -> Any:
         _patch_attention(model, patch, verdicts)
     patch.substitutes += substitutes(model, chosen, verdicts)
     if "loss" in chosen and any(hasattr(model, name) for name in ("lm_head", "loss_function")):
-        causal = loss.substitute(model)
+        causal = TAKEN if "forward" in model.__dict__ else loss.substitute(model)
         if isinstance(causal, str):
             verdicts.add("loss", model, None, causal)
         else:
             verdicts.add("loss", model, causal.op)
             patch.substitutes.append(causal)
     patch.table = PatchTable(type(model).__name__, verdicts.rows())
-    if not any(row.op for row in patch.table.rows):
-        raise ValueError(f"model needs a part that an op serves, {type(model).__name__} has none:\n{patch.table}")
     apply(model, patch)
     return model
 
@@ -101,45 +99,30 @@ def _patch_attention(model: Any, patch: Patch, verdicts: Verdicts) -> None:
     """Have every configuration of the model name our implementation, where its code asks for one."""
     _register()
     before = [(config, config._attn_implementation) for config in _configs(model)]
-    takes_it = any(_asks(module) for module in model.modules())
-    if takes_it:
+    if any(_asks(module) for module in model.modules()):
         model.set_attn_implementation(NAME)
-        takes_it = model.config._attn_implementation == NAME
     for config, original in before:
-        patch.settings.append((config, "_attn_implementation_internal", original))
-        if config._attn_implementation == NAME and takes_it:
+        if config._attn_implementation == NAME and type(config._attn_implementation) is str:
+            patch.settings.append((config, "_attn_implementation_internal", original))
             if _says(model, config, "_supports_sdpa"):
                 name = NAME
             else:
                 name = MASKED if _says(model, config, "_supports_attention_backend") else ADDED
             config._attn_implementation_internal = PatchedName(original or "eager", name)
-    if not takes_it:
-        for owner, name, value in patch.settings:
-            setattr(owner, name, value)
-        patch.settings.clear()
     for module in model.modules():
         if not type(module).__name__.endswith("Attention"):
             continue
-        if not takes_it or not _asks(module):
-            if not any(_asks(part) for part in module.modules()):
-                verdicts.add("attention", module, None, "it does not ask transformers' attention interface")
-            continue
-        verdicts.add("attention", module, "attention")
+        config = getattr(module, "config", model.config)
+        if _asks(module) and isinstance(getattr(config, "_attn_implementation", None), PatchedName):
+            verdicts.add("attention", module, "attention")
+        elif not any(_asks(part) for part in list(module.modules())[1:]):
+            verdicts.add("attention", module, None, "it does not ask transformers' attention interface")
 
 
 def _asks(module: Any) -> bool:
     """Whether a module's forward asks the attention interface for a function."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-
-
-def unpatch(model: Any) -> Any:
-    """Restore what `patch` replaced."""
-    patch = record_of(model)
-    if patch is None:
-        raise ValueError(f"model needs to be patched first, this {type(model).__name__} is not")
-    restore(model, patch)
-    return model
 
 
 def _says(model: Any, config: Any, support: str) -> bool:
@@ -203,10 +186,19 @@ def forward(
     if isinstance(name, PatchedName) and name.masked:
         causal_by_model = False
     causal = bool(causal_by_model) and attention_mask is None and queries > 1
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or query.device.type == "meta":
         return _original_attention(
             module, query, key, value, attention_mask, causal, dropout, scaling, kwargs
         )
+    pages: Any = kwargs.get("cache")
+    if pages is not None:
+        # Continuous batching: the pages of all requests, gathered; its mask keeps them apart.
+        key, value = pages.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
+        )
+        kwargs = {
+            name: value for name, value in kwargs.items() if name in _TAKEN or name == "output_attentions"
+        }
     strange = [name for name in _strange(kwargs) if name != "output_attentions" or kwargs[name]]
     if strange:
         _warn_fallback(module, query, strange)

@@ -1,4 +1,4 @@
-"""Causal losses by `linear_cross_entropy`: while a model with labels trains, its logits wait until asked for."""
+"""Causal losses by `linear_cross_entropy`: while a model trains with labels, its logits wait."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ class LogitsLater(Tensor):
         return self.computed
 
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Shapes without the numbers, a cast as another one that waits, all else with them."""
         if function in _SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
@@ -67,7 +65,9 @@ class LogitsLater(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise: below torch's functions the numbers would lose their gradient."""
-        raise RuntimeError(f"logits that were not computed reached {function}; read them with torch's functions")
+        raise RuntimeError(
+            f"logits that were not computed reached {function}; read them with torch's functions"
+        )
 
 
 class CausalForward(Substitute):
@@ -133,7 +133,11 @@ class HeadForward(Substitute):
             return "arguments"
         if type(linear) is not nn.Linear or type(args[0]) is not Tensor or type(linear.weight) not in PLAIN:
             return "tensor subclass"
-        if linear._forward_hooks or linear._forward_pre_hooks or getattr(linear, "_is_fsdp_managed_module", False):
+        if (
+            linear._forward_hooks
+            or linear._forward_pre_hooks
+            or getattr(linear, "_is_fsdp_managed_module", False)
+        ):
             return "hooks"
         cast = autocast_dtype(args[0])
         dtypes = {cast} if cast is not None else {args[0].dtype, linear.weight.dtype}
@@ -141,14 +145,14 @@ class HeadForward(Substitute):
 
 
 class CausalLoss:
-    """transformers' causal loss; of logits that wait, by `linear_cross_entropy`, which never holds them all."""
+    """transformers' causal loss; of logits that wait, by `linear_cross_entropy`."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
         self.enabled = True
 
     def __call__(self, logits: Any, labels: Any, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' `ForCausalLMLoss`: the mean over the targets, or their sum by `num_items_in_batch`."""
+        """As `ForCausalLMLoss`: the mean over the targets, or their sum by `num_items_in_batch`."""
         fused = self.enabled and type(logits) is LogitsLater and not args and logits.shape[-1] == vocab_size
         if not fused or logits.computed is not None:
             return self.original(logits, labels, vocab_size, *args, **kwargs)

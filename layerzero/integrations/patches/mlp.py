@@ -10,7 +10,8 @@ from torch import Tensor, nn
 import layerzero.sync as sync
 from layerzero.integrations.patches import probe
 from layerzero.integrations.patches.substitute import PLAIN, Substitute, autocast_dtype, has_hooks
-from layerzero.ops.linear.mlp import GATES, PLAIN as UNGATED, mlp_reference
+from layerzero.ops.linear.mlp import GATES, mlp_reference
+from layerzero.ops.linear.mlp import PLAIN as UNGATED
 
 NAMES = ("mlp", "feedforward", "feed_forward", "densegatedactdense", "denseactdense", "ffn",
          "experts")  # fmt: skip
@@ -157,7 +158,11 @@ def substitute(module: nn.Module) -> MlpForward | str:
             ours = mlp_reference(x, up, weights[-1].weight, bias, weights[-1].bias, activation)
             if probe.same(ours, theirs):
                 return MlpForward(module, tuple(ups[i] for i in order), down, activation)
-    return "no activation of the op gives what it computes" if isinstance(theirs, Tensor) else probe.why_not(theirs)
+    return (
+        "no activation of the op gives what it computes"
+        if isinstance(theirs, Tensor)
+        else probe.why_not(theirs)
+    )
 
 
 def _projects(part: nn.Module | None) -> bool:

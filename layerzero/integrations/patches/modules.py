@@ -12,6 +12,8 @@ from layerzero.integrations.patches import mlp, norm, rope
 from layerzero.integrations.patches.substitute import PARTS, PatchTable, Substitute, Verdicts
 
 RECORD = "_layerzero_patch"
+# Such as accelerate, which puts a module's weights where they are needed just before.
+TAKEN = "another library has replaced its forward"
 # Of each part: which modules belong to it, and the substitute of one or why it has none.
 _KINDS: dict[str, tuple[Callable[[nn.Module], bool], Callable[[nn.Module], Substitute | str]]] = {
     "norm": (norm.is_norm, norm.substitute),
@@ -29,6 +31,12 @@ class Patch:
     # What to give each configuration back, and other such things: (object, attribute, value).
     settings: list[tuple[Any, str, Any]] = field(default_factory=list)
 
+    def restore_settings(self) -> None:
+        """Give every object the attribute back that it had."""
+        for owner, name, value in self.settings:
+            setattr(owner, name, value)
+        self.settings.clear()
+
 
 def need_parts(parts: Iterable[str]) -> frozenset[str]:
     """The parts to patch.
@@ -45,14 +53,14 @@ def need_parts(parts: Iterable[str]) -> frozenset[str]:
 
 
 def substitutes(model: nn.Module, parts: Iterable[str], verdicts: Verdicts) -> list[Substitute]:
-    """The substitute of each module that an op serves, not yet in place; the verdicts get one for every module."""
+    """The substitute of each module that an op serves, not yet in place; every module gets a verdict."""
     chosen: list[Substitute] = []
     kinds = [_KINDS[part] + (part,) for part in parts if part in _KINDS]
     for module in model.modules():
         for belongs, make, part in kinds:
             if not belongs(module):
                 continue
-            verdict = make(module)
+            verdict = TAKEN if "forward" in module.__dict__ else make(module)
             if isinstance(verdict, str):
                 verdicts.add(part, module, None, verdict)
             else:
@@ -78,6 +86,5 @@ def restore(model: nn.Module, patch: Patch) -> None:
     """Give every module and configuration back what it had."""
     for substitute in reversed(patch.substitutes):
         substitute.remove()
-    for owner, name, value in patch.settings:
-        setattr(owner, name, value)
+    patch.restore_settings()
     del model.__dict__[RECORD]

@@ -63,7 +63,10 @@ def substitute(module: nn.Module) -> NormForward | str:
     sizes = getattr(module, "normalized_shape", None)
     if sizes is not None and not isinstance(sizes, int) and len(sizes) != 1:
         return "it norms over several axes"
-    if any(value is not None for value in module._buffers.values()) or set(module._parameters) - {"weight", "bias"}:
+    if any(value is not None for value in module._buffers.values()) or set(module._parameters) - {
+        "weight",
+        "bias",
+    }:
         return "it keeps more than a weight and a bias"
     eps = next((value for name in EPSILONS if isinstance(value := module.__dict__.get(name), float)), None)
     if eps is None:
@@ -76,9 +79,13 @@ def substitute(module: nn.Module) -> NormForward | str:
         width = sizes if isinstance(sizes, int) else sizes[0]
     weight = 1 + probe.numbers(width, seed=1) if vectors[0] is not None else None
     bias = probe.numbers(width, seed=2) if vectors[1] is not None else None
-    parameters = {name: value for name, value in (("weight", weight), ("bias", bias)) if name in module._parameters}
+    parameters = {
+        name: value for name, value in (("weight", weight), ("bias", bias)) if name in module._parameters
+    }
     double = probe.stand_in(module, parameters)
-    forms: dict[tuple[str, float], Any] = {("layer_norm", 0.0): lambda x: layer_norm_reference(x, weight, bias, eps)}
+    forms: dict[tuple[str, float], Any] = {
+        ("layer_norm", 0.0): lambda x: layer_norm_reference(x, weight, bias, eps)
+    }
     if bias is None:
         forms["rms_norm", 0.0] = lambda x: rms_norm_reference(x, weight, eps)
         if weight is not None:

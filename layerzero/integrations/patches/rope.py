@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 
 import layerzero.sync as sync
 from layerzero.calls.blocking import context_device
-from layerzero.integrations.patches import probe
+from layerzero.integrations.patches import probe, rewire
+from layerzero.integrations.patches.rewire import reads
 from layerzero.integrations.patches.substitute import Substitute
 from layerzero.ops.rope.rope import rope_reference
 
@@ -30,8 +30,10 @@ class Rotation:
     each is looked at the first time.
     """
 
-    def __init__(self, function: Callable[..., Any], interleaved: bool, halves: bool) -> None:
-        self.function, self.interleaved, self.halves = function, interleaved, halves
+    def __init__(
+        self, function: Callable[..., Any], interleaved: bool, halves: bool, partial: bool = False
+    ) -> None:
+        self.function, self.interleaved, self.halves, self.partial = function, interleaved, halves, partial
         self.repeats: bool | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +56,8 @@ class Rotation:
             return False
         fits = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape
         # What wider tables promote the result to is the function's own affair.
-        return fits and q.dtype is k.dtype is cos.dtype and q.shape[-1] == cos.shape[-1] and self.repeats is not False
+        width = cos.shape[-1] == q.shape[-1] or (self.partial and cos.shape[-1] < q.shape[-1])
+        return fits and width and q.dtype is k.dtype is cos.dtype and self.repeats is not False
 
     def _tables(self, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Positions (B, S) and the rows of this call's tables, (B * S, R / 2)."""
@@ -85,17 +88,6 @@ class Rotation:
         return table[..., which * half : (which + 1) * half]
 
 
-class _Globals(dict[str, Any]):
-    """A file's names as they are when they are read, but for those that are in here."""
-
-    def __init__(self, file: dict[str, Any], **replaced: Any) -> None:
-        super().__init__({"__builtins__": file["__builtins__"], **replaced})
-        self.file = file
-
-    def __missing__(self, name: str) -> Any:
-        return self.file[name]
-
-
 class AttentionForward(Substitute):
     """An attention module's own forward, in which the rotary function is ours."""
 
@@ -105,39 +97,35 @@ class AttentionForward(Substitute):
         super().__init__(module)
         others = [n for n in _names(module) if rotation_of(type(module).forward.__globals__.get(n)) is None]
         self.note = f"{', '.join(others)} stays the model's own" if others else ""
-        self.run = rewired(type(module).forward)
+        self.forward = type(module).forward
+        self.run = turning(type(module).forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; a traced one is left as it is."""
-        if torch.compiler.is_compiling() or not self.enabled or self.run is None:
+        changed = type(self.module).forward is not self.forward  # by someone else, since
+        if torch.compiler.is_compiling() or not self.enabled or self.run is None or changed:
             return self.original(*args, **kwargs)
         return self.run(self.module, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the function, which another process makes anew."""
-        return {**self.__dict__, "run": None}
+        return {**self.__dict__, "run": None, "forward": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.run = rewired(type(self.module).forward)
+        self.forward = type(self.module).forward
+        self.run = turning(type(self.module).forward)
 
 
 @functools.cache
-def rewired(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+def turning(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     """`forward` with our rotation under the name of its file's; None where that is not the op's rotation."""
-    if not isinstance(forward, FunctionType):
-        return None
     rotations = {
         name: rotation
-        for name in forward.__code__.co_names
+        for name in reads(forward)
         if name.startswith(PREFIX) and (rotation := rotation_of(forward.__globals__.get(name)))
     }
-    if not rotations:
-        return None
-    names = _Globals(forward.__globals__, **rotations)
-    copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copied.__kwdefaults__ = forward.__kwdefaults__
-    return copied
+    return rewire.rewired(forward, rotations) if rotations else None
 
 
 @functools.cache
@@ -149,18 +137,24 @@ def rotation_of(function: Any) -> Rotation | None:
         return None
     if parameters[:4] != ["q", "k", "cos", "sin"] or set(parameters[4:]) - {"position_ids", "unsqueeze_dim"}:
         return None
-    q, k = probe.numbers(2, 3, 4, 8, seed=1), probe.numbers(2, 1, 4, 8, seed=2)
-    angles = probe.numbers(2, 4, 4, seed=3)
-    positions = torch.arange(8, device="cpu").view(2, 4)
     for interleaved, halves in ((False, True), (True, False), (True, True)):
-        whole = torch.cat((angles, angles), -1) if halves else angles.repeat_interleave(2, -1)
-        theirs = probe.answer(function, q, k, whole.cos(), whole.sin())
-        rows = (angles.cos().reshape(8, 4), angles.sin().reshape(8, 4))
-        ours = rope_reference(q.transpose(1, 2), k.transpose(1, 2), positions, *rows, interleaved)
-        if isinstance(theirs, tuple) and len(theirs) == 2:
-            if all(probe.same(a.transpose(1, 2), b) for a, b in zip(ours, theirs, strict=True)):
-                return Rotation(function, interleaved, halves)
+        if _gives(function, 8, interleaved, halves):
+            return Rotation(function, interleaved, halves, _gives(function, 12, interleaved, halves))
     return None
+
+
+def _gives(function: Callable[..., Any], width: int, interleaved: bool, halves: bool) -> bool:
+    """Whether `function` turns the first 8 of `width` features as the op does."""
+    q, k = probe.numbers(2, 3, 4, width, seed=1), probe.numbers(2, 1, 4, width, seed=2)
+    angles = probe.numbers(2, 4, 4, seed=3)
+    whole = torch.cat((angles, angles), -1) if halves else angles.repeat_interleave(2, -1)
+    theirs = probe.answer(function, q, k, whole.cos(), whole.sin())
+    if not isinstance(theirs, tuple) or len(theirs) != 2:
+        return False
+    positions = torch.arange(8, device="cpu").view(2, 4)
+    rows = (angles.cos().reshape(8, 4), angles.sin().reshape(8, 4))
+    ours = rope_reference(q.transpose(1, 2), k.transpose(1, 2), positions, *rows, interleaved)
+    return all(probe.same(turned.transpose(1, 2), other) for turned, other in zip(ours, theirs, strict=True))
 
 
 def turns(module: nn.Module) -> bool:
@@ -169,17 +163,12 @@ def turns(module: nn.Module) -> bool:
 
 
 def _names(module: nn.Module) -> list[str]:
-    code = getattr(type(module).forward, "__code__", None)
-    return [] if code is None else [name for name in code.co_names if name.startswith(PREFIX)]
+    return [name for name in reads(type(module).forward) if name.startswith(PREFIX)]
 
 
 def substitute(module: nn.Module) -> AttentionForward | str:
     """The attention module with our rotation in it, or why not."""
-    if "forward" in module.__dict__:
-        return "another library has replaced its forward"
     forward = type(module).forward
-    if rewired(forward) is None:
+    if turning(forward) is None:
         return f"{_names(module)[0]} of its file is not the op's rotation"
     return AttentionForward(module)
-
-

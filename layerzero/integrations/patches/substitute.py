@@ -44,7 +44,9 @@ class PatchTable:
         cells = [("part", "module", "count", "op", "why not")]
         cells += [(row.part, row.module, str(row.count), row.op or "-", row.why) for row in self.rows]
         widths = [max(len(line[column]) for line in cells) for column in range(4)]
-        lines = ("  ".join(cell.ljust(w) for cell, w in zip(line, [*widths, 0], strict=True)) for line in cells)
+        lines = (
+            "  ".join(cell.ljust(w) for cell, w in zip(line, [*widths, 0], strict=True)) for line in cells
+        )
         return "\n".join([self.model, *(line.rstrip() for line in lines)])
 
 
@@ -61,9 +63,7 @@ class Verdicts:
     def rows(self) -> tuple[PatchRow, ...]:
         """One row for each class and verdict, by part."""
         ordered = sorted(self._counts.items(), key=lambda entry: (PARTS.index(entry[0][0]), entry[0][1]))
-        return tuple(
-            PatchRow(part, module, count, op, why) for (part, module, op, why), count in ordered
-        )
+        return tuple(PatchRow(part, module, count, op, why) for (part, module, op, why), count in ordered)
 
 
 class Substitute:
@@ -80,27 +80,19 @@ class Substitute:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.enabled = True
-        # Another library's, on this very module.
-        self.before = module.__dict__.get("forward")
 
     def install(self) -> None:
         """Put it at the module's `forward`."""
         self.module.forward = self
 
     def remove(self) -> None:
-        """Restore the forward before it; where a library has wrapped this one meanwhile, step aside in it."""
+        """Give the module its forward back; where a library has wrapped this one since, step aside."""
         self.enabled = False
-        if self.module.__dict__.get("forward") is not self:
-            return
-        if self.before is None:
+        if self.module.__dict__.get("forward") is self:
             del self.module.forward
-        else:
-            self.module.forward = self.before
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computes without us."""
-        if self.before is not None:
-            return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def decline(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,8 +106,7 @@ class Substitute:
     @property
     def __signature__(self) -> inspect.Signature:
         """The module's own: libraries read it to learn what may be passed."""
-        forward = self.before or type(self.module).forward.__get__(self.module)
-        return inspect.signature(forward)
+        return inspect.signature(type(self.module).forward.__get__(self.module))
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
