@@ -194,7 +194,7 @@ def build(family: str, kind: str = "causal") -> tuple[Any, str]:
     return None, why
 
 
-def batches(model: Any = None, kind: str = "causal") -> list[dict[str, Tensor]]:
+def batches(model: Any, kind: str = "causal") -> list[dict[str, Tensor]]:
     """One batch without padding, and one padded on the left; of images one."""
     draw = torch.Generator().manual_seed(1)
     if kind == "vision":
@@ -210,7 +210,8 @@ def batches(model: Any = None, kind: str = "causal") -> list[dict[str, Tensor]]:
         ]
     ids = torch.randint(3, 97, (2, 12), generator=draw)
     mask = torch.arange(12).flip(0) < torch.tensor([12, 7])[:, None]
-    target = {"decoder_input_ids": ids[:, :6]} if kind == "encoder-decoder" else {}
+    takes_both = kind == "encoder-decoder" and model.config.is_encoder_decoder
+    target = {"decoder_input_ids": ids[:, :6]} if takes_both else {}
     return [{"input_ids": ids, **target}, {"input_ids": ids, "attention_mask": mask.long(), **target}]
 
 

@@ -59,7 +59,9 @@ from layerzero.backends.triton_kernels.user_kernel import triton_kernel as trito
 from layerzero.calls.batched import batched as batched
 from layerzero.calls.blocking import last_selection as last_selection
 from layerzero.integrations import patch as patch
+from layerzero.integrations import patch_table as patch_table
 from layerzero.integrations import unpatch as unpatch
+from layerzero.integrations.loading import patch_on_load as patch_on_load
 from layerzero.ops.attention.alibi import alibi_slopes as alibi_slopes
 from layerzero.ops.rope.scaling import DynamicNTKScaling as DynamicNTKScaling
 from layerzero.ops.rope.scaling import LinearScaling as LinearScaling

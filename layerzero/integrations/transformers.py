@@ -38,6 +38,8 @@ _ELSEWHERE = frozenset(
     }
 )  # fmt: skip
 _TAKEN = _ELSEWHERE | {"position_bias", "s_aux", "softcap"}
+# False asks for nothing.
+_SWITCHES = frozenset({"deterministic", "output_attentions"})
 # What a model puts into the mask instead where it believes to run on SDPA, as a patched one does.
 _IN_THE_MASK = frozenset({"block_indices", "indices"})
 _WARNED: set[tuple[str, str]] = set()
@@ -196,10 +198,8 @@ def forward(
         key, value = pages.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
         )
-        kwargs = {
-            name: value for name, value in kwargs.items() if name in _TAKEN or name == "output_attentions"
-        }
-    strange = [name for name in _strange(kwargs) if name != "output_attentions" or kwargs[name]]
+        kwargs = {name: value for name, value in kwargs.items() if name in _TAKEN | _SWITCHES}
+    strange = [name for name in _strange(kwargs) if name not in _SWITCHES or kwargs[name]]
     if strange:
         _warn_fallback(module, query, strange)
         return _original_attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -178,7 +178,7 @@ def answer(model: Any, family: str, side: str = "left", **more: Any) -> Tensor:
 
 
 @contextmanager
-def counting() -> Any:
+def counting() -> Iterator[dict[str, int]]:
     """Count the calls of each op that a patched model makes."""
     calls: dict[str, int] = {}
 

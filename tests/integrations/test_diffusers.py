@@ -120,7 +120,7 @@ def test_a_patched_model_gives_the_same_image(runtime: lz.Runtime, kind: Any) ->
     with counting() as calls:
         during = run(model)
     torch.testing.assert_close(during, before, atol=NEAR[torch.float32] * float(before.abs().max()), rtol=0)
-    assert calls["attention"] == {"dit": 2, "unet": 6, "sd3": 2, "flux": 2, "wan": 4}[kind.__name__]
+    assert calls["attention"] == {"dit": 2, "unet": 8, "sd3": 2, "flux": 2, "wan": 4}[kind.__name__]
     assert torch.equal(run(copy.deepcopy(model)), during)
     assert torch.equal(run(lz.unpatch(model)), before)
     with counting() as calls:
@@ -144,7 +144,7 @@ def test_a_backend_by_name(kind: Any) -> None:
         registry.set_active_backend(default)
         model.reset_attention_backend()
     torch.testing.assert_close(during, before, atol=NEAR[torch.float32] * float(before.abs().max()), rtol=0)
-    if kind is not dit:  # its processor calls torch's function: `lz.patch` serves it
+    if kind not in (dit, sd3):  # processors of those call torch's function: `lz.patch` serves them
         assert calls["attention"] >= 2 and calls.keys() == {"attention"}
     with counting() as calls:
         assert torch.equal(run(model), before)
@@ -183,7 +183,10 @@ def test_gradients_flow() -> None:
 def test_a_pipeline_gives_the_same_image() -> None:
     """Every model of it is patched, the image of a seed is the same, and the table names them."""
     torch.manual_seed(0)
-    transformer, _ = dit()
+    transformer = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=8, patch_size=2,
+        num_embeds_ada_norm=1000,
+    )  # fmt: skip
     vae = diffusers.AutoencoderKL(
         block_out_channels=(8, 8), in_channels=3, out_channels=3, latent_channels=4, norm_num_groups=4,
         down_block_types=("DownEncoderBlock2D", "DownEncoderBlock2D"),
@@ -240,7 +243,7 @@ def test_what_the_backend_has_not_is_named() -> None:
     """Context parallelism, logarithms and unknown arguments: none is dropped."""
     dispatch: Any = diffusers.models.attention_dispatch
     q, k, v = operands()
-    with pytest.raises(ValueError, match="context parallelism needs a backend of diffusers"):
+    with pytest.raises(ValueError, match="context parallelism needs a backend such as"):
         dispatch.dispatch_attention_fn(q, k, v, backend="layerzero", parallel_config=SimpleNamespace())
     for name in ("return_lse", "novelty"):
         with pytest.raises(ValueError, match=f"attention_kwargs: the backend 'layerzero' has no {name}"):

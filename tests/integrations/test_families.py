@@ -81,8 +81,12 @@ def test_a_family_gives_what_it_gave(runtime: lz.Runtime, family: str) -> None:
     assert runtime.device().health.statuses() == () and runtime.device().counters.total("own_forward") == 0
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static", "quantized"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+# Dynamic caches of the last two slide with their windows; transformers quantizes none of those.
+CACHES = [("llama", "dynamic"), ("llama", "static"), ("llama", "quantized"), ("mistral", "dynamic")]
+CACHES += [("mistral", "static"), ("gemma3", "dynamic"), ("gemma3", "static")]
+
+
+@pytest.mark.parametrize(("family", "cache"), CACHES)
 @torch.no_grad()
 def test_generation_with_each_cache_gives_the_same_tokens(family: str, cache: str) -> None:
     """Greedy, padded on the left, beyond the window of the families that have one."""
@@ -123,6 +127,23 @@ def test_beams_drafts_and_encoders_give_the_same_tokens() -> None:
     for model in (llama, draft, t5, bart):
         lz.patch(model)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(generate(), before, strict=True))
+
+
+def test_a_pipeline_gives_the_same_text() -> None:
+    """A text-generation pipeline around a model that is patched under it."""
+    tokenizers = pytest.importorskip("tokenizers", reason="words become ids with it: .[tokenizers]")
+    words = {f"w{number}": number for number in range(97)}
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=split, pad_token="w0", eos_token="w2")
+    model = models.build("llama")
+    pipe = transformers.TextGenerationPipeline(model=model, tokenizer=tokenizer)
+    options = {"max_new_tokens": 4, "do_sample": False, "max_length": None}
+    before = pipe(["w3 w5 w8", "w9"], batch_size=2, **options)
+    lz.patch(model)
+    with models.counting() as calls:
+        assert pipe(["w3 w5 w8", "w9"], batch_size=2, **options) == before
+    assert calls["attention"] == 8
 
 
 def test_continuous_batching_gives_the_same_tokens(runtime: lz.Runtime) -> None:
@@ -247,6 +268,20 @@ def test_weights_that_change_count_at_once() -> None:
     close(models.answer(model, "gemma2"), before)
 
 
+@pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min])
+@torch.no_grad()
+def test_an_additive_mask_whose_rows_see_nothing(hidden: float) -> None:
+    """Queries of padding that see no key leave every number finite, and those of real tokens as they are."""
+    model, given = models.build("llama"), models.text(9, 5)
+    before = models.answer(model, "llama")
+    seen = given["attention_mask"].bool()
+    visible = torch.ones(9, 9, dtype=torch.bool).tril() & seen[:, None, None] & seen[:, None, :, None]
+    mask = torch.zeros(visible.shape).masked_fill(~visible, hidden)
+    logits = lz.patch(model)(input_ids=given["input_ids"], attention_mask=mask).logits
+    assert logits.isfinite().all()
+    close(logits[seen], before)
+
+
 @torch.no_grad()
 def test_only_the_parts_asked_for() -> None:
     """Another part stays the model's own; an unknown one is an error."""
@@ -276,6 +311,10 @@ def test_the_table_says_what_was_not_replaced_and_why() -> None:
         lz.patch_table(models.build("gpt2"))
 
 
+class PixelNorm(torch.nn.GroupNorm):
+    """One group: of a matrix it norms the last axis, of an image all but the first."""
+
+
 @torch.no_grad()
 def test_a_norm_of_another_formula_stays_the_models_own() -> None:
     """What a class is called does not matter: its numbers do."""
@@ -287,9 +326,11 @@ def test_a_norm_of_another_formula_stays_the_models_own() -> None:
             return normed * 2
 
     model.model.norm.__class__ = OddRMSNorm
+    model.model.added = torch.nn.Sequential(PixelNorm(1, 4))
     before = models.answer(model, "llama")
     table = lz.patch_table(lz.patch(model))
     assert [row.why for row in table.rows if row.module == "OddRMSNorm"] == ["it computes something else"]
+    assert [row.op for row in table.rows if row.module == "PixelNorm"] == [None]
     close(models.answer(model, "llama"), before)
 
 

@@ -48,6 +48,7 @@ def same(
         torch.testing.assert_close(ours[1][name], grad, atol=rtol * float(grad.abs().max()), rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # the library's own
 @pytest.mark.parametrize("first", ["peft", "patch"])
 def test_lora_layers_are_patched_around(runtime: lz.Runtime, first: str) -> None:
     """Whichever comes first: adapters train as they do, and all comes off again."""
@@ -129,7 +130,9 @@ def test_a_trainer_trains_a_patched_model(tmp_path: Path, bf16: bool) -> None:
     model.save_pretrained(tmp_path / "saved")
     loaded = type(model).from_pretrained(tmp_path / "saved").eval()
     with models.counting() as calls:
-        torch.testing.assert_close(models.answer(loaded, "llama"), before, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            models.answer(loaded, "llama"), before, atol=1e-2 if bf16 else 1e-5, rtol=0
+        )
     assert calls == {}
 
 
