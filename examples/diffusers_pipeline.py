@@ -17,7 +17,7 @@ def pipeline() -> DiTPipeline:
     torch.manual_seed(0)
     transformer = DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=8, patch_size=2,
-        num_embeds_ada_norm=1000,
+        num_embeds_ada_norm=1000, out_channels=8,
     )  # fmt: skip
     autoencoder = AutoencoderKL(block_out_channels=(8,), latent_channels=4, norm_num_groups=4, sample_size=8)
     pipe = DiTPipeline(transformer=transformer, vae=autoencoder, scheduler=DDIMScheduler())

@@ -33,8 +33,8 @@ FELL_BACK = "transformers.own_attention"
 # What says nothing beside the mask, or speaks to other parts of the model.
 _ELSEWHERE = frozenset(
     {
-        "cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits",
-        "position_ids", "sliding_window", "use_cache",
+        "cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
+        "output_router_logits", "position_ids", "sliding_window", "use_cache",
     }
 )  # fmt: skip
 _TAKEN = _ELSEWHERE | {"position_bias", "s_aux", "softcap"}
@@ -46,7 +46,7 @@ _WARNED: set[tuple[str, str]] = set()
 
 
 class PatchedName(str):
-    """The name of our implementation in a patched model's configuration; `own` is the one before it.
+    """The name of our implementation in a patched model's configuration; `original` is the one before it.
 
     Equal to "sdpa", too: our masks and conventions are SDPA's, and models compare this name to learn them.
     """

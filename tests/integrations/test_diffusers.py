@@ -185,7 +185,7 @@ def test_a_pipeline_gives_the_same_image() -> None:
     torch.manual_seed(0)
     transformer = diffusers.DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=8, patch_size=2,
-        num_embeds_ada_norm=1000,
+        num_embeds_ada_norm=1000, out_channels=8,
     )  # fmt: skip
     vae = diffusers.AutoencoderKL(
         block_out_channels=(8, 8), in_channels=3, out_channels=3, latent_channels=4, norm_num_groups=4,
