@@ -17,7 +17,7 @@ from layerzero.spec import tolerances
 from layerzero.spec.kernel import Kernel, rejections
 from tests.backends import cases
 
-LINEAR, MLP = packed.KERNELS
+LINEAR, MLP = map(cases.of_any_vendor, packed.KERNELS)
 MISSING = cases.why_not_here(LINEAR)
 pytestmark = [
     *cases.COMPILED,
@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_left_to_torch() -> None:
 
 def test_remembered_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest is forgotten, and laid out again where it is asked for."""
-    monkeypatch.setattr(packed, "MANY", 4)
+    monkeypatch.setattr(packed, "MAX_WEIGHTS", 4)
     kept, big = kept_of(), torch.randn(640, 16)
     for at in range(0, 640, 16):
         assert kept.of(big[at : at + 16]) is not None
