@@ -128,6 +128,36 @@ def test_callers_of_what_a_worker_launches_stay_one_crowd() -> None:
     assert runs[8:38] == [16] * 30, runs
 
 
+def test_reads_of_a_device_that_is_lost_fail_at_once(worker: Worker) -> None:
+    """Those that wait and those that come, and who waits for news of it gets its batch; until it is back."""
+
+    async def main() -> None:
+        machine, lost = Machine(worker, pass_s=1e6), RuntimeError("its peer is gone")
+        begin = machine.loop.time()
+
+        async def read() -> Any:
+            return await machine.read(await machine.step())
+
+        async def twice() -> Any:
+            await machine.step()
+            return await machine.step()  # held for those that read
+
+        readers, held = [asyncio.ensure_future(read()) for _ in range(2)], asyncio.ensure_future(twice())
+        await asyncio.sleep(0.01)
+        assert not held.done() and machine.device.runs == [3]
+        machine.readback.lose(lost)
+        assert await asyncio.gather(*readers, return_exceptions=True) == [lost] * 2
+        out = await held
+        with pytest.raises(RuntimeError, match="its peer is gone"):
+            await machine.read(out)
+        assert machine.loop.time() - begin < 1.0
+        machine.readback.lose(None)
+        machine.device.free_at = machine.loop.time()
+        assert float(await machine.read(out)) == 2.0
+
+    run_virtually(main())
+
+
 def test_one_that_never_comes_back_is_waited_for_once(worker: Worker) -> None:
     """A caller that goes away for ten seconds costs the others one grace, not one at each of their steps."""
 
