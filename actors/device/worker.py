@@ -55,7 +55,7 @@ class Worker:
                 self._thread = threading.Thread(
                     target=_work, args=(self._queue,), name=self.name, daemon=True
                 )
-                # A worker that nobody holds ends its thread; at exit `join_at_exit` does, in order.
+                # A worker without a reference ends its thread; at exit `join_at_exit` does, in order.
                 weakref.finalize(self, self._queue.put, None).atexit = False
                 self._thread.start()
                 join_at_exit(self._thread, partial(_drop, self._queue))

@@ -171,7 +171,7 @@ class DevicePool:
             try:
                 remaining_s = losses.remaining_s
                 return await device.run(fn, *args, timeout_s=remaining_s, wait_for_restart=False, **kwargs)
-            # Raises where the call may not go on; otherwise the loop picks another device.
+            # Raises where the call may not move; otherwise the loop picks another device.
             except DeviceLostError as error:
                 losses.add(error, device.name)
 

@@ -121,7 +121,7 @@ class DeviceActor:
         import ray
 
         folder = _folder(spec)
-        # Before the device opens: this life's journal would stand among those of the dead.
+        # Before the device opens: this incarnation's journal would be among those of the dead.
         suspects = read_crash_log(folder, spec.name)
         fatal = CrashRecords(folder, spec.name).add(suspects, time.time())
         self._opened = resolve(spec.opener)(spec.settings)
@@ -177,7 +177,7 @@ class DeviceActor:
         packed = _packed(outcome)
         if (connection := self._connection(envelope)) is not None:
             connection.notify("ended", envelope.number)
-        # The answer has to leave first: exiting now would turn a told fault into a silent death.
+        # The answer has to leave first: exiting now would turn a reported fault into a silent death.
         if outcome.status == "lost":
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, EXIT_AFTER_FAULT)
         return packed

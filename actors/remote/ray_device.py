@@ -71,7 +71,7 @@ class RayDevice(SupervisedDevice):
                     self._actor, incarnation, number, kind, payload, tensor_payload, deadline
                 )
             except IncarnationLost as lost:
-                # Nothing of it ran: the next life takes it, as often as that happens.
+                # Nothing of it ran: the next incarnation takes it, as often as that happens.
                 if number not in incarnation.started:
                     continue
                 begun += 1
@@ -82,7 +82,7 @@ class RayDevice(SupervisedDevice):
                 incarnation.numbers.ack(number)
             if await self._must_resend(outcome):
                 continue
-            # The process answered, and will end: a loss like its death, but told by itself.
+            # The process answered, and will end: a loss like its death, but one that it reports.
             if outcome.status == "lost" and idempotent and begun + 1 < MAX_BEGUN:
                 begun += 1
                 continue

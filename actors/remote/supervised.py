@@ -115,7 +115,7 @@ class SupervisedDevice:
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
         try:
             await asyncio.wait_for(self._serving.wait(), timeout_s)
-        # Ray itself waits for ever for a place.
+        # Ray itself waits for a place without end.
         except TimeoutError:
             why = self._why or "its actor was not placed"
             await self.close()
@@ -241,7 +241,7 @@ class SupervisedDevice:
                 log.debug("device.heartbeat_lost", device=self.name, error=str(error)[:200])
                 await asyncio.sleep(HEARTBEAT_S)
                 continue
-            # An answer of the life before may come late.
+            # An answer of the incarnation before may come late.
             if heartbeat is not None and heartbeat.incarnation == incarnation.incarnation:
                 incarnation.last_heartbeat = heartbeat
                 incarnation.decisions_received += len(heartbeat.decided)
@@ -296,7 +296,7 @@ class SupervisedDevice:
                     f"device {self.name!r} is {self.state.value} for more than {patience} s: {self._why}",
                     retryable=True,
                 ) from None
-        # Whoever waited is woken by the end as well, so the state is asked after the wait.
+        # The end wakes waiting callers as well, so the state is asked after the wait.
         if self.state is DeviceState.CLOSED:
             raise RuntimeClosedError(f"device {self.name!r} is closed")
         if self.state is DeviceState.DEAD:

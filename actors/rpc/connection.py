@@ -98,7 +98,7 @@ class Connection(MessageStream):
         if not self.ready.done():
             self.ready.set_exception(lost)
             self.ready.exception()
-        # Nobody is left to get their answers.
+        # The caller that would get their answers has gone.
         for task in list(self._tasks):
             task.cancel()
         self.closed.set()

@@ -299,7 +299,7 @@ class CallServer:
                 continue
             blocked = {**self.device.registry.blocked(), **self.device.health.blocked_kernels()}
             others = [k.id for k in self.device.registry.for_op(kernel.op) if k.id != kernel_id]
-            # An op that nothing serves helps nobody: the suspect stays, and is logged.
+            # An op that nothing serves is worse than a suspect: that stays, and is logged.
             if kernel_id not in blocked and all(other in blocked for other in others):
                 log.error("kernel.kept_as_last", kernel=kernel_id, op=kernel.op, why=why)
                 continue
