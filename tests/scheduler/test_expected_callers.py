@@ -147,7 +147,7 @@ def test_reads_of_a_device_that_is_lost_fail_at_once(worker: Worker) -> None:
         assert not held.done() and machine.device.runs == [3]
         machine.readback.lose(lost)
         assert await asyncio.gather(*readers, return_exceptions=True) == [lost] * 2
-        out = await held
+        out = await asyncio.wait_for(held, 1.0)
         with pytest.raises(RuntimeError, match="its peer is gone"):
             await machine.read(out)
         assert machine.loop.time() - begin < 1.0
