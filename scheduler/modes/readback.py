@@ -218,7 +218,8 @@ class Readback:
 
     def lose(self, error: Exception | None) -> None:
         """Fail every read that is waited for, and later ones until `lose(None)`: nobody knows what the device
-        writes, or whether it ever answers. What a batcher holds for news of it goes on."""
+        writes, or whether it ever answers. What a batcher holds for news of it goes on. The loop calls this,
+        in no task."""
         self._lost = error
         if error is None:
             return

@@ -145,13 +145,14 @@ def test_reads_of_a_device_that_is_lost_fail_at_once(worker: Worker) -> None:
         readers, held = [asyncio.ensure_future(read()) for _ in range(2)], asyncio.ensure_future(twice())
         await asyncio.sleep(0.01)
         assert not held.done() and machine.device.runs == [3]
-        machine.readback.lose(lost)
+        machine.loop.call_soon(machine.readback.lose, lost)
         assert await asyncio.gather(*readers, return_exceptions=True) == [lost] * 2
         out = await asyncio.wait_for(held, 1.0)
         with pytest.raises(RuntimeError, match="its peer is gone"):
             await machine.read(out)
         assert machine.loop.time() - begin < 1.0
-        machine.readback.lose(None)
+        machine.loop.call_soon(machine.readback.lose, None)
+        await asyncio.sleep(0)
         machine.device.free_at = machine.loop.time()
         assert float(await machine.read(out)) == 2.0
 
