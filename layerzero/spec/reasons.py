@@ -26,6 +26,7 @@ class Category(StrEnum):
     POLICY = "policy"
     RESOURCE = "resource"
     DISPATCH_TABLE = "dispatch_table"
+    BUNDLE = "bundle"
 
 
 class Reason(StrEnum):
@@ -191,6 +192,16 @@ class Reason(StrEnum):
         Category.DISPATCH_TABLE,
         "it was solved under another policy",
     )
+
+    BUNDLE_ENVIRONMENT_DIFFERS = (
+        "BUNDLE_ENVIRONMENT_DIFFERS",
+        Category.BUNDLE,
+        "was made in another environment",
+    )
+    BUNDLE_DAMAGED = "BUNDLE_DAMAGED", Category.BUNDLE, "is cut off or was altered"
+    BUNDLE_FORMAT = "BUNDLE_FORMAT", Category.BUNDLE, "is no bundle, or one of another format"
+    BUNDLE_UNSAFE = "BUNDLE_UNSAFE", Category.BUNDLE, "holds what a bundle must not hold"
+    BUNDLE_UNTRUSTED = "BUNDLE_UNTRUSTED", Category.BUNDLE, "is not known to be the one that is wanted"
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, gc=False):
