@@ -23,9 +23,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from layerzero._util import version as _version
 from layerzero.ops.files import FILES as _FILES
 
-__version__ = "0.1.0"
+__version__ = _version.VERSION
 
 # The public names that are no ops, and where each is defined. Where torch is imported already, what a call
 # runs through is imported with the package; everything else when it is first used: no first call waits

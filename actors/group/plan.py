@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from layerzero import __version__
 from layerzero._util import log
+from layerzero._util.version import VERSION
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.group.agreement import digest_of
 from layerzero.actors.group.config import Mode
@@ -204,7 +204,7 @@ def profile_of(device: LocalDevice, rank: int) -> RankProfile:
         rank=rank,
         hardware_class=_hardware_class(hardware),
         versions={
-            "layerzero": __version__,
+            "layerzero": VERSION,
             "torch": hardware.torch,
             "cuda": hardware.cuda or "",
             "driver": hardware.driver or "",
