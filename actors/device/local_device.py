@@ -116,7 +116,7 @@ class LocalDevice:
         budget = WorkspaceBudget(self.device, self.hardware, self.clock.now)
         self._inputs = SelectionInputs(self.settings, self.hardware, self.registry, self.health, budget, cost)
         self.loader = KernelLoader(
-            str(self.device), self.registry, self.counters, self.clock.now, self.refresh
+            str(self.device), self.registry, self.counters, self.clock.now, self.refresh, self._settings_now
         )
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
         self._recovery = Recovery(
@@ -127,6 +127,9 @@ class LocalDevice:
         )
         self._live_checks = LiveChecks(self.compiler)
         self._probe_timer = ProbeTimer(self.health, self.clock)
+
+    def _settings_now(self) -> Settings:
+        return self.settings
 
     def _health_changed(self, transition: Transition) -> None:
         if self._opened:  # stored quarantines arrive while the board is being made; nothing is planned yet
