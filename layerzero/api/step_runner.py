@@ -178,11 +178,16 @@ class StepRunner:
             return self._prefill(ranges, input_ids, values)
         return self._both(ranges, decodes, input_ids, values)
 
-    def capture(self, *values: Tensor, table_widths: Sequence[int] | None = None) -> None:
+    def capture(
+        self,
+        *values: Tensor,
+        buckets: Sequence[int] | None = None,
+        table_widths: Sequence[int] | None = None,
+    ) -> None:
         """Capture every bucket ahead, for values of these dtypes and row shapes; nothing without graphs.
 
-        The widest tables first; only those of `table_widths` where these are given.
-        Raises: ValueError: a width that this runner has not.
+        The widest tables and most rows first; only those of `buckets` and `table_widths` where given.
+        Raises: ValueError: a bucket or width that this runner has not.
         """
         widths = self.table_widths if table_widths is None else tuple(table_widths)
         for width in widths:
@@ -191,7 +196,9 @@ class StepRunner:
         if self._graphed:
             ids = torch.zeros(1, dtype=torch.int64, device=self._cache.device)
             for width in sorted(widths, reverse=True):
-                self._graph(width, len(values)).capture(ids, *(value[:1] for value in values))
+                self._graph(width, len(values)).capture(
+                    ids, *(value[:1] for value in values), buckets=buckets
+                )
 
     @property
     def captures(self) -> int:
