@@ -16,6 +16,8 @@ from layerzero import sync as sync
 from layerzero.actors.group.cluster import remote_rank_group as remote_rank_group
 from layerzero.actors.group.join import rank_group as rank_group
 from layerzero.api import metrics as metrics
+from layerzero.api.bundles import load_bundle as load_bundle
+from layerzero.api.bundles import save_bundle as save_bundle
 from layerzero.api.config import add_policy as add_policy
 from layerzero.api.config import configure as configure
 from layerzero.api.config import disable as disable
@@ -76,6 +78,7 @@ from layerzero.selection.record import Accepted as Accepted
 from layerzero.selection.record import Selection as Selection
 from layerzero.spec.capability import Capability as Capability
 from layerzero.spec.errors import BackendNotAvailableError as BackendNotAvailableError
+from layerzero.spec.errors import BundleRefusedError as BundleRefusedError
 from layerzero.spec.errors import CacheCorruptionError as CacheCorruptionError
 from layerzero.spec.errors import ConfigurationError as ConfigurationError
 from layerzero.spec.errors import ConsistencyError as ConsistencyError
