@@ -266,5 +266,6 @@ def main(arguments: list[str] | None = None) -> int:
     # uvicorn raises the signal again when it has drained: that would turn a clean end into a killed process.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(config).run()
-    return 0
+    server = uvicorn.Server(config)
+    server.run()
+    return 0 if server.started else 3  # uvicorn has said why
