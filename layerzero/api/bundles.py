@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.api.tune import publish, stored_rows
 from layerzero.calls.blocking import context_runtime
 from layerzero.graphs.proof import ANY
 from layerzero.graphs.proof import environment_of as proved_in
 from layerzero.measure.calls import Call, Workload
+from layerzero.measure.tuning import publish, stored_rows
 from layerzero.perfdb import Environment
 from layerzero.runtime import Runtime
 from layerzero.selection.dispatch_table import DispatchTable

@@ -148,6 +148,11 @@ class Reason(StrEnum):
     NOT_BATCH_INVARIANT = "NOT_BATCH_INVARIANT", Category.MODE, "gives a row other bits in another batch"
     CUDA_GRAPH_UNSAFE = "CUDA_GRAPH_UNSAFE", Category.MODE, "is not proved safe under graph capture"
     AUTOCAST_UNSUPPORTED = "AUTOCAST_UNSUPPORTED", Category.MODE, "does not follow autocast"
+    SDPA_BACKEND_DISABLED = (
+        "SDPA_BACKEND_DISABLED",
+        Category.MODE,
+        "is none of the implementations that torch's sdpa_kernel leaves switched on",
+    )
     TP_INVARIANCE_REQUIRED = "TP_INVARIANCE_REQUIRED", Category.MODE, "is not invariant to the group's size"
 
     BACKEND_MISSING = "BACKEND_MISSING", Category.BACKEND, "its library is not installed"

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from layerzero import __version__
 from layerzero._util import files, log
+from layerzero._util.version import VERSION
 from layerzero.graphs.proof import CaptureProof
 from layerzero.native import building
 from layerzero.native.compiling import cpu_flags
@@ -101,7 +101,7 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 def environment_of(hardware: Hardware, *, for_this_cpu: bool) -> dict[str, str]:
     """What kernels, proofs and times hold for, by name; `for_this_cpu` adds its instructions."""
     stated = {
-        "layerzero": __version__,
+        "layerzero": VERSION,
         "python": building.python_abi(),
         "platform": f"{sys.platform} {platform.machine()}",
         "libc": " ".join(platform.libc_ver()),

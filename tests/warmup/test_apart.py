@@ -53,7 +53,8 @@ def load(name):
 def slow(name, launch_us=0.01):
     return Kernel.of(
         f"{name}.rms_norm", lambda: load(name), (0.5, 0.5, launch_us), "a test", platforms="cpu",
-        dtypes="float32", source="a test", slow_import=True, on_disk=lambda _: (FOLDER / f"{name}.made").exists(),
+        dtypes="float32", source="a test", slow_import=True,
+        on_disk=lambda _: (FOLDER / f"{name}.made").exists(),
     )
 
 KERNELS = [slow("slow_a"), slow("slow_b", 0.02), slow("slow_c", 0.03), slow("broken")]
