@@ -22,10 +22,10 @@ import torch
 
 import layerzero as lz
 from layerzero.api.graphs import record_finding
-from layerzero.api.tune import publish, stored_rows
 from layerzero.backends.flashinfer import common
 from layerzero.graphs.verdict import CaptureFinding, CaptureProblem
 from layerzero.measure.calls import call, tensor
+from layerzero.measure.tuning import publish, stored_rows
 from layerzero.native import building
 from layerzero.native.compiling import library
 from layerzero.perfdb import BenchmarkCase, Measurement
@@ -33,6 +33,7 @@ from layerzero.spec.hardware import Hardware, hypothetical_gpu
 from layerzero.spec.reasons import Reason
 from layerzero.warmup import archive
 from layerzero.warmup.bundle import Records, environment_of, read_bundle, receipts, write_bundle
+from tests.kernels import kernel
 
 KEY = "B" * 52
 FLASHINFER = "0.7.2.post1"
@@ -334,6 +335,22 @@ def test_proofs_measurements_and_decisions_are_known_on_the_next_machine(
         device = runtime.device()
         assert device.proofs.proof_of(device.registry.get(KERNEL)) == proof
         assert len(stored_rows(device)) == 2
+
+
+def test_decisions_for_other_kernels_are_refused_before_anything_is_written(
+    second: Machine, states: Path
+) -> None:
+    """A table that would decide nothing here is no part of this environment."""
+    saved(states, path := states / "b.lzb")
+    second.here()
+    with opened(states / "state-2") as runtime:
+        runtime.add_kernel(kernel("mine.rms_norm"))
+        with pytest.raises(lz.BundleRefusedError) as caught:
+            lz.load_bundle(path)
+    assert [(p.reason, p.field) for p in caught.value.problems] == [
+        (Reason.BUNDLE_ENVIRONMENT_DIFFERS, "kernels")
+    ]
+    assert second.files() == {}
 
 
 def test_what_this_machine_found_itself_counts_before_a_bundle(second: Machine, states: Path) -> None:
