@@ -251,10 +251,16 @@ class Sides:
 
     def _selected(self, n: list[int], context: list[int]) -> list[None]:
         self.shard._greedy_runner = self.runners[n[0], context[0]]
+        # Every page holds the same keys and values, whichever a sequence gets: texts can be compared.
+        generator = torch.Generator(self.me.device)
+        for number, pools in enumerate(self.shard.cache.pools):
+            for pool in pools:
+                generator.manual_seed(number)
+                pool.copy_(torch.randn(pool[0].shape, generator=generator, device=pool.device).to(pool.dtype))
         return [None]
 
     async def select(self, n: int, context: int) -> None:
-        """Let every rank step by the graph of one point."""
+        """Let every rank step by the graph of one point, over fresh pages."""
         await self._select(next(self._numbers), n, context)
 
     async def hand(self, n: int, context: int, *, behind: bool) -> tuple[float, Any, dict[str, float]]:
@@ -265,7 +271,6 @@ class Sides:
 
 async def rounds(sides: Sides, n: int, context: int) -> dict[str, Any]:
     """Milliseconds a step of each side, in turns; what our steps were made of; how many tokens agree."""
-    await sides.select(n, context)
     times: dict[str, list[float]] = {}
     parts: dict[str, list[dict[str, Any]]] = {}
     texts: dict[str, Any] = {}
@@ -287,6 +292,7 @@ async def rounds(sides: Sides, n: int, context: int) -> dict[str, Any]:
             break
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
+            await sides.select(n, context)
             took, texts[name], made_of = await arms[name]()
             if turn:
                 times.setdefault(name, []).append(round(took, 4))

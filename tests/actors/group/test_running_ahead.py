@@ -371,6 +371,7 @@ def test_a_device_that_fails_with_two_steps_in_flight_fails_every_caller(
 def test_what_only_rank_0_needs_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """An object of rank 0's stays there; the other ranks get None for each caller."""
     seen: dict[int, list[Any]] = {}
+    rule = object()  # which no message could bring
 
     def keep(member: RankHandle) -> Any:
         def step(x: Tensor, rules: list[Any]) -> Tensor:
@@ -380,7 +381,7 @@ def test_what_only_rank_0_needs_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> 
         return member.batched(step, name="keep", unsent=("rules",))
 
     async def lead(rank: Rank) -> None:
-        await asyncio.gather(*(rank.rules(n, torch.ones(1), "a rule") for n in range(2)))  # type: ignore[attr-defined]
+        await asyncio.gather(*(rank.rules(n, torch.ones(1), rule) for n in range(2)))  # type: ignore[attr-defined]
 
     made = Rank.__init__
 
@@ -390,7 +391,7 @@ def test_what_only_rank_0_needs_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Rank, "__init__", with_rules)
     assert run_ranks(monkeypatch, lead)[1] == [None, None]
-    assert seen == {0: [["a rule"] * 2], 1: [[None] * 2]}
+    assert seen == {0: [[rule] * 2], 1: [[None] * 2]}
 
 
 def test_bad_arguments_of_batched_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
