@@ -92,13 +92,17 @@ def test_generation_with_each_cache_gives_the_same_tokens(family: str, cache: st
     """Greedy, padded on the left, beyond the window of the families that have one."""
     model = models.build(family)
     given = models.text(9, 4)
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
     def generate() -> Tensor:
+        options["disable_compile"] = True
         if cache == "quantized":
             pages = transformers.QuantizedCache("fp8", model.config)
-            return model.generate(**given, **options, past_key_values=pages)
-        return model.generate(**given, **options, cache_implementation=cache)
+            options["past_key_values"] = pages
+        else:
+            options["cache_implementation"] = cache
+        tokens: Tensor = model.generate(**given, **options)
+        return tokens
 
     before = generate()
     lz.patch(model)
