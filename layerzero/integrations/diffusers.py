@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import layerzero.sync as sync
-from layerzero.integrations.patches.modules import Patch, apply, need_parts, record_of, substitutes
+from layerzero.integrations.patches.modules import Patch, apply, has_record, need_parts, substitutes
 from layerzero.integrations.patches.rewire import reads, rebind
 from layerzero.integrations.patches.substitute import PARTS, PatchTable, Verdicts
 
@@ -136,9 +136,9 @@ def processor_class(kind: Any) -> type | None:
 def patch(model: Any, parts: Iterable[str] = PARTS) -> Any:
     """Have `model` use our ops, until `unpatch`; patched already, it stays as it is."""
     chosen = need_parts(parts)
-    if record_of(model) is not None:
+    if has_record(model, chosen):
         return model
-    verdicts, done = Verdicts(), Patch(PatchTable(type(model).__name__, ()))
+    verdicts, done = Verdicts(), Patch(PatchTable(type(model).__name__, ()), chosen)
     if "attention" in chosen:
         _patch_attention(model, done, verdicts)
     done.substitutes += substitutes(model, chosen, verdicts)
