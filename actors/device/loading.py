@@ -81,6 +81,7 @@ class KernelLoader:
     def load_later(self, kernel_id: str, request: CallSpec) -> None:
         """Load a kernel, and compile what `request` needs, behind the call that found it cold."""
         with self._lock:
+            # Every call meets the kernel cold until it is there; one of them starts the load.
             if kernel_id in self._underway or self._closing.is_set():
                 return
             self._underway.add(kernel_id)
@@ -104,6 +105,7 @@ class KernelLoader:
             log.warning("kernel.load_failed", kernel=kernel_id, error=f"{type(error).__name__}: {error}")
         else:
             log.info("kernel.loaded", kernel=kernel_id, seconds=round(self._clock() - started, 3))
+        # After a failure too: that blocks the kernel, which changes choices as readiness does.
         finally:
             with self._lock:
                 self._underway.discard(kernel_id)
@@ -128,6 +130,7 @@ def dispatch_table_for(
     """
     if settings.dispatch_table is None:
         return None
+    # A device without a table need not read the module: first calls wait for imports.
     from layerzero.selection.dispatch_table import activate
 
     return activate(settings.dispatch_table, hardware, registry.all(), strict=settings.strict)

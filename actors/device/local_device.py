@@ -213,6 +213,7 @@ class LocalDevice:
     def _successor(self, before: DispatchState, policy: Policy, version: int) -> DispatchState:
         tables: dict[str, PlanTable] = {}
         rehearsed = dict(before.rehearsed_plans)
+        # Tables whose rules cannot have changed stay: a change of one op costs the others nothing.
         for name, table in list(before.tables.items()):
             if self._rules(name, policy).fingerprint(name) == table.fingerprint:
                 tables[name] = table

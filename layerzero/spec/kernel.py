@@ -198,6 +198,10 @@ def _feature_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
             yield Rejected(Reason.ACTIVATION_UNSUPPORTED, "activation", have or "none", got)
             continue
         reason = FEATURE_REASONS.get(feature, Reason.FEATURE_UNSUPPORTED)
+        if reason is Reason.SDPA_BACKEND_DISABLED:
+            switch = feature.removeprefix("sdpa_no_")
+            yield Rejected(reason, "sdpa_kernel", switch, f"{switch} switched off", f"{switch} switched on")
+            continue
         if feature == "no_weight":
             yield Rejected(reason, "weight", "one", "none", "a weight")
         else:

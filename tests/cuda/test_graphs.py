@@ -161,6 +161,7 @@ def test_an_unrehearsed_call_does_not_choose_inside_a_capture(runtime: lz.Runtim
     x = rows(7)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(lz.CudaGraphUnsafeError, match="rehearse_capture"), torch.cuda.graph(graph):
+        x.clone()  # torch warns of a graph that holds nothing
         lz.sync.rms_norm(x)
     assert not REHEARSAL.on
     assert torch.isfinite(lz.sync.rms_norm(x)).all()

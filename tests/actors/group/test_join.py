@@ -281,6 +281,23 @@ def test_arguments_lie_alike_on_every_rank() -> None:
     assert all(where[0] == 0.0 for where, _ in seen[1].batches)
 
 
+def test_a_step_never_runs_on_the_loops_thread() -> None:
+    """However short it proves, for a caller that is alone: it waits for other ranks."""
+    threads: list[int] = []
+
+    async def leads(member: RankHandle, seen: Rank) -> None:
+        def step(x: Tensor) -> Tensor:
+            threads.append(threading.get_ident())
+            return x
+
+        called = member.batched(step, name="step")
+        for _ in range(100):
+            await called("r", rows(1.0))
+        assert threading.get_ident() not in threads and len(threads) == 100
+
+    assert rank_group([leads])[1] == [None]
+
+
 def test_a_gang_that_took_no_step_ends_in_order() -> None:
     """Closing is a word under whatever plan."""
 
