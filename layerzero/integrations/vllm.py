@@ -159,4 +159,5 @@ def _note_own(reason: str) -> None:
 @functools.cache
 def _note_chosen(sequences: int, page: int) -> None:
     selection = lz.last_selection()
+    assert selection is not None, "this thread has just called"
     log.info(CHOSEN, sequences=sequences, page=page, kernel=selection.kernel, why=selection.why)
