@@ -36,6 +36,7 @@ from layerzero.actors.group.steps import Steps
 from layerzero.actors.group.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE, Scope
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, LayerZeroError
 
 if TYPE_CHECKING:
@@ -227,10 +228,10 @@ class RankHandle:
 
     def close(self) -> None:
         """Leave the rank group; on rank 0 the followers' `follow` returns."""
-        failed = self.failure is not None
+        failed, device = self.failure is not None, self._group.device
         self._steps.close()
-        if failed:
-            self._runtime.device(self._group.device.device).loop_drivers.lose_reads(None)
+        if failed and isinstance(device, ScheduledDevice):
+            device.loop_drivers.lose_reads(None)
 
 
 class GroupScope(Scope):
