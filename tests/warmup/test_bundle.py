@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,7 +104,8 @@ def second(first: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> M
 
 def bundle_of(machine: Machine, path: Path, hardware: Hardware = CARD, **records: Any) -> str:
     """What a machine writes; its digest."""
-    return write_bundle(path, machine.here() and hardware, Records(**records))[0]
+    machine.here()
+    return write_bundle(path, hardware, Records(**records))[0]
 
 
 def test_the_next_machine_has_what_the_first_compiled(
@@ -263,7 +265,7 @@ def test_flashinfer_takes_what_was_carried(
             folder.mkdir()
         workspace = second.folder / ".cache" / "flashinfer" / FLASHINFER / archs
         environment = SimpleNamespace(FLASHINFER_AOT_DIR=folder, FLASHINFER_WORKSPACE_DIR=workspace)
-        monkeypatch.setitem(__import__("sys").modules, "flashinfer.jit.env", environment)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "flashinfer.jit.env", environment)
         common._use_carried.__wrapped__()
         return environment.FLASHINFER_AOT_DIR  # type: ignore[no-any-return]
 
