@@ -62,7 +62,13 @@ def main() -> None:
         return took, texts
 
     print(
-        json.dumps({"ready_s": time.perf_counter() - begin, "version": vllm.__version__}),
+        json.dumps(
+            {
+                "ready_s": time.perf_counter() - begin,
+                "version": vllm.__version__,
+                "pages": engine.llm_engine.vllm_config.cache_config.num_gpu_blocks,
+            }
+        ),
         file=answers,
         flush=True,
     )

@@ -80,16 +80,17 @@ def main() -> int:
         log_path = out.with_suffix(".log")
         with log_path.open("w") as log:
             path = ":".join((folder, given.vllm_python, str(ROOT), given.python))
-            peers = {
-                OWN: Peer(given.vllm_python, most, VLLM_PLUGINS="", VLLM_CACHE_ROOT=f"{folder}/own"),
-                OURS: Peer(
+            peers: dict[str, Peer] = {}
+            try:
+                # One after another: each sizes its pool of keys and values by the memory that is free.
+                peers[OWN] = Peer(given.vllm_python, most, VLLM_PLUGINS="", VLLM_CACHE_ROOT=f"{folder}/own")
+                record["started"] = {OWN: peers[OWN].started}
+                peers[OURS] = Peer(
                     path, most, log, LZ_PEER_BACKEND="CUSTOM", VLLM_PLUGINS="layerzero",
                     VLLM_CACHE_ROOT=f"{folder}/ours",
                     VLLM_LOGGING_CONFIG_PATH=str(Path(folder) / "logging.json"),
-                ),
-            }  # fmt: skip
-            try:
-                record["started"] = {name: peer.started for name, peer in peers.items()}
+                )  # fmt: skip
+                record["started"][OURS] = peers[OURS].started
                 for requests, context in CELLS:
                     compare(record, peers, requests, context, given.rounds)
                     write(out, record)

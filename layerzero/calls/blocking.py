@@ -84,11 +84,11 @@ def _routed(op: Op, route: Route) -> Callable[..., Any]:
     cache, may_be_foreign = BlockingCallCache(op, last, _recover), foreign.may_be_foreign
 
     def call(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
-        full = None
         if backend is None and cache.entries is not None:
             result = cache.entries.run(args, kwargs)
             if result is not NotImplemented:
                 return result
+        full = None
         try:
             signature, full = build(*args, **kwargs)
             is_foreign = may_be_foreign(full[0]) and foreign.has_transformed(full)

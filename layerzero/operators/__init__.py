@@ -6,6 +6,7 @@ programs that find operators without asking Python. The kernel is chosen when an
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -15,6 +16,7 @@ import torch
 from torch._ops import _OpNamespace
 
 from layerzero._util import foreign
+from layerzero._util.fork_safety import renew_after_fork
 from layerzero.operators import gradient, rules
 from layerzero.operators.choice import CAPTURED, is_mark
 from layerzero.operators.gradient import Traced
@@ -68,10 +70,18 @@ class Operators(_OpNamespace):
     def __init__(self, surroundings: Surroundings) -> None:
         super().__init__(NAMESPACE)
         self._surroundings = surroundings
+        self.after_fork()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Begin with a lock that no thread holds."""
+        self._lock = threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
-        define(name, self._surroundings)
-        return super().__getattr__(name)
+        with self._lock:
+            define(name, self._surroundings)
+            ready = self.__dict__.get(name)  # another thread was first
+            return super().__getattr__(name) if ready is None else ready
 
 
 def install(make: MakeBlocking, rehearsal: Callable[[], AbstractContextManager[None]]) -> None:

@@ -14,6 +14,9 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 import layerzero as lz
 from layerzero.operators.choice import CHOICE
 
+# torch's own recording backend does it.
+pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+
 
 @pytest.fixture(autouse=True)
 def runtime() -> Iterator[None]:
