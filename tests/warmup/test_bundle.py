@@ -218,15 +218,16 @@ def test_a_file_that_differs_is_kept_and_named(
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="modes of POSIX")
+@pytest.mark.parametrize("exposed", [f"triton_cache_dir/{KEY}", "triton_cache_dir"])
 def test_no_code_goes_into_a_folder_that_others_can_write(
-    first: Machine, second: Machine, tmp_path: Path
+    first: Machine, second: Machine, tmp_path: Path, exposed: str
 ) -> None:
-    """Another user could exchange it there before it runs."""
+    """Another user could exchange it there before it runs, or the folder that it is in."""
     path = tmp_path / "b.lzb"
     bundle_of(first, path)
     folder = second.here().folder / "triton_cache_dir" / KEY
     folder.mkdir(parents=True)
-    folder.chmod(0o777)
+    (second.folder / exposed).chmod(0o777)
     with pytest.raises(PermissionError, match="writable by no other user"):
         read_bundle(path, CARD).install()
     assert list(folder.iterdir()) == []
