@@ -278,6 +278,22 @@ def test_flashinfer_takes_what_was_carried(
     assert used("90a", packaged=True) != ours
 
 
+def test_triton_finds_what_was_carried(first: Machine, second: Machine, tmp_path: Path) -> None:
+    """Its own cache gives a kernel's files, at this machine's paths."""
+    cache = pytest.importorskip("triton.runtime.cache", reason="Triton's own cache is asked")
+    key = hashlib.sha256(b"a kernel").hexdigest()
+    files = {"add.cubin": b"code", "add.json": b"{}", "add.ptx": b"text"}
+    there = cache.get_cache_manager(key)
+    there.put_group("add.json", {name: there.put(data, name) for name, data in files.items()})
+    bundle_of(first, path := tmp_path / "b.lzb")
+    second.here()
+    assert cache.get_cache_manager(key).get_group("add.json") is None
+    read_bundle(path, CARD).install()
+    found = cache.get_cache_manager(key).get_group("add.json")
+    assert {name: Path(at).read_bytes() for name, at in found.items()} == files
+    assert all(Path(at).is_relative_to(second.folder) for at in found.values())
+
+
 # -- the public functions, on the CPU that is here ---------------------------------------------------------
 
 
