@@ -71,7 +71,8 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert len(got) == 8 and len(set(map(id, got))) == 1
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @every_op
