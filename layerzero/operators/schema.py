@@ -52,7 +52,7 @@ _GIVEN_BACK = MappingProxyType({"append_kv": "slot_mapping"})
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of an operator, and the op's argument that it stands for, empty for the choice of a kernel.
+    """One parameter of an operator, and the op's argument behind it, empty for the choice of a kernel.
 
     `per_row` takes that argument where it is a tensor; beside it `number` takes it where it is none.
     """
