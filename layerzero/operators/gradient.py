@@ -109,9 +109,11 @@ def gradients(schema: OperatorSchema, run: Callable[..., Any]) -> Callable[..., 
             result = adapted(*leaves)
         outs = result if isinstance(result, tuple) else (result,)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        outs, grads = zip(*((o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad), strict=True)
+        paths = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
         with _autograd_on():
-            computed = torch.autograd.grad(outs, inputs, grads, allow_unused=True)
+            computed = torch.autograd.grad(
+                [out for out, _ in paths], inputs, [grad for _, grad in paths], allow_unused=True
+            )
         return [
             torch.zeros_like(leaf, memory_format=torch.contiguous_format)
             if grad is None

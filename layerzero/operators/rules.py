@@ -121,7 +121,7 @@ def _draws(schema: OperatorSchema, args: Args) -> bool:
     named = dict(zip((p.name for p in schema.parameters), args, strict=False))  # without defaults at the end
     if schema.op.stochastic:
         return named.get("seed") is None and named.get("seed_rows") is None
-    return named.get("dropout_p", 0.0) > 0
+    return bool(named.get("dropout_p", 0.0) > 0)
 
 
 def autocast(op: Op, operator: Callable[..., Any], device: str) -> Callable[..., Any]:

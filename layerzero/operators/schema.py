@@ -268,8 +268,9 @@ def _returned(schema: OperatorSchema) -> str:
     return f"({inner})" if chosen != inner else chosen
 
 
-def _made(name: str, lines: list[str], namespace: dict[str, Any]) -> Any:
+def _made(name: str, lines: list[str], namespace: dict[str, Any]) -> Callable[..., Any]:
     source = "\n".join(lines) + "\n"
     file = f"<operator {name}>"
     exec(compile(source, file, "exec"), namespace)
-    return namespace[name]
+    function: Callable[..., Any] = namespace[name]
+    return function
