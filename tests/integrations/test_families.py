@@ -362,7 +362,7 @@ def test_a_norm_of_another_formula_stays_the_models_own() -> None:
 
 
 def test_tables_that_do_not_repeat_stay_the_files_own() -> None:
-    """A call at the first position decides nothing; columns that differ go to the file's function for good."""
+    """A call at the first position decides nothing; other columns go to the file's function for good."""
     own = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
     rotation = rope.rotation_of.__wrapped__(own)
     q, k = (torch.randn(1, heads, 3, 8, generator=torch.Generator().manual_seed(1)) for heads in (4, 2))
