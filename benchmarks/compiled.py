@@ -22,8 +22,8 @@ from benchmarks.harness import SETTLING, Plan, environment, interleave, settled,
 from benchmarks.provenance import provenance
 from layerzero.runtime import current
 
-WIDTH, HEADS, GROUPS, LAYERS, HIDDEN, VOCABULARY = 512, 8, 4, 4, 1408, 4096
-SHAPES = {"prefill 1 x 128": (1, 128), "prefill 4 x 64": (4, 64), "one token of 8": (8, 1)}
+WIDTH, HEADS, GROUPS, LAYERS, HIDDEN, VOCABULARY = 512, 8, 4, 2, 1408, 4096
+SHAPES = {"prefill 1 x 128": (1, 128), "one token of 8": (8, 1)}
 PLAN, TINY = Plan(rounds=15), Plan(rounds=100)
 
 

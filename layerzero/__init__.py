@@ -48,7 +48,7 @@ _HOMES = {
         "reset_policy",
         "unlock",
     ),
-    "layerzero.api.compile_choice": ("CompiledChoice", "compile_choice"),
+    "layerzero.calls.compile_choice": ("CompiledChoice", "compile_choice"),
     "layerzero.api.graphs": (
         "compile",
         "is_graph_safe",

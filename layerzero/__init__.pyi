@@ -18,8 +18,6 @@ from layerzero.actors.group.join import rank_group as rank_group
 from layerzero.api import metrics as metrics
 from layerzero.api.bundles import load_bundle as load_bundle
 from layerzero.api.bundles import save_bundle as save_bundle
-from layerzero.api.compile_choice import CompiledChoice as CompiledChoice
-from layerzero.api.compile_choice import compile_choice as compile_choice
 from layerzero.api.config import add_policy as add_policy
 from layerzero.api.config import configure as configure
 from layerzero.api.config import disable as disable
@@ -61,6 +59,8 @@ from layerzero.backends.triton_kernels.user_kernel import TritonLaunch as Triton
 from layerzero.backends.triton_kernels.user_kernel import triton_kernel as triton_kernel
 from layerzero.calls.batched import batched as batched
 from layerzero.calls.blocking import last_selection as last_selection
+from layerzero.calls.compile_choice import CompiledChoice as CompiledChoice
+from layerzero.calls.compile_choice import compile_choice as compile_choice
 from layerzero.integrations import patch as patch
 from layerzero.integrations import patch_table as patch_table
 from layerzero.integrations import unpatch as unpatch

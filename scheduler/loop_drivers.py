@@ -207,7 +207,7 @@ class LoopDrivers:
             driver.inline_limit_us = settings.inline_limit_us
             if driver.batcher.at_once is not None:
                 driver.batcher.at_once.set_limits(settings.inline_limit_us, settings.max_inline_us)
-        driver.inline.max_us = settings.max_inline_us
+        driver.inline.set_max(settings.max_inline_us)
         driver.batcher._admit()
 
     def lose_reads(self, error: Exception | None) -> None:

@@ -67,7 +67,12 @@ def has_subclass(values: Iterable[Any]) -> bool:
 
 def may_be_foreign(value: Any) -> bool:
     """Whether `has_transformed` needs to be asked about a call on `value`: the cheap part of it."""
-    return value.__class__ not in _PLAIN or bool(_count_dispatch_modes()) or _level() is not None
+    return (
+        value.__class__ not in _PLAIN
+        or bool(_count_dispatch_modes())
+        or _level() is not None
+        or _tracing() is not None
+    )
 
 
 def has_tangents(values: Iterable[Any]) -> bool:

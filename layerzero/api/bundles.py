@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -105,7 +106,7 @@ def load_bundle(
     _need_kernels(local_device, bundle)
     installed = bundle.install(replace=replace)
     notes: list[str] = []
-    taken = {
+    taken: dict[str, Any] = {
         "proofs": _take_proofs(local_device, bundle, notes),
         "measurements": _take_measurements(local_device, bundle, notes),
         "dispatch_table": _take_decisions(runtime, bundle, notes),

@@ -155,7 +155,7 @@ def _warn_runs_alone(device: LocalDevice, pending: PendingCall, plan: Plan) -> N
 
 
 def _traced(full: Args, backend: str | None) -> Described:
-    """A call on transformed or traced tensors: it waits for nobody, and is the op's operator."""
+    """A call on transformed or traced tensors: it does not wait, and is the op's operator."""
     nowhere: Any = None
     return Described(nowhere, None, full, 0.0, kind=(backend,))
 

@@ -77,7 +77,7 @@ class ChosenImpl(FlashAttentionImpl):  # type: ignore[misc]
 
     def _why_never(self) -> str:
         """Why no batch of this layer is ours; empty where decode steps may be."""
-        asked = {
+        features = {
             "alibi slopes": self.alibi_slopes is not None,
             "attention sinks": self.sinks is not None,
             "a soft cap": bool(self.logits_soft_cap),
@@ -87,7 +87,7 @@ class ChosenImpl(FlashAttentionImpl):  # type: ignore[misc]
             "context parallel decoding": self.dcp_world_size > 1,
             "batch invariance, which vLLM promises": self.batch_invariant_enabled,
         }
-        return next((name for name, given in asked.items() if given), "")
+        return next((name for name, is_asked in features.items() if is_asked), "")
 
     def why_not(self, metadata: Any) -> str:
         """Why a batch stays with vLLM's own kernel; empty where ours is taken."""
@@ -119,10 +119,10 @@ class ChosenImpl(FlashAttentionImpl):  # type: ignore[misc]
             reason = "a quantized output"
         if reason:
             _note_own(reason)
-            own: Tensor = super().forward(
+            result: Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
-            return own
+            return result
         count = attn_metadata.num_actual_tokens
         k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -159,4 +159,5 @@ def _note_own(reason: str) -> None:
 @functools.cache
 def _note_chosen(sequences: int, page: int) -> None:
     selection = lz.last_selection()
+    assert selection is not None, "this thread has just called"
     log.info(CHOSEN, sequences=sequences, page=page, kernel=selection.kernel, why=selection.why)

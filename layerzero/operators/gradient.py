@@ -32,7 +32,7 @@ class Traced:
     def __call__(self, full: Args, backend: str | None) -> Any:
         """The operator below autograd; with a gradient to follow, as one node of the graph.
 
-        Raises: ValueError: a gradient is wanted and the op has none.
+        Raises: ValueError: a gradient is needs_grad and the op has none.
         """
         op = self._schema.op
         if foreign.has_subclass(full):
@@ -80,14 +80,14 @@ def _function(schema: OperatorSchema) -> Any:
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
             saved = iter(ctx.saved_tensors)
-            flat = [next(saved) if kept is None else kept[0] for kept in ctx.rest]
-            tensors = [p for p, kept in enumerate(ctx.rest) if kept is None]
-            wanted = [bool(ctx.needs_input_grad[p]) for p in tensors]
+            flat = [next(saved) if number is None else number[0] for number in ctx.rest]
+            tensors = [p for p, number in enumerate(ctx.rest) if number is None]
+            needs_grad = [bool(ctx.needs_input_grad[p]) for p in tensors]
             backward = getattr(torch.ops.layerzero, f"{schema.name}_backward").default
-            found = iter(backward(list(grads), *flat[:-1], wanted))
+            computed = iter(backward(list(grads), *flat[:-1], needs_grad))
             each: list[Tensor | None] = [None] * len(flat)
-            for position, is_wanted in zip(tensors, wanted, strict=True):
-                each[position] = next(found) if is_wanted else None
+            for position, is_wanted in zip(tensors, needs_grad, strict=True):
+                each[position] = next(computed) if is_wanted else None
             return tuple(each)
 
     Function.__name__ = Function.__qualname__ = f"layerzero_{schema.name}"
@@ -99,8 +99,8 @@ def gradients(schema: OperatorSchema, run: Callable[..., Any]) -> Callable[..., 
     adapted = schema.adapter(run)
 
     def backward(grads: list[Tensor], *rest: Any) -> list[Tensor]:
-        *flat, wanted = rest
-        asks = iter(wanted)
+        *flat, needs_grad = rest
+        asks = iter(needs_grad)
         leaves = [
             value.detach().requires_grad_(next(asks)) if isinstance(value, Tensor) else value
             for value in flat
@@ -109,14 +109,16 @@ def gradients(schema: OperatorSchema, run: Callable[..., Any]) -> Callable[..., 
             result = adapted(*leaves)
         outs = result if isinstance(result, tuple) else (result,)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        outs, grads = zip(*((o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad), strict=True)
+        paths = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
         with _autograd_on():
-            found = torch.autograd.grad(outs, inputs, grads, allow_unused=True)
+            computed = torch.autograd.grad(
+                [out for out, _ in paths], inputs, [grad for _, grad in paths], allow_unused=True
+            )
         return [
             torch.zeros_like(leaf, memory_format=torch.contiguous_format)
             if grad is None
             else grad.contiguous()
-            for leaf, grad in zip(inputs, found, strict=True)
+            for leaf, grad in zip(inputs, computed, strict=True)
         ]
 
     return backward
@@ -124,9 +126,9 @@ def gradients(schema: OperatorSchema, run: Callable[..., Any]) -> Callable[..., 
 
 def gradient_shapes(grads: list[Tensor], *rest: Any) -> list[Tensor]:
     """The gradients' shapes: those of the tensors that want one, contiguous."""
-    *flat, wanted = rest
+    *flat, needs_grad = rest
     tensors = [value for value in flat if isinstance(value, Tensor)]
-    return [value.new_empty(value.shape) for value, asks in zip(tensors, wanted, strict=True) if asks]
+    return [value.new_empty(value.shape) for value, asks in zip(tensors, needs_grad, strict=True) if asks]
 
 
 class _autograd_on:

@@ -66,7 +66,8 @@ def _has_symbols(args: Args) -> bool:
 def vmapped(schema: OperatorSchema, operator: Callable[..., Any]) -> Callable[..., Any]:
     """The rule of `torch.vmap`: the mapped axis joins the rows, or each slice is a call of its own.
 
-    Raises: ValueError: the op changes its arguments. RuntimeError: it draws, and vmap was not told how.
+    Raises: ValueError: the op changes its arguments. RuntimeError: it draws without a seed, with
+        randomness other than "different".
     """
     op, positions = schema.op, _LEADING.get(schema.op.name, ())
 
@@ -120,7 +121,7 @@ def _draws(schema: OperatorSchema, args: Args) -> bool:
     named = dict(zip((p.name for p in schema.parameters), args, strict=False))  # without defaults at the end
     if schema.op.stochastic:
         return named.get("seed") is None and named.get("seed_rows") is None
-    return named.get("dropout_p", 0.0) > 0
+    return bool(named.get("dropout_p", 0.0) > 0)
 
 
 def autocast(op: Op, operator: Callable[..., Any], device: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What torch is told of an op: the schema of its operator, and the way between the op's arguments and it.
+"""What torch knows of an op: the schema of its operator, and the way between the arguments of both.
 
 Everything follows from the signature of `op.build`. Where torch's schemas have no word for a parameter:
 
@@ -43,7 +43,7 @@ _TYPES = MappingProxyType(
     }
 )
 _PER_ROW = frozenset({"Number", "Count", "Count | None"})
-_UNTOLD = frozenset({"ScoreMod | None", "Any"})
+_NO_SCHEMA_TYPE = frozenset({"ScoreMod | None", "Any"})
 # The flags that add an output, and the end of the operator's name that stands for each.
 _ADDING_OUTPUT = MappingProxyType({"return_lse": "with_lse"})
 # What an op that writes into its arguments returns of them; its operator returns nothing.
@@ -52,7 +52,7 @@ _GIVEN_BACK = MappingProxyType({"append_kv": "slot_mapping"})
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of an operator, and the op's argument that it tells, empty for the choice of a kernel.
+    """One parameter of an operator, and the op's argument behind it, empty for the choice of a kernel.
 
     `per_row` takes that argument where it is a tensor; beside it `number` takes it where it is none.
     """
@@ -101,10 +101,10 @@ class OperatorSchema:
         return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
     @property
-    def untold(self) -> tuple[str, ...]:
+    def without_type(self) -> tuple[str, ...]:
         """The op's parameters that torch has no word for."""
         named = inspect.signature(self.op.build).parameters.values()
-        return tuple(p.name for p in named if str(p.annotation) in _UNTOLD)
+        return tuple(p.name for p in named if str(p.annotation) in _NO_SCHEMA_TYPE)
 
     def text(self) -> str:
         """The schema; what an op writes is marked, and such an operator returns nothing."""
@@ -114,7 +114,7 @@ class OperatorSchema:
     def gradient_text(self) -> str:
         """The schema of the operator that gives the gradients of the tensors that want one, in order."""
         declared = ", ".join(p.declared().partition("=")[0] for p in self.parameters if p.name != "backend")
-        return f"{self.name}_backward(Tensor[] grads, {declared}, bool[] wanted) -> Tensor[]"
+        return f"{self.name}_backward(Tensor[] grads, {declared}, bool[] needs_grad) -> Tensor[]"
 
     def adapter(
         self, run: Callable[..., Any], finish: str = "out", named: Callable[..., Any] | None = None
@@ -142,14 +142,14 @@ class OperatorSchema:
     def _as_op(self) -> str:
         """The op's arguments out of the operator's, as the text of a call."""
         parts = []
-        told = {p.name: p for p in self.parameters}
+        declared = {p.name: p for p in self.parameters}
         for parameter in inspect.signature(self.op.build).parameters.values():
             name = parameter.name
-            if name not in told:
+            if name not in declared:
                 value = repr(self.fixed[name]) if name in self.fixed else None
             else:
                 rows = f"{name}_rows"
-                value = name if rows not in told else f"{name} if {rows} is None else {rows}"
+                value = name if rows not in declared else f"{name} if {rows} is None else {rows}"
             if value is not None:
                 parts.append(f"{name}={value}" if parameter.kind is parameter.KEYWORD_ONLY else value)
         return ", ".join(parts)
@@ -177,9 +177,9 @@ def front(op: Op) -> Callable[..., Any]:
     head = [p.replace(annotation=p.empty) for p in parameters.values()]
     head.append(inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None))
     lines = [f"def {op.name}{inspect.Signature(head)}:"]
-    if schemas[0].untold:
-        untold = " or ".join(f"{name} is not None" for name in schemas[0].untold)
-        lines += [f"    if {untold}:", f"        return _plain({', '.join(names)})"]
+    if schemas[0].without_type:
+        is_given = " or ".join(f"{name} is not None" for name in schemas[0].without_type)
+        lines += [f"    if {is_given}:", f"        return _plain({', '.join(names)})"]
     for schema in reversed(schemas):
         flags = [name for name, value in schema.fixed.items() if value]
         packed = [_packed(p) for p in schema.parameters[:-1]]
@@ -231,19 +231,19 @@ def _plain_front(op: Op) -> Callable[..., Any]:
 
 
 def _parameters(schema: OperatorSchema) -> list[Parameter]:
-    told, rows = [], []
+    declared, rows = [], []
     for position, each in enumerate(inspect.signature(schema.op.build).parameters.values()):
         annotation = str(each.annotation)
-        if each.name in schema.fixed or annotation in _UNTOLD:
+        if each.name in schema.fixed or annotation in _NO_SCHEMA_TYPE:
             continue
         kind = _TYPES[annotation]
         if position in schema.op.writes:
             kind = f"Tensor({chr(ord('a') + schema.op.writes.index(position))}!)"
-        told.append(Parameter(each.name, each.name, kind, each.default, number=annotation in _PER_ROW))
+        declared.append(Parameter(each.name, each.name, kind, each.default, number=annotation in _PER_ROW))
         if annotation in _PER_ROW:
             rows.append(Parameter(f"{each.name}_rows", each.name, "Tensor?", None, per_row=True))
-    told.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)  # torch: required first
-    return [*told, *rows, Parameter("backend", "", "str?", None)]
+    declared.sort(key=lambda each: each.default is not inspect.Parameter.empty)  # torch: required first
+    return [*declared, *rows, Parameter("backend", "", "str?", None)]
 
 
 def _packed(parameter: Parameter) -> str:
@@ -268,8 +268,9 @@ def _returned(schema: OperatorSchema) -> str:
     return f"({inner})" if chosen != inner else chosen
 
 
-def _made(name: str, lines: list[str], namespace: dict[str, Any]) -> Any:
+def _made(name: str, lines: list[str], namespace: dict[str, Any]) -> Callable[..., Any]:
     source = "\n".join(lines) + "\n"
     file = f"<operator {name}>"
     exec(compile(source, file, "exec"), namespace)
-    return namespace[name]
+    function: Callable[..., Any] = namespace[name]
+    return function

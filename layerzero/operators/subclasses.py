@@ -47,6 +47,8 @@ def _jagged(call: AttentionArgs, run: Run) -> Tensor:
     """Attention within each of the sequences of jagged tensors (B, H, j, D), or (B, j, H, D) with BSHD."""
     _need_plain(call, "jagged tensors", frozenset({"is_causal", "scale", "window", "softcap"}))
     tokens = head_axes(call.layout)[1]
+    q: Any = call.q
+    k: Any = call.k
     values: dict[str, Tensor] = {}
     for name in ("q", "k", "v"):
         operand = getattr(call, name)
@@ -63,11 +65,11 @@ def _jagged(call: AttentionArgs, run: Run) -> Tensor:
     out = run(
         "ragged_attention",
         values | {
-            "cu_seqlens_q": call.q.offsets(), "cu_seqlens_k": call.k.offsets(), "is_causal": call.is_causal,
+            "cu_seqlens_q": q.offsets(), "cu_seqlens_k": k.offsets(), "is_causal": call.is_causal,
             "scale": call.scale, "window": call.window, "softcap": call.softcap,
         },
     )  # fmt: skip
-    nested: Tensor = torch.nested.nested_tensor_from_jagged(out, call.q.offsets())
+    nested: Tensor = torch.nested.nested_tensor_from_jagged(out, q.offsets())
     return nested.transpose(1, 2) if tokens == 2 else nested
 
 
@@ -82,7 +84,10 @@ def _local(call: AttentionArgs, run: Run) -> Tensor:
 
     allowed = (0, head_axes(call.layout)[0])
     _need_plain(call, "distributed tensors", frozenset({"is_causal", "scale", "window", "softcap", "layout"}))
-    placements = call.q.placements
+    q: Any = call.q
+    k: Any = call.k
+    v: Any = call.v
+    placements = q.placements
     for name in ("q", "k", "v"):
         operand = getattr(call, name)
         if not isinstance(operand, DTensor):
@@ -95,11 +100,11 @@ def _local(call: AttentionArgs, run: Run) -> Tensor:
                 f"{name} needs to be replicated or sharded along axis {allowed[0]} or {allowed[1]}, like q, "
                 f"got {operand.placements}"
             )
-    local = call._replace(q=call.q.to_local(), k=call.k.to_local(), v=call.v.to_local())
+    local = call._replace(q=q.to_local(), k=k.to_local(), v=v.to_local())
     out = run("attention", local._asdict())
-    sizes = (*call.q.shape[:3], call.v.shape[3])
+    sizes = torch.Size((*q.shape[:3], v.shape[3]))
     strides = torch.empty(sizes, device="meta").stride()
-    return DTensor.from_local(out.contiguous(), call.q.device_mesh, placements, shape=sizes, stride=strides)
+    return DTensor.from_local(out.contiguous(), q.device_mesh, placements, shape=sizes, stride=strides)
 
 
 def _need_plain(call: AttentionArgs, what: str, known: frozenset[str]) -> None:

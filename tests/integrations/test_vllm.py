@@ -34,6 +34,9 @@ class Enumerated(Enum):
         return self.name in CLASSES
 
 
+AttentionCGSupport = Enum("AttentionCGSupport", "NEVER UNIFORM_SINGLE_TOKEN_DECODE UNIFORM_BATCH ALWAYS")
+
+
 class OwnImpl:
     """vLLM's own attention: it says that it ran."""
 
@@ -87,12 +90,11 @@ def told(backend: Enumerated, path: str) -> None:
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The integration over stand-ins; nothing of it stays."""
-    support = Enum("AttentionCGSupport", "NEVER UNIFORM_SINGLE_TOKEN_DECODE UNIFORM_BATCH ALWAYS")
     kinds = type("AttentionType", (), {"DECODER": "decoder"})
     names = {
         "vllm": module("vllm"), "vllm.v1": module("vllm.v1"),
         "vllm.v1.attention": module("vllm.v1.attention"),
-        "vllm.v1.attention.backend": module("backend", AttentionCGSupport=support, AttentionType=kinds),
+        "vllm.v1.attention.backend": module("backend", AttentionCGSupport=AttentionCGSupport, AttentionType=kinds),
         "vllm.v1.attention.backends": module("backends"),
         "vllm.v1.attention.backends.flash_attn": module(
             "flash_attn", FlashAttentionBackend=object, FlashAttentionImpl=OwnImpl,

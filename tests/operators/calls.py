@@ -47,7 +47,7 @@ def call_of(case: cases.Case, *, grad: bool = False) -> OperatorCall | None:
         )
     named = dict(zip(inspect.signature(op.build).parameters, full, strict=True))
     schemas = [s for s in schemas_of(op) if all(named[k] == v for k, v in s.fixed.items())]
-    if any(named[name] is not None for name in schemas[0].untold):
+    if any(named[name] is not None for name in schemas[0].without_type):
         return None
     return OperatorCall(op, case, full, schemas[0], schemas[0].packer()(*full, None))
 

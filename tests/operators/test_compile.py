@@ -29,6 +29,11 @@ def compiled_anew() -> Iterator[None]:
 class Small(torch.nn.Module):
     """One block of a model: norms, attention over rotated heads, an MLP."""
 
+    qkv: Tensor
+    out: Tensor
+    up: Tensor
+    down: Tensor
+
     def __init__(self, width: int = 32, heads: int = 4) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
@@ -131,7 +136,9 @@ def test_a_policy_that_changes_between_runs_changes_the_kernel_of_a_compiled_fun
         for kernel in ("reference.rms_norm", "torch.rms_norm.native"):
             lz.lock("rms_norm", kernel)
             run(x)
-            seen.append(lz.last_selection().kernel)
+            selection = lz.last_selection()
+            assert selection is not None
+            seen.append(selection.kernel)
             lz.unlock("rms_norm")
     assert seen == ["reference.rms_norm", "torch.rms_norm.native"]
     assert counter.frame_count == 1

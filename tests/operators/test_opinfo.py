@@ -90,8 +90,9 @@ def test_attention(dtype: torch.dtype) -> None:
         causal = options.pop("is_causal", False)
         if given[0].shape[0] != given[1].shape[0] or (causal and given[0].shape[2] != given[1].shape[2]):
             continue  # torch broadcasts batches, and aligns causal at the first key
+        q, k, v = given
         wanted = torch.nn.functional.scaled_dot_product_attention(
-            *given, mask, 0.0, causal, enable_gqa=grouped, **options
+            q, k, v, mask, 0.0, causal, enable_gqa=grouped, **options
         )
         agree(OPERATORS.attention(*given, mask, causal, **options), wanted, *given)
         ran += 1

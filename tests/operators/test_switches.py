@@ -160,7 +160,9 @@ def test_an_unknown_subclass_is_refused_by_name() -> None:
         def __init__(self, inner: Tensor) -> None: ...
 
         @classmethod
-        def __torch_dispatch__(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(  # type: ignore[override]
+            cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             raise NotImplementedError(f"Odd has no {func}")
 
     odd = Odd(torch.randn(2, 8))

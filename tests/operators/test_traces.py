@@ -52,7 +52,7 @@ class Spy:
 
 @pytest.fixture
 def runtime() -> Iterator[Runtime]:
-    with lz.start(lz.Settings(batching="all", warm="off", check_rate=1.0)) as opened:
+    with lz.start(lz.Settings(batching="all", warm="off", check_rate=0.0)) as opened:
         yield opened
 
 

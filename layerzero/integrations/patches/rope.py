@@ -62,6 +62,8 @@ class Rotation:
     def _tables(self, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Positions (B, S) and the rows of this call's tables, (B * S, R / 2)."""
         if self.repeats is None:
+            if not sin.any():  # the first position alone: all of its columns are equal
+                return None
             self.repeats = all(torch.equal(self._columns(t, 0), self._columns(t, 1)) for t in (cos, sin))
             if not self.repeats:
                 return None
