@@ -365,16 +365,21 @@ def guessed(record: dict[str, Any]) -> Table:
 
 def loads(record: dict[str, Any]) -> Table:
     """Return how awaited loads compare with one call after another and with futures batched by hand."""
-    columns = ["load", "width", "over one by one", "over by hand", "mean batch", "at once"]
-    keys = ("of_one_by_one", "of_by_hand", "mean_batch", "at_once")
+    columns = [
+        "load", "width", "over one by one", "over by hand", "the same in CPU time", "", "mean batch", "at once",
+    ]  # fmt: skip
+    ratios, counts = ("of_one_by_one", "of_by_hand"), ("mean_batch", "at_once")
     return {
         "columns": columns,
         "rows": [
-            [load, int(width), *(row[key] for key in keys)]
+            [
+                load, int(width), *(row[key] for key in ratios), *(row["cpu"][key] for key in ratios),
+                *(row[key] for key in counts),
+            ]
             for load, widths in record["loads"].items()
             for width, row in widths.items()
         ],
-    }
+    }  # fmt: skip
 
 
 def watched(record: dict[str, Any]) -> Table:
