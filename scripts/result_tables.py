@@ -366,7 +366,8 @@ def guessed(record: dict[str, Any]) -> Table:
 def loads(record: dict[str, Any]) -> Table:
     """Return how awaited loads compare with one call after another and with futures batched by hand."""
     columns = [
-        "load", "width", "over one by one", "over by hand", "the same in CPU time", "", "mean batch", "at once",
+        "load", "width", "over one by one", "over by hand", "the same in CPU time", "", "mean batch",
+        "at once",
     ]  # fmt: skip
     ratios, counts = ("of_one_by_one", "of_by_hand"), ("mean_batch", "at_once")
     return {
