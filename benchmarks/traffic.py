@@ -13,7 +13,8 @@ event loop and take turns within each round:
 `of_one_by_one` and `of_by_hand` are how many times less an awaited load takes than on the other side, taken
 round by round: wall time, for the Poisson load the mean time from when a request is due to its end. `cpu` has
 the same of the process's CPU time, which neighbours disturb less; a Poisson load's is no time of a request.
-`at_once` is the share of awaited calls that ran in their callers' own steps, `mean_batch` how many of the others met.
+`at_once` is the share of awaited calls that ran in their callers' own steps, `mean_batch` how many of the
+others met.
 """
 
 from __future__ import annotations
