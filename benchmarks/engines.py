@@ -1,11 +1,13 @@
 """Decoding beside an engine on one GPU: vLLM offline, and this library's captured step, in one run.
 
-    python benchmarks/engines.py --vllm-python PYTHONPATH --out FOLDER [--contexts 128,2048] [--requests 64]
+    python benchmarks/engines.py --vllm-python PYTHONPATH --out FOLDER [--cells 64x128,64x2048,1x128,256x128]
     python benchmarks/engines.py --rehearse    # a tiny model on the CPU, no peer: shows that everything runs
 
-Llama 3 8B's shape, bfloat16, random weights, greedy. vLLM runs in a process of its own, with its own
-packages, and generates for a fixed crowd (benchmarks/vllm_offline.py). Ours is a closed crowd of coroutines
-that come and go out of step, each a plain loop over `lz.run_ahead` (benchmarks/styles_cuda.py). Beside it
+A cell is requests x context. Llama 3 8B's shape, bfloat16, random weights, greedy. vLLM runs in a process of
+its own, with its own packages, and generates for a crowd that begins together and stays
+(benchmarks/vllm_offline.py). Ours are coroutines, each a plain loop over `lz.run_ahead`
+(benchmarks/styles_cuda.py): a crowd that stays, as the peer's does, and a closed crowd whose requests end and
+begin anew out of step, of 16 to 48 tokens each; who begins anew waits for its last token first. Beside them
 stands the loop by hand over the same graph. Rounds take turns; a row is the median of the rounds after the
 first. Both sides' requests stand at about the same context. The roof is weights and keys read once at the
 bandwidth of a large copy.
@@ -20,7 +22,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks"), str(ROOT)]
@@ -36,19 +38,28 @@ import layerzero as lz  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "engines_h200.json"
 VLLM = "vLLM"
 FEW, MANY = 8, 104  # tokens of the peer's two runs
-NEEDS = {128: 1.0, 2048: 1.0}
+COMING = "run_ahead, requests come and go"
+STAYING = "run_ahead, the peer's crowd"
 
 
 class Peer:
     """vLLM in a process of its own; its first line says when it is ready."""
 
-    def __init__(self, pythonpath: str, requests: int) -> None:
-        variables = os.environ | {"PYTHONPATH": pythonpath, "LZ_PEER_REQUESTS": str(requests)}
+    def __init__(self, pythonpath: str, requests: int, log: IO[str] | None = None, **variables: str) -> None:
+        own = {"PYTHONPATH": pythonpath, "LZ_PEER_REQUESTS": str(requests)}
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "benchmarks" / "vllm_offline.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            env=os.environ | own | variables,
         )  # fmt: skip
-        self.started = self._answer()
+        self._started: dict[str, Any] | None = None
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """What it said when it was ready; waits for that."""
+        if self._started is None:
+            self._started = self._answer()
+        return self._started
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -60,11 +71,16 @@ class Peer:
 
     def step_ms(self, context: int, requests: int) -> float:
         """What one step of all requests takes."""
+        return float(self.step(context, requests)["step_ms"])
+
+    def step(self, context: int, requests: int) -> dict[str, Any]:
+        """What one step of all requests takes, and their texts."""
+        assert self.started
         assert self.process.stdin is not None
         wanted = {"context": context, "requests": requests, "few": FEW, "many": MANY}
         self.process.stdin.write(json.dumps(wanted) + "\n")
         self.process.stdin.flush()
-        return float(self._answer()["step_ms"])
+        return self._answer()
 
     def close(self) -> None:
         """End it."""
@@ -100,46 +116,60 @@ def roof_ms(model: Any, context: int, requests: int, bytes_per_s: float) -> floa
     return (weights + keys) * size / bytes_per_s * 1e3
 
 
+def needs(requests: int) -> float:
+    """Which part of vLLM's speed a cell is to reach."""
+    return 1.0 if requests == 64 else 0.95
+
+
 def measure(options: argparse.Namespace, record: Record, runtime: lz.Runtime, peer: Peer | None) -> None:
-    """Every context, round by round."""
-    model = record.item("model", lambda: built(options))
-    rounds: dict[int, Round | None] = {}
-    for context in options.contexts:
-        here = argparse.Namespace(**{**vars(options), "contexts": [context]})
-        rounds[context] = record.item(f"{context}", lambda o=here: Round(o, record, runtime, model))
+    """Every cell, round by round."""
+    model = record.item("model", lambda: built(options, options.cells))
     options.compiling.join()
     found = record.found
     found["bandwidth"] = bandwidth()
-    for context, round_ in rounds.items():
+    for requests, context in options.cells:
+        here = argparse.Namespace(**{**vars(options), "requests": requests, "contexts": [context]})
+        cell = f"{requests}x{context}"
+        round_: Round | None = record.item(cell, lambda o=here: Round(o, record, runtime, model))
         if round_ is None:
             continue
-        into = found["rows"].setdefault(str(context), {"step_ms": {}})
-        times: dict[str, list[float]] = {}
-        for turn in range(options.rounds):
-            sides = {
-                HAND: lambda r=round_: options.requests / r.by_hand(options.seconds) * 1e3,
-                AHEAD: lambda r=round_, t=turn: options.requests
-                / r.span(AHEAD, t, options.seconds).tokens_per_s * 1e3,
-            }  # fmt: skip
-            if peer is not None:
-                sides[VLLM] = lambda c=context: peer.step_ms(c, options.requests)
-            for side, run in sides.items():
-                took = record.item(f"{context}, {side}", run)
-                if took is not None and turn:  # the first round warms up
-                    times.setdefault(side, []).append(round(took, 3))
-            into["step_ms"] = {side: statistics.median(own) for side, own in times.items()}
-            into["rounds"] = times
-        finish(into, round_.graph, context, options.requests, found["bandwidth"])
+        into = found["rows"].setdefault(cell, {"step_ms": {}})
+        compare(here, record, round_, peer, into)
+        finish(into, round_.graph, context, requests, found["bandwidth"])
         if options.device == "cuda":
             into["device"] = record.item(
-                f"{context}, device",
-                lambda r=round_: device_side.profiled_step(lambda: r.by_hand(0.3), options.requests),
+                f"{cell}, device",
+                lambda r=round_, n=requests: device_side.profiled_step(lambda: r.by_hand(0.3), n),
             )
             into["layer"] = record.item(
-                f"{context}, layer", lambda r=round_: device_side.one_layer(lambda: r.by_hand(0.2))
+                f"{cell}, layer", lambda r=round_: device_side.one_layer(lambda: r.by_hand(0.2))
             )
+        round_.graph.close()
         record.write()
     found["kernels"] = device_side.kernels_of(runtime, model.cache.device)
+
+
+def compare(
+    options: argparse.Namespace, record: Record, round_: Round, peer: Peer | None, into: dict[str, Any]
+) -> None:
+    """One cell: ms a step of each side, the median of the rounds after the first."""
+    requests, context = options.requests, options.contexts[0]
+    times: dict[str, list[float]] = {}
+    for turn in range(options.rounds):
+        speeds = {
+            HAND: lambda: round_.by_hand(options.seconds),
+            STAYING: lambda: round_.together(AHEAD),
+            COMING: lambda t=turn: round_.span(AHEAD, t, options.seconds).tokens_per_s,
+        }
+        sides = {side: lambda run=run: requests / run() * 1e3 for side, run in speeds.items()}
+        if peer is not None:
+            sides[VLLM] = lambda: peer.step_ms(context, requests)
+        for side, run in sides.items():
+            took = record.item(f"{requests}x{context}, {side}", run)
+            if took is not None and turn:  # the first round warms up
+                times.setdefault(side, []).append(round(took, 3))
+        into["step_ms"] = {side: statistics.median(own) for side, own in times.items()}
+        into["rounds"] = times
 
 
 def finish(into: dict[str, Any], model: Any, context: int, requests: int, bytes_per_s: float) -> None:
@@ -147,22 +177,21 @@ def finish(into: dict[str, Any], model: Any, context: int, requests: int, bytes_
     steps = into["step_ms"]
     into["tokens_per_s"] = {side: round(requests / step * 1e3, 1) for side, step in steps.items()}
     into["roof_ms"] = round(roof_ms(model.model, context, requests, bytes_per_s), 3)
-    if VLLM in steps and AHEAD in steps:
-        into["over_vllm"] = round(steps[VLLM] / steps[AHEAD], 3)
-        into["needs"] = NEEDS.get(context)
+    if VLLM in steps:
+        into["over_vllm"] = {side: round(steps[VLLM] / step, 3) for side, step in steps.items()}
+        into["needs"] = needs(requests)
 
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
 
-    def numbers(text: str) -> list[int]:
-        return [int(word) for word in text.split(",")]
+    def cells(text: str) -> list[tuple[int, ...]]:
+        return [tuple(int(number) for number in word.split("x")) for word in text.split(",")]
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--vllm-python", default=None, help="PYTHONPATH of an environment that has vLLM")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--contexts", type=numbers, default=[128, 2048])
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--cells", type=cells, default=cells("64x128,64x2048,1x128,1x2048,8x128,256x128"))
     parser.add_argument("--rounds", type=int, default=4, help="of which the first one warms up")
     parser.add_argument("--seconds", type=float, default=0.8, help="of each of our sides in each round")
     parser.add_argument("--budget-s", type=float, default=200.0, help="after which no item begins")
@@ -172,10 +201,12 @@ def parse() -> argparse.Namespace:
     given = parser.parse_args()
     given.device = "cpu" if given.rehearse else "cuda"
     if given.rehearse:
-        given.layers, given.contexts, given.requests, given.rounds, given.seconds = 2, [16], 4, 2, 0.1
+        given.layers, given.cells, given.rounds, given.seconds = 2, [(4, 16), (1, 24)], 2, 0.1
     elif not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; --rehearse runs a tiny model on the CPU")
     given.depth = given.layers
+    given.contexts = sorted({context for _, context in given.cells})
+    given.requests = max(requests for requests, _ in given.cells)
     return given
 
 
@@ -199,9 +230,9 @@ def main() -> int:
             peer.close()
     record.write()
     found = record.found
-    for context, row in found["rows"].items():
+    for cell, row in found["rows"].items():
         show(
-            f"context {context}, {options.requests} requests; weights and keys once {row.get('roof_ms')} ms",
+            f"{cell}; weights and keys once {row.get('roof_ms')} ms",
             ("side", "ms a step", "tokens/s"),
             [
                 (side, f"{step:.2f}", f"{row['tokens_per_s'][side]:.0f}")

@@ -1,16 +1,20 @@
-"""Compare the logits of every causal family of transformers, patched and as it was, on small random models.
+"""Compare the logits of every family of transformers, patched and as it was, on small random models.
 
 Run `OMP_NUM_THREADS=1 python -m benchmarks.families --json benchmarks/results/families_cpu.json`. A family
-is one entry of transformers' mapping for causal language models; its configuration is made small, its weights
-are random, float32. Two batches, one of them padded, go through the model before and after `lz.patch`; what
-is compared is the largest difference of a logit at a real token, beside the largest logit.
+is one entry of transformers' mapping for causal language models, for masked ones (encoders), for sequences
+from sequences (encoder-decoders), or for classes of images (vision); its configuration is made small, its
+weights are random, float32. A batch without padding and, of text, a padded one go through the model before
+and after `lz.patch`; what is compared is the largest difference of a logit at a real token, beside the
+largest logit. `ops` counts the calls of each op, `not_served` says why a module computes by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import signal
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +26,6 @@ from torch import Tensor
 
 import layerzero as lz
 from benchmarks.harness import environment, write
-from layerzero.integrations import transformers as integration
 
 
 # Sizes by the names that configurations have for them; what a configuration does not name is left out.
@@ -45,7 +48,10 @@ _INNER = _sizes(
     ),
 )
 _LAYERS = _sizes(
-    _2=("num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers attn_layer_period "),
+    _2=(
+        "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers attn_layer_period "
+        "num_decoder_layers "
+    ),
     _1="first_k_dense_replace num_dense_layers attn_layer_offset num_mem_blocks",
     _0="num_kv_shared_layers num_nextn_predict_layers",
 )
@@ -88,6 +94,8 @@ _OTHER = _sizes(
     _1="bos_token_id",
     _2="eos_token_id",
     _16="hidden_size_per_layer_input",
+    _32="image_size",
+    _8="patch_size",
 )
 _LAYERS["hybrid_layer_ids"] = [1]
 _OTHER["is_decoder"] = True
@@ -120,6 +128,14 @@ MOST_PARAMETERS = 60_000_000
 SECONDS = 60
 # Of the largest logit: what other sums of the same numbers differ by.
 EQUAL = 2e-4
+OPS = ("attention", "layer_norm", "mlp", "rms_norm", "rope")
+# Of each kind of model: transformers' mapping of its families.
+KINDS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "encoder": "MODEL_FOR_MASKED_LM_MAPPING",
+    "encoder-decoder": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "vision": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+}
 
 
 def small(kind: Any, sizes: dict[str, Any]) -> Any:
@@ -143,18 +159,22 @@ def fitting(config: Any, made: Any) -> Any:
     return config.get_text_config()
 
 
-def build(family: str) -> tuple[Any, str]:
+def build(family: str, kind: str = "causal") -> tuple[Any, str]:
     """A small random model of the family, and why it could not be built where there is none."""
+    from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     why = ""
     for attempt in ATTEMPTS:
         sizes = {**attempt, **OWN_SIZES.get(family, {})}
+        if kind != "causal":
+            sizes.pop("is_decoder", None)
         try:
-            kind = CONFIG_MAPPING[family]
-            made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
-            config = fitting(small(kind, sizes), made)
+            configuration = CONFIG_MAPPING[family]
+            made: Any = getattr(modeling_auto, KINDS[kind])[configuration]
+            made = made[0] if isinstance(made, tuple | list) else made
+            config = small(configuration, sizes)
+            config = config if kind == "vision" else fitting(config, made)
             with torch.device("meta"):
                 many = sum(p.numel() for p in made(config).parameters())
             if many > MOST_PARAMETERS:
@@ -165,7 +185,7 @@ def build(family: str) -> tuple[Any, str]:
                 if name.endswith("sinks") or not parameter.isfinite().all():
                     torch.nn.init.normal_(parameter)
             with torch.no_grad():
-                for given in batches():
+                for given in batches(model, kind):
                     logits(model, given)
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0][:160]
@@ -174,60 +194,99 @@ def build(family: str) -> tuple[Any, str]:
     return None, why
 
 
-def batches() -> list[dict[str, Tensor]]:
-    """One batch without padding, and one padded on the left."""
-    ids = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(1))
+def batches(model: Any, kind: str = "causal") -> list[dict[str, Tensor]]:
+    """One batch without padding, and one padded on the left; of images one."""
+    draw = torch.Generator().manual_seed(1)
+    if kind == "vision":
+        config = model.config
+        size = next((v for n in ("image_size", "input_size") if (v := getattr(config, n, None))), 64)
+        height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        return [
+            {
+                "pixel_values": torch.randn(
+                    2, getattr(config, "num_channels", 3), height, width, generator=draw
+                )
+            }
+        ]
+    ids = torch.randint(3, 97, (2, 12), generator=draw)
     mask = torch.arange(12).flip(0) < torch.tensor([12, 7])[:, None]
-    return [{"input_ids": ids}, {"input_ids": ids, "attention_mask": mask.long()}]
+    takes_both = kind == "encoder-decoder" and model.config.is_encoder_decoder
+    target = {"decoder_input_ids": ids[:, :6]} if takes_both else {}
+    return [{"input_ids": ids, **target}, {"input_ids": ids, "attention_mask": mask.long(), **target}]
 
 
 def logits(model: Any, given: dict[str, Tensor]) -> Tensor:
     """The logits at real tokens."""
-    found: Tensor = model(**given, use_cache=False).logits
+    text = "decoder_input_ids" not in given and "input_ids" in given
+    found: Tensor = model(**given, **({"use_cache": False} if text and _caches(model) else {})).logits
     mask = given.get("attention_mask")
-    return found if mask is None else found[mask.bool()]
+    return found if mask is None or not text else found[mask.bool()]
+
+
+def _caches(model: Any) -> bool:
+    return any(name in inspect.signature(model.forward).parameters for name in ("use_cache", "kwargs"))
 
 
 @contextmanager
-def counted(calls: list[str]) -> Iterator[None]:
-    """Note each call that a patched model makes of the op."""
+def counted(calls: Counter[str]) -> Iterator[None]:
+    """Count each call that a patched model makes of the ops."""
 
-    class Counting:
-        @staticmethod
-        def attention(*args: Any, **kwargs: Any) -> Any:
-            calls.append("attention")
-            return lz.sync.attention(*args, **kwargs)
+    def counting(name: str, run: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return run(*args, **kwargs)
 
-    with mock.patch.object(integration, "sync", Counting):
+        return call
+
+    ours = {name: counting(name, getattr(lz.sync, name)) for name in OPS}
+    with mock.patch.multiple(lz.sync, **ours):
         yield
 
 
-def compare(family: str, runtime: lz.Runtime) -> dict[str, Any]:
-    """What became of a family: its state, the largest difference and logit, and what fell back."""
-    model, why = build(family)
+def compare(family: str, runtime: lz.Runtime, kind: str = "causal") -> dict[str, Any]:
+    """What became of a family: its state, the largest difference and logit, the ops, and what fell back."""
+    model, why = build(family, kind)
     if model is None:
         return {"state": "not built", "why": why}
     counters = runtime.device().counters
-    before = {s.labels[0][1]: v for s, v in counters.snapshot().items() if s.name == "own_attention"}
-    calls: list[str] = []
+    before = _fallbacks(counters)
+    calls: Counter[str] = Counter()
     with torch.no_grad():
-        theirs = [logits(model, given) for given in batches()]
+        theirs = [logits(model, given) for given in batches(model, kind)]
         own = str(model.config._attn_implementation)
         try:
-            lz.patch(model)
+            table = lz.patch_table(lz.patch(model))
         except ValueError as error:
-            return {"state": "no attention interface", "why": str(error)}
+            return {"state": "nothing to patch", "why": str(error).splitlines()[0]}
         with counted(calls):
-            ours = [logits(model, given) for given in batches()]
-    after = {s.labels[0][1]: v for s, v in counters.snapshot().items() if s.name == "own_attention"}
+            ours = [logits(model, given) for given in batches(model, kind)]
+    after = _fallbacks(counters)
     fell = {name: int(n - before.get(name, 0)) for name, n in after.items() if n > before.get(name, 0)}
     apart = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
     largest = max(float(t.abs().max()) for t in theirs)
-    row = {"before": own, "calls": len(calls), "apart": apart, "largest": largest}
+    row: dict[str, Any] = {
+        "before": own,
+        "ops": dict(sorted(calls.items())),
+        "apart": apart,
+        "largest": largest,
+    }
+    row["not_served"] = {
+        f"{r.part}: {r.module}": r.why for r in table.rows if r.op is None and r.part != "loss"
+    }
     state = "equal" if apart <= EQUAL * largest else "differs"
     if fell:
         return {"state": f"{state}, falls back", "arguments": fell, **row}
-    return {"state": state if calls else f"{state}, without the op", **row}
+    return {"state": state if calls["attention"] else f"{state}, without attention", **row}
+
+
+def _fallbacks(counters: Any) -> dict[str, float]:
+    """Calls that went to a model's own implementation, by what sent them there."""
+    names = ("own_attention", "own_forward")
+    return {
+        " ".join(value for _, value in series.labels): count
+        for series, count in counters.snapshot().items()
+        if series.name in names
+    }
 
 
 class Slow(Exception):
@@ -238,41 +297,71 @@ def _stop(*_: Any) -> None:
     raise Slow(f"more than {SECONDS} s")
 
 
-def all_families() -> list[str]:
-    """Every family of the mapping that has a configuration."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def all_families(kind: str = "causal") -> list[str]:
+    """Every family of a kind's mapping."""
+    from transformers.models.auto import modeling_auto
 
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return sorted(getattr(modeling_auto, f"{KINDS[kind]}_NAMES"))
+
+
+def kinds_table(found: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """How many families of each kind ended in each state, and how many of them call each op."""
+    states = (
+        "equal",
+        "equal, without attention",
+        "equal, falls back",
+        "differs",
+        "nothing to patch",
+        "not built",
+    )
+    rows: list[list[Any]] = []
+    for kind, families in found.items():
+        counts = Counter(row["state"] for row in families.values())
+        calls = Counter(op for row in families.values() for op in row.get("ops", {}))
+        rows.append([kind, len(families), *(counts[state] for state in states), *(calls[op] for op in OPS)])
+    return {"columns": ["kind", "families", *states, *(f"`{op}`" for op in OPS)], "rows": rows}
+
+
+def run(kind: str, families: list[str], runtime: lz.Runtime) -> dict[str, dict[str, Any]]:
+    """Compare families of one kind, each for at most `SECONDS`."""
+    found: dict[str, dict[str, Any]] = {}
+    for family in families:
+        signal.alarm(SECONDS)
+        try:
+            found[family] = compare(family, runtime, kind)
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            found[family] = {"state": "failed", "why": words}
+        finally:
+            signal.alarm(0)
+        print(kind, family, found[family], flush=True)
+    return found
 
 
 def main() -> None:
     """Compare, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("families", nargs="*")
+    parser.add_argument("--kind", choices=list(KINDS), action="append")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    found: dict[str, dict[str, Any]] = {}
     signal.signal(signal.SIGALRM, _stop)
     with lz.start(lz.Settings.load(warm="off", device="cpu")) as runtime:
-        for family in options.families or all_families():
-            signal.alarm(SECONDS)
-            try:
-                found[family] = compare(family, runtime)
-            except Exception as error:
-                words = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-                found[family] = {"state": "failed", "why": words}
-            finally:
-                signal.alarm(0)
-            print(family, found[family], flush=True)
+        found = {
+            kind: run(kind, options.families or all_families(kind), runtime) for kind in options.kind or KINDS
+        }
         troubled = [standing.kernel for standing in runtime.device().health.statuses()]
-    states: dict[str, int] = {}
-    for row in found.values():
-        states[row["state"]] = states.get(row["state"], 0) + 1
-    print(states, troubled)
+    table = kinds_table(found)
+    print(table, troubled)
     if options.json is not None:
-        record = {"environment": environment(("transformers",)), "equal_below": EQUAL, "states": states,
-                  "kernels_in_trouble": troubled, "families": found}  # fmt: skip
+        record = {
+            "environment": environment(("transformers",)),
+            "equal_below": EQUAL,
+            "tables": {"kinds": table},
+            "kernels_in_trouble": troubled,
+            "families": found,
+        }
         write(options.json, record)
 
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -316,12 +316,16 @@ def at_depth(options: argparse.Namespace, record: Record, runtime: lz.Runtime) -
         printed(depth, context, here)
 
 
-def built(options: argparse.Namespace) -> Any:
-    """The model, outside of inference mode: kernels keep what they make of its tables."""
+def built(options: argparse.Namespace, cells: Iterable[tuple[int, int]] = ()) -> Any:
+    """The model, outside of inference mode: kernels keep what they make of its tables.
+
+    Its pool holds the largest of `cells`, (requests, context) each, one at a time.
+    """
     name = "tiny" if options.rehearse else "8b-8"
     models.SHAPES[name] = replace(models.SHAPES[name], num_hidden_layers=options.depth)
-    largest = crowd.Crowd(options.requests + 1, max(options.contexts), options.seconds)
-    pages = largest.pages(PAGE_SIZE) + options.requests * len(options.contexts)
+    cells = list(cells) or [(options.requests, max(options.contexts))]
+    largest = max(crowd.Crowd(n + 1, context, options.seconds).pages(PAGE_SIZE) for n, context in cells)
+    pages = largest + options.requests * len(options.contexts)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     with torch.no_grad():
         return models.build(name, pages=pages, device=options.device, dtype=dtype)

@@ -72,6 +72,8 @@ def main() -> None:
         built = build(options.device, options.workers, options.build_s, options.quick, only)
     with lz.start(settings) as runtime, torch.no_grad():
         device = runtime.device()
+        for kernel in options.deny:
+            lz.add_policy(deny=kernel)
         record = opened(options.out, device)
         if built is not None:
             record["built"] = built
@@ -104,6 +106,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--missing", action="store_true", help="tune only calls that the shipped table lacks a kernel of"
     )
+    parser.add_argument("--only", action="append", help="tune only calls of this op; repeatable")
+    parser.add_argument("--deny", action="append", default=[], help="leave kernels out; repeatable")
     parser.add_argument("--table", type=Path, help="write what was tuned as a table to ship")
     parser.add_argument("--perfdb", default=None, help="keep what was tuned in this file, and read it")
     parser.add_argument("--no-shipped", action="store_true", help="leave the shipped tables out")

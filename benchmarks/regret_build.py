@@ -24,9 +24,9 @@ import torch
 import layerzero as lz
 from benchmarks.regret_shapes import asked, shapes
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.api.tune import missing_calls
 from layerzero.measure.calls import Call
 from layerzero.measure.shapes import standard_calls
+from layerzero.measure.tuning import missing_calls
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.shipped import fitting_tables
 from layerzero.selection.cost.cost_model import TABLES

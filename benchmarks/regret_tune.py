@@ -13,10 +13,11 @@ import msgspec
 from benchmarks.harness import write
 from benchmarks.regret_build import in_order
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.api.tune import TuneReport, missing_calls, tune_blocking, write_shipped_table
+from layerzero.api.tune import tune_blocking, write_shipped_table
 from layerzero.measure.calls import Call
+from layerzero.measure.compare import winner_changes
 from layerzero.measure.shapes import standard_calls
-from layerzero.measure.stability import winner_changes
+from layerzero.measure.tuning import TuneReport, missing_calls
 from layerzero.perfdb.record import BenchmarkCase, Environment, Measurement
 from layerzero.perfdb.shipped import ShippedTable, fitting_tables
 from layerzero.perfdb.store import read_rows
@@ -28,6 +29,7 @@ def tune(record: dict[str, Any], device: LocalDevice, options: argparse.Namespac
     shipped = [] if options.no_shipped else fitting_tables(device.hardware, TABLES)[:1]
     known = _measured_sites(options.perfdb, device)
     calls = to_tune(device, known, shipped, options.quick, options.first or (), only_missing=options.missing)
+    calls = [call for call in calls if not options.only or call.op in options.only]
     if "built" in record:
         calls = in_order(device, calls, record["built"]["units"])
     budget = min(options.tune_budget_s, deadline - time.monotonic())
@@ -83,10 +85,12 @@ def _write_table(
     report: TuneReport,
 ) -> None:
     kept = to_keep(rows, shipped, Environment.of_hardware(device.hardware))
-    sites, older = len({row.case for row in rows}), len({row.case for row in kept})
-    note = f"{sites} sites, {report.skipped} calls left out for time"
+    sites, older = {row.case for row in rows}, {row.case for row in kept}
+    note = f"{len(sites)} sites, {report.skipped} calls left out for time"
     if kept:
-        note += f"; {older} sites of an earlier run in this environment"
+        note += f"; {len(older - sites)} sites of an earlier run in this environment"
+    if both := sites & older:
+        note += f", and its rows of kernels that this run did not have at {len(both)} sites"
     command = "python -m benchmarks.regret --tune --table"
     write_shipped_table([*rows, *kept], device, options.table, command=command, note=note)
 
@@ -94,10 +98,11 @@ def _write_table(
 def to_keep(
     rows: Sequence[Measurement], shipped: Sequence[ShippedTable], here: Environment
 ) -> list[Measurement]:
-    """The rows of shipped tables of this very environment whose calls were not measured again."""
-    fresh = {row.case for row in rows}
+    """The rows of shipped tables of this very environment that were not measured again: other calls, and
+    other kernels at the same calls."""
+    fresh = {(row.case, row.kernel) for row in rows}
     same = [table for table in shipped if table.provenance.environment == here]
-    return [row for table in same for row in table.rows if row.case not in fresh]
+    return [row for table in same for row in table.rows if (row.case, row.kernel) not in fresh]
 
 
 def _measured_sites(perfdb: str | None, device: LocalDevice) -> set[BenchmarkCase]:

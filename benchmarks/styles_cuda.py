@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
 import sys
@@ -283,6 +284,23 @@ class Round:
         for sequence in sequences:
             sequence.close()
         return read * requests / took
+
+    def together(self, style: str) -> float:
+        """Tokens/s of a crowd that begins together and of which nobody ends: the median of its steps."""
+        requests, meter = self.options.requests, crowd.Meter()
+
+        async def everybody() -> None:
+            self.graph.model.per = "step"
+            each = (
+                STYLES[style](self.graph, self.crowd.context, crowd.MOST - 1, number, meter)
+                for number in range(requests)
+            )
+            await asyncio.gather(*each)
+
+        asyncio.run(everybody())
+        last = meter.times[requests - 1 :: requests]  # when each step's last token came
+        steps = [after - before for before, after in itertools.pairwise(last)]
+        return requests / statistics.median(steps[4:])
 
     def checked(self, style: str) -> int:
         """A short round in which every token read is compared; how many were compared.

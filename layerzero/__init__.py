@@ -23,9 +23,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from layerzero._util import version as _version
 from layerzero.ops.files import FILES as _FILES
 
-__version__ = "0.1.0"
+__version__ = _version.VERSION
 
 # The public names that are no ops, and where each is defined. Where torch is imported already, what a call
 # runs through is imported with the package; everything else when it is first used: no first call waits
@@ -47,6 +48,7 @@ _HOMES = {
         "reset_policy",
         "unlock",
     ),
+    "layerzero.calls.compile_choice": ("CompiledChoice", "compile_choice"),
     "layerzero.api.graphs": (
         "compile",
         "is_graph_safe",
@@ -70,13 +72,16 @@ _HOMES = {
     "layerzero.api.timeline": ("timeline",),
     "layerzero.tokenization.tokenize": ("detokenize", "tokenize"),
     "layerzero.api.solve": ("solve",),
-    "layerzero.api.tune": ("TuneReport", "record", "tune", "tune_blocking"),
+    "layerzero.api.tune": ("record", "tune", "tune_blocking"),
+    "layerzero.measure.tuning": ("TuneReport",),
+    "layerzero.api.bundles": ("load_bundle", "save_bundle"),
     "layerzero.api.warmup": ("readiness_check", "warmup", "warmup_blocking"),
     "layerzero.backends.hub": ("Hub", "hub_kernel"),
     "layerzero.backends.triton_kernels.user_kernel": ("TritonLaunch", "triton_kernel"),
     "layerzero.api.doctor": ("doctor",),
     "layerzero.spec.errors": (
         "BackendNotAvailableError",
+        "BundleRefusedError",
         "CacheCorruptionError",
         "ConfigurationError",
         "ConsistencyError",
@@ -96,7 +101,8 @@ _HOMES = {
         "UnknownOpError",
     ),
     "layerzero.spec.hardware": ("Hardware",),
-    "layerzero.integrations": ("patch", "unpatch"),
+    "layerzero.integrations": ("patch", "patch_table", "unpatch"),
+    "layerzero.integrations.loading": ("patch_on_load",),
     "layerzero.spec.capability": ("Capability",),
     "layerzero.spec.kernel": ("Efficiency", "Kernel"),
     "layerzero.ops.attention.alibi": ("alibi_slopes",),

@@ -16,6 +16,8 @@ from layerzero import sync as sync
 from layerzero.actors.group.cluster import remote_rank_group as remote_rank_group
 from layerzero.actors.group.join import rank_group as rank_group
 from layerzero.api import metrics as metrics
+from layerzero.api.bundles import load_bundle as load_bundle
+from layerzero.api.bundles import save_bundle as save_bundle
 from layerzero.api.config import add_policy as add_policy
 from layerzero.api.config import configure as configure
 from layerzero.api.config import disable as disable
@@ -45,7 +47,6 @@ from layerzero.api.solve import solve as solve
 from layerzero.api.start import start as start
 from layerzero.api.step_runner import StepRunner as StepRunner
 from layerzero.api.timeline import timeline as timeline
-from layerzero.api.tune import TuneReport as TuneReport
 from layerzero.api.tune import record as record
 from layerzero.api.tune import tune as tune
 from layerzero.api.tune import tune_blocking as tune_blocking
@@ -58,8 +59,13 @@ from layerzero.backends.triton_kernels.user_kernel import TritonLaunch as Triton
 from layerzero.backends.triton_kernels.user_kernel import triton_kernel as triton_kernel
 from layerzero.calls.batched import batched as batched
 from layerzero.calls.blocking import last_selection as last_selection
+from layerzero.calls.compile_choice import CompiledChoice as CompiledChoice
+from layerzero.calls.compile_choice import compile_choice as compile_choice
 from layerzero.integrations import patch as patch
+from layerzero.integrations import patch_table as patch_table
 from layerzero.integrations import unpatch as unpatch
+from layerzero.integrations.loading import patch_on_load as patch_on_load
+from layerzero.measure.tuning import TuneReport as TuneReport
 from layerzero.ops.attention.alibi import alibi_slopes as alibi_slopes
 from layerzero.ops.rope.scaling import DynamicNTKScaling as DynamicNTKScaling
 from layerzero.ops.rope.scaling import LinearScaling as LinearScaling
@@ -76,6 +82,7 @@ from layerzero.selection.record import Accepted as Accepted
 from layerzero.selection.record import Selection as Selection
 from layerzero.spec.capability import Capability as Capability
 from layerzero.spec.errors import BackendNotAvailableError as BackendNotAvailableError
+from layerzero.spec.errors import BundleRefusedError as BundleRefusedError
 from layerzero.spec.errors import CacheCorruptionError as CacheCorruptionError
 from layerzero.spec.errors import ConfigurationError as ConfigurationError
 from layerzero.spec.errors import ConsistencyError as ConsistencyError

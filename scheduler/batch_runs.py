@@ -57,15 +57,14 @@ class BatchRuns:
         if driver.readback is not None:
             driver.readback.flush()
         if batch.expected_us < driver.inline_limit_us:
-            started = driver.loop.time()
             try:
                 outcomes = self._execute(batch)
             except BaseException as error:  # the interpreter is being stopped: strand nobody on the way out
                 driver.complete(batch, batch.interrupted(error))
                 raise
-            if driver.batcher.expected_callers is not None:
-                driver.batcher.expected_callers.launch_took(driver.loop.time() - started)
-            if self.streams is None or self.streams.completion != HOST:
+            if driver.batcher.expected_callers is not None and batch.launch is not None:
+                driver.batcher.expected_callers.handed_over(batch.launch, driver.loop.time())
+            if self.streams is None or self._answers_early:
                 driver.complete(batch, outcomes)
             else:
                 self.inflight.append(batch)
@@ -131,9 +130,18 @@ class BatchRuns:
     def _on_batch_done(self, batch: Batch, outcomes: list[Any]) -> None:
         driver = self._driver
         self.inflight.remove(batch)
-        if batch.launch is not None:
-            driver.completed(batch.launch.number, ticks=False)
+        expected = driver.batcher.expected_callers
+        if expected is not None and batch.launch is not None:
+            if self._answers_early:  # the worker has launched it, and the device runs it from now on
+                expected.handed_over(batch.launch, driver.loop.time())
+            else:
+                driver.completed(batch.launch.number, ticks=False)
         driver.complete(batch, outcomes)
+
+    @property
+    def _answers_early(self) -> bool:
+        """Whether callers go on when their batch is launched, before the device has run it."""
+        return self.streams is not None and self.streams.completion != HOST
 
     def _drop(self, batch: Batch) -> None:
         """The loop was closed under a batch: only the counts are brought to an end.
@@ -178,7 +186,7 @@ class BatchRuns:
 
     def ask_device(self, expected: ExpectedCallers) -> None:
         """Have the device say when it has run what was launched so far: a hold ends by it."""
-        if self._asked:
+        if self._asked or (self.inflight and self._answers_early):  # asked when the worker has launched it
             return
         assert self.streams is not None and self._last_modes is not None
         self._asked = True

@@ -210,6 +210,15 @@ class LoopDrivers:
         driver.inline.set_max(settings.max_inline_us)
         driver.batcher._admit()
 
+    def lose_reads(self, error: Exception | None) -> None:
+        """Fail what is read back on every loop, and later reads until `lose_reads(None)`; from any thread."""
+        with self._lock:
+            drivers = list(self.by_loop.values())
+        for driver in drivers:
+            if driver.readback is not None:
+                with suppress(RuntimeError):  # its loop is closed, so nobody reads there
+                    driver.loop.call_soon_threadsafe(driver.readback.lose, error)
+
     def stats(self) -> BatcherStats:
         """What all loop drivers have counted, those of closed loops included."""
         with self._lock:

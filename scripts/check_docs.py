@@ -284,11 +284,11 @@ def shown() -> Iterator[str]:
 
 def changelog() -> Iterator[str]:
     """Yield a complaint if the changelog does not begin with this version or with what is unreleased."""
-    package = (ROOT / "layerzero" / "__init__.py").read_text()
-    version = re.findall(r'^__version__ = "(.+)"$', package, re.MULTILINE)
+    package = (ROOT / "layerzero" / "_util" / "version.py").read_text()
+    version = re.findall(r'^VERSION = "(.+)"$', package, re.MULTILINE)
     newest = re.search(r"^## \[?([^\]\s]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     if newest is None or newest[1] not in (*version, "Unreleased"):
-        yield f"CHANGELOG.md begins with {newest and newest[1]}, layerzero/__init__.py says {version}"
+        yield f"CHANGELOG.md begins with {newest and newest[1]}, layerzero/_util/version.py says {version}"
 
 
 CHECKS: tuple[Callable[[], Iterator[str]], ...] = (

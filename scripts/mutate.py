@@ -3,6 +3,7 @@
     python -m scripts.mutate                       every mutation of tests/mutations
     python -m scripts.mutate --rows T9 PS-010      those of some rows
     python -m scripts.mutate --sample 20 --seed 3  as many drawn at random
+    python -m scripts.mutate --part 2/9            the second of nine parts, to try all in several runs
     python -m scripts.mutate --check               only whether each edit still applies
 
 Every run of a proof is a process of its own. A mutation is killed if its proof fails under it and passes
@@ -344,9 +345,23 @@ def wanted(every: list[Mutation], options: argparse.Namespace, names: dict[str, 
                 raise MutationError(f"--rows: no mutation is named for {row}")
         asked = [mutation for row in options.rows for mutation in of_row[names[row]]]
         chosen = [mutation for mutation in every if mutation in asked]
+    if options.part:
+        number, parts = part_of(options.part)
+        chosen = chosen[number - 1 :: parts]
     if options.sample is not None:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
     return chosen
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Which part of how many `--part K/N` names.
+
+    Raises: MutationError: it is not two numbers, or K is not one of 1 to N.
+    """
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+        raise MutationError(f"--part needs K/N with K from 1 to N, got {text}")
+    return int(number), int(parts)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -355,6 +370,7 @@ def arguments() -> argparse.ArgumentParser:
         prog="python -m scripts.mutate", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--rows", nargs="+", metavar="ID", help="only the mutations of these rows")
+    parser.add_argument("--part", default="", metavar="K/N", help="only the Kth of N parts")
     parser.add_argument("--sample", type=int, metavar="N", help="only as many, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="what --sample draws with")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="proofs at a time, each in its copy")

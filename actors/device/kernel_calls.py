@@ -42,11 +42,13 @@ class KernelCalls:
         accepted = selection.candidate(kernel_id).accepted
         transforms = accepted.transforms if accepted is not None else ()
         run = self.registry.callable_of(kernel_id)
+        # Innermost: what transforms do before and after is no time of the kernel's.
         if self.running_log is not None:
             run = self.running_log.wrap(kernel_id, run)
         kernel = self.registry.get(kernel_id)
         if kernel is not None:
             run = keep_aligned(op, kernel.capability.alignment, run)
+            # A vendor's launch takes a pointer: one of a tensor without memory would be followed.
             if self.device.type == "cuda" and kernel.backend not in _DISPATCHED:
                 run = with_memory(op, run)
         call = compile_transforms(op, transforms, on_owning_device(self.device, run))

@@ -43,6 +43,7 @@ class LiveChecks:
             spans = Spans()
             checks.append(spans)
         self._checks = tuple(checks)
+        # Recorders that users added stay where they are.
         others = (each for each in self._compiler.middlewares if each not in before)
         self._compiler.middlewares = (*others, *checks)
         return spans

@@ -37,6 +37,7 @@ class WorkspaceBudget:
         now_s = self._clock()
         if self._refreshed_at is not None and now_s - self._refreshed_at < REFRESH_EVERY_S:
             return False
+        # Noted before the look, so that of many threads one looks.
         self._refreshed_at = now_s
         return True
 

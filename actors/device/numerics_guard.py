@@ -53,6 +53,7 @@ class NumericsGuard:
         turns, period, kernel = itertools.count(), self._period, selection.kernel
 
         def guarded(*args: Any) -> Any:
+            # Counted, not drawn: the share is exact, and a test can foresee which call is looked at.
             if next(turns) % period:
                 return call(*args)
             byte_count = _bytes(args)
@@ -69,6 +70,7 @@ class NumericsGuard:
                 outputs = _cloned_outputs(result)
                 event = _recorded(args[0])
                 self._worker.submit(lambda: self._check(op, kernel, copies, outputs, event))
+            # A call that raises must give its place back, or the guard would end after a few of them.
             except BaseException:
                 self._done()
                 raise
@@ -108,6 +110,7 @@ class NumericsGuard:
         mismatch = find_mismatch(op, args, outputs, op.reference(*args))
         if mismatch is None:
             return None
+        # The reference rounds in the operands' dtype, too: only a miss against the exact result counts.
         wide = tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
         return find_mismatch(op, args, outputs, op.reference(*wide))
 

@@ -57,6 +57,7 @@ class PlanCompiler:
         calls = self._calls
         self._counters.add("selections", op=op.name)
         kernel = calls.registry.get(selection.kernel)
+        # Another thread removed it between the decision and here.
         if kernel is None:
             message = f"{selection.kernel} was removed while it was being chosen; call again"
             raise NoKernelFoundError(message, trace=selection.trace, op=op.name, request=selection.request)
@@ -68,6 +69,7 @@ class PlanCompiler:
         for middleware in self.middlewares:
             wrapped = middleware.wrap(op, selection, call)
             call = unless_foreign(wrapped, call) if middleware.reads_arguments else wrapped
+        # Outermost, so that a probe's outcome is that of the call as its caller meets it.
         if kernel.id in self._health.probing_kernels():
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None and calls.settings.warm != "off":

@@ -51,15 +51,20 @@ class Recovery:
     ) -> tuple[Any, Plan]:
         """Run the kernels after `plan.kernel` in its selection's order until one answers."""
         op = plan.op
+        # Ours says what was asked wrongly; a user's own mode or hook says what it means to say.
         if isinstance(error, LayerZeroError) or foreign.is_raised_outside(error):
             raise error
+        # Under vmap or grad no kernel's callable sees plain memory: only a composition of torch's
+        # ops answers.
         if foreign.has_transformed(args):
             return self._run_composed(plan, args, error)
+        # What the first kernel launched is in the graph already, and would be replayed with it.
         if "capture" in plan.request.modes:
             raise CudaGraphUnsafeError(
                 f"{plan.kernel} raised {_short(error)} during a graph capture, which can take no other",
                 kernel=plan.kernel,
             ) from error
+        # A mode on the way may be what raised, so no kernel is blamed for it.
         quiet = foreign.in_foreign_mode()
         if not op.pure:
             if quiet:
@@ -81,6 +86,7 @@ class Recovery:
             try:
                 result = self._calls.callable_for(op, plan.selection, kernel_id)(*args)
                 check_outputs(op, args, result, dtypes="autocast" not in plan.request.modes)
+            # Blamed only if a later kernel answers: until then the data may be at fault.
             except Exception as other:
                 failed.append((kernel_id, other))
                 continue
@@ -89,6 +95,7 @@ class Recovery:
                     self._count_failure(plan, broken, kernel_id, why)
                 self._health.success(kernel_id)
             return result, self._record_fallback(plan, kernel_id, error)
+        # Every kernel refused these arguments: the caller's mistake, in the words of the first.
         if quiet or isinstance(error, _ARGUMENT_ERRORS):
             raise error
         self._counters.add("failures", kernel=plan.kernel)
@@ -109,6 +116,7 @@ class Recovery:
         """Run the kernel that states the smallest workspace, once; memory is not the first kernel's fault."""
         calls, op, request = self._calls, plan.op, plan.request
         self._counters.add("out_of_memory", kernel=plan.kernel)
+        # torch keeps freed blocks of other sizes, which the retry may not fit into.
         if calls.device.type == "cuda":
             torch.cuda.empty_cache()
         self._refresh_budget()
@@ -167,6 +175,7 @@ class Recovery:
             if foreign.in_foreign_mode() or foreign.has_transformed(args):
                 return self._run_fallback(op, kernel_id, selection, args)
             token = self._health.take_probe(kernel_id)
+            # All places of this round are taken: a kernel on probation is tried by a few calls at a time.
             if token is None:
                 return self._run_fallback(op, kernel_id, selection, args)
             with token:
@@ -189,6 +198,7 @@ def with_guard(device: torch.device, op: Op, call: Callable[..., Any]) -> Callab
     torch's compiler sees the call alone. `.behind` is for arguments that a guard has given.
     """
     guard = op.validate_values
+    # Looking at data on a GPU would wait for the device at every call.
     if guard is None or device.type != "cpu":
         return call
 

@@ -69,6 +69,7 @@ class Registry:
             return
         kernels = tuple(self._source(op, False))
         with self._lock:
+            # Another thread may have registered them while this one read the source without the lock.
             if op not in self._sourced:
                 for kernel in kernels:
                     self._add(kernel)
@@ -97,6 +98,7 @@ class Registry:
     def _add(self, kernel: Kernel) -> None:
         if kernel.id in self._by_id:
             raise ValueError(f"kernel id {kernel.id!r} is already registered")
+        # Copied, never changed in place: readers take no lock.
         self._by_id = {**self._by_id, kernel.id: kernel}
         self._by_op = {**self._by_op, kernel.op: (*self._by_op.get(kernel.op, ()), kernel)}
         reasons = self._availability(kernel)
@@ -135,6 +137,7 @@ class Registry:
                 **self._by_op,
                 kernel.op: tuple(kernel if k is before else k for k in self._by_op[kernel.op]),
             }
+            # The new implementation has neither the old one's callable nor its failures.
             self._loaded.pop(kernel.id, None)
             self._failed = {k: v for k, v in self._failed.items() if k != kernel.id}
             others = {k: v for k, v in self._missing.items() if k != kernel.id}
@@ -204,6 +207,7 @@ class Registry:
         try:
             with foreign.outside():
                 loaded = kernel.load()
+        # An interrupt in the middle of an import says nothing of the kernel.
         except BaseException as error:
             if isinstance(error, Exception):
                 self._failed = {**self._failed, kernel_id: _load_failure(kernel, error)}

@@ -118,6 +118,7 @@ class RunningKernelLog:
             if kernel in self._names:
                 return self._names.index(kernel)
             self._names.append(kernel)
+            # Calls that are still running after the end in order need a number, but no reader.
             if self._closed:
                 return len(self._names) - 1
             # Before the first call: the number must mean something to the reader of the file.
@@ -156,6 +157,7 @@ class RunningKernelLog:
         self._closed = True
         for path in (self.path, self._names_path):
             path.unlink(missing_ok=True)
+        # Removed only when empty, which the system itself decides.
         with suppress(OSError):  # others live there, or their crashes are noted
             self.path.parent.rmdir()
 
@@ -183,6 +185,7 @@ def read(path: Path) -> list[RunningKernel]:
     except (OSError, ValueError) as error:
         log.warning("running_log.unreadable", path=str(path), why=str(error))
         return []
+    # A process may have died while it made the file.
     if len(data) != _SIZE or data[:4] != _MAGIC:
         log.warning("running_log.unreadable", path=str(path), bytes=len(data))
         return []
@@ -233,6 +236,7 @@ class CrashRecords:
         kernels = list(kernels)
         self._crashes = [death for death in self._crashes if time_s - death.time_s < CRASH_MEMORY_S]
         self._crashes += [Crash(kernel, time_s) for kernel in kernels]
+        # Deaths under no kernel leave the file as it is: most ends of a process are no kernel's fault.
         if kernels:
             files.write_whole(self._path, msgspec.json.encode(self._crashes))
         counts = [(kernel, self.count(kernel)) for kernel in kernels]

@@ -73,6 +73,7 @@ class SelectionInputs:
         kernels = self._registry.for_op(op)
         if self._proofs is not None or settings.graph_strict or settings.state_dir is not None:
             kernels = self.proofs.apply(kernels, strict=settings.graph_strict)
+        # Ranks must decide alike: what only this one knows (health, prices, free memory) has no say.
         if terms is not None:
             return SelectionContext(
                 kernels=tuple(kernel for kernel in kernels if kernel.id in terms.kernels),
@@ -84,6 +85,7 @@ class SelectionInputs:
                 droppable_modes=frozenset() if terms.options.strict else terms.modes,
             )
         budget_bytes = None
+        # Ops whose kernels need no room keep their tables while free memory moves.
         if any(kernel.workspace_bytes for kernel in kernels):
             free_bytes = self.budget.bytes  # None before the first look
             budget_bytes = settings.workspace_limit_bytes if free_bytes is None else free_bytes

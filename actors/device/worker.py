@@ -55,6 +55,7 @@ class Worker:
                 self._thread = threading.Thread(
                     target=_work, args=(self._queue,), name=self.name, daemon=True
                 )
+                # A worker without a reference ends its thread; at exit `join_at_exit` does, in order.
                 weakref.finalize(self, self._queue.put, None).atexit = False
                 self._thread.start()
                 join_at_exit(self._thread, partial(_drop, self._queue))
@@ -81,6 +82,7 @@ class Worker:
                 self._closed = True
                 if thread is not None:
                     self._queue.put(None)
+        # A job that closes its own worker would wait for itself.
         if thread is None or thread is threading.current_thread():
             return True
         thread.join(timeout_s)
@@ -106,6 +108,7 @@ def _work(queue: SimpleQueue[tuple[Job, int] | None]) -> None:
         job, threads = queued
         del queued
         try:
+            # Asked first: nearly every job wants the number of the one before it.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
             job()

@@ -7,10 +7,10 @@ every other rank obeys (`follow`), or compares its own batch with, before the fi
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +21,27 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, not
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.group.config import GroupConfig, Mode
+from layerzero.actors.group.functions import (
+    CollectiveFunction,
+    Function,
+    GroupFunction,
+    aligned_columns,
+    group_function,
+)
 from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
-from layerzero.actors.group.step_message import RequestId, aligned_contiguous, check_sendable
+from layerzero.actors.group.results import ReplicatedResults
+from layerzero.actors.group.step_message import RequestId, check_sendable
 from layerzero.actors.group.steps import Steps
 from layerzero.actors.group.stores import TorchStore
-from layerzero.calls.batched import Batched
 from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE, Scope
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, LayerZeroError
 
 if TYPE_CHECKING:
     from layerzero.runtime import Runtime
     from layerzero.selection.dispatch import DispatchState
-
-Function = Callable[..., Any]
 
 
 class RankHandle:
@@ -48,7 +54,8 @@ class RankHandle:
         self._group = group
         self._runtime = runtime
         self._steps = Steps(group)
-        self._functions: dict[str, tuple[Function, bool]] = {}
+        self._functions: dict[str, GroupFunction] = {}
+        self._results = ReplicatedResults()
         self.rank, self.ranks, self.epoch = group.rank, group.ranks, group.epoch
 
     @property
@@ -75,6 +82,8 @@ class RankHandle:
         send: bool = True,
         model: str = "",
         alike: bool = True,
+        replicated: bool = False,
+        unsent: Sequence[str] = (),
     ) -> Callable[..., Awaitable[Any]]:
         """`lz.batched` for a function with collectives in it: `await step(request, *args)`.
 
@@ -83,25 +92,31 @@ class RankHandle:
         `follow`; `send=False` is for ranks that all form batches themselves and only compare them. Functions
         of one `model` share its selections; other models, under the same plan, choose for themselves.
         `alike=False` is for stages of a pipeline: ranks run different ops, whose choices are not compared.
-        Raises: ConfigurationError: another function has the name. When awaited, for the caller at fault
+        `replicated=True` says that the tensor which `fn` returns is equal on all ranks. Given to a later
+        call, its rows are then taken on each rank and do not pass through the host, as `lz.run_ahead` needs
+        it; do not write into them. `unsent` names parameters that only rank 0 needs: other ranks get None
+        for each caller.
+        Raises: ConfigurationError: another function has the name; `replicated` or `unsent` where nothing is
+            sent. ValueError: `unsent` names no parameter. When awaited, for the caller at fault
             alone: ValueError: its request is under way already. TypeError: an argument cannot be sent.
         """
         function_name = name or str(getattr(fn, "__qualname__", type(fn).__name__))
         if function_name in self._functions:
             raise ConfigurationError(f"name needs to be new in this rank group, got {function_name!r} again")
-        wants_counts = "counts" in inspect.signature(fn).parameters
-        self._functions[function_name] = (fn, wants_counts)
+        if not send and (replicated or unsent):
+            raise ConfigurationError("replicated and unsent need send=True: nothing else brings values")
+        function = group_function(function_name, fn, replicated, unsent)
+        self._functions[function_name] = function
         self._steps.models[function_name] = model if alike else f"{model or function_name}, apart"
         if not alike:
             self._steps.rank_specific.add(function_name)
 
         def run(requests: list[RequestId], *columns: Any, counts: list[int]) -> Any:
-            values = (counts, list(columns)) if send else ()
-            arguments = (
-                [aligned_contiguous(c) if isinstance(c, torch.Tensor) else c for c in columns]
-                if send
-                else columns
-            )
+            values: tuple[Any, ...] = ()
+            arguments: Sequence[Any] = columns
+            if send:
+                values = (counts, *function.sent(columns, batched.calls, self._results))
+                arguments = aligned_columns(columns)
             with self._on_device(), self._scope(self._steps.start_step(function_name, requests, values)):
                 return self._call(function_name, arguments, counts)
 
@@ -116,7 +131,7 @@ class RankHandle:
                     f"request needs to be once in a step of {function_name}, got {request!r} again"
                 )
             if send:
-                check_sendable(args, function_name)
+                check_sendable(function.sent_args(args), function_name)
             under_way.add(request)
             try:
                 return await batched(request, *args, **options)
@@ -125,10 +140,16 @@ class RankHandle:
 
         return step
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether every rank has the rows of `tensor`, so that a call with it waits for no device."""
+        return self._results.find(tensor) is not None
+
     def _call(self, name: str, columns: Sequence[Any], counts: list[int]) -> Any:
-        fn, wants_counts = self._functions[name]
+        function = self._functions[name]
         try:
-            out = fn(*columns, counts=counts) if wants_counts else fn(*columns)
+            out = function(columns, counts)
+            if function.replicated:
+                self._results.keep(self._steps.sequence.number, out)
         except BaseException as error:
             # A rank that left breaks the others' collectives, whose error does not say why it left.
             if isinstance(error, RuntimeError) and (why := self._group.failure_reason()) is not None:
@@ -184,8 +205,11 @@ class RankHandle:
                             f"rank {self.rank} needs the function {message.name!r} that rank 0 runs, got "
                             f"{', '.join(sorted(self._functions)) or 'none'}"
                         )
-                counts, columns = self._steps.values(message)
+                counts, columns, in_parts = self._steps.values(message)
                 with self._scope(snapshot):
+                    with self._group.fail_on_error():
+                        function = self._functions[message.name]
+                        columns = function.received(counts, columns, in_parts, self._results)
                     self._call(message.name, columns, counts)
 
     async def propose(self, plan: AgreedPlan) -> AgreedPlan:
@@ -204,14 +228,10 @@ class RankHandle:
 
     def close(self) -> None:
         """Leave the rank group; on rank 0 the followers' `follow` returns."""
+        failed, device = self.failure is not None, self._group.device
         self._steps.close()
-
-
-class CollectiveFunction(Batched[Any]):
-    """A function with collectives: however short, it waits for other ranks, never on a loop's thread."""
-
-    def _update_us_per_row(self, us_per_row: float) -> None:
-        """Nothing: a step stays off the loop however short it proves."""
+        if failed and isinstance(device, ScheduledDevice):
+            device.loop_drivers.lose_reads(None)
 
 
 class GroupScope(Scope):
@@ -319,9 +339,21 @@ def rank_group(
 def join_with(
     runtime: Runtime, config: GroupConfig, store: Store, device: torch.device | str | None = None
 ) -> JoinContext:
-    """The group of a configuration, with a device of `runtime`."""
+    """The group of a configuration, with a device of `runtime`.
+
+    When the group fails, what callers read from the device fails before anything else: its steps in flight
+    may never end, or end with sums that lack a rank's part.
+    """
+    ready = runtime.device(device)
+
+    def on_failure(why: str) -> None:
+        ready.loop_drivers.lose_reads(DeviceLostError(f"the rank group failed: {why}", retryable=False))
+        if config.on_failure is not None:
+            config.on_failure(why)
+
     group_store = TorchStore(store, token=config.token)
-    return JoinContext(RankGroup(runtime.device(device), group_store, config), runtime)
+    group = RankGroup(ready, group_store, replace(config, on_failure=on_failure))
+    return JoinContext(group, runtime)
 
 
 def _number(name: str, value: int | None, variable: str) -> int:

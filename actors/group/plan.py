@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from layerzero._util import log
-from layerzero._util.libraries import DISTRIBUTION
+from layerzero._util.version import VERSION
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.group.agreement import digest_of
 from layerzero.actors.group.config import Mode
@@ -205,7 +204,7 @@ def profile_of(device: LocalDevice, rank: int) -> RankProfile:
         rank=rank,
         hardware_class=_hardware_class(hardware),
         versions={
-            "layerzero": importlib.metadata.version(DISTRIBUTION),
+            "layerzero": VERSION,
             "torch": hardware.torch,
             "cuda": hardware.cuda or "",
             "driver": hardware.driver or "",

@@ -41,6 +41,7 @@ class Losses:
         """
         if "hosted_on" in error.context:
             raise error
+        # Not retryable means that it had begun, and may have had effects.
         if not error.retryable:
             self.begun += 1
             if not self.may_repeat:

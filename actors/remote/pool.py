@@ -131,6 +131,7 @@ class DevicePool:
                 losses.patience_s = await self._wait_for_device(losses.patience_s, losses.deadline)
         except DeviceLostError as nowhere:
             raise (losses.gave_up_error(nowhere) if losses.begun else nowhere) from losses.last
+        # A device that has just lost this call may lose it again, for the same reason.
         untried = [each for each in running if each.name not in losses.tried]
         return min(untried or running, key=lambda each: each.load)
 
@@ -162,6 +163,7 @@ class DevicePool:
             need_number("timeout_s", timeout_s, low=0.0)
         if on is not None:
             device = self.device(on)
+            # Named by the caller: it waits for this device and goes nowhere else.
             return await device.run(fn, *args, timeout_s=timeout_s, idempotent=idempotent, **kwargs)
         losses = Losses(idempotent, self._patience_s, timeout_s)
         while True:
@@ -169,6 +171,7 @@ class DevicePool:
             try:
                 remaining_s = losses.remaining_s
                 return await device.run(fn, *args, timeout_s=remaining_s, wait_for_restart=False, **kwargs)
+            # Raises where the call may not move; otherwise the loop picks another device.
             except DeviceLostError as error:
                 losses.add(error, device.name)
 

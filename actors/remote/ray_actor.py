@@ -111,6 +111,7 @@ class DeviceActor:
             if self._started is None:
                 try:
                     self._started = await self._start(spec)
+                # Ray asks again where a start was lost on the way.
                 except BaseException:
                     await self.leave()  # the next attempt begins from nothing
                     raise
@@ -120,6 +121,7 @@ class DeviceActor:
         import ray
 
         folder = _folder(spec)
+        # Before the device opens: this incarnation's journal would be among those of the dead.
         suspects = read_crash_log(folder, spec.name)
         fatal = CrashRecords(folder, spec.name).add(suspects, time.time())
         self._opened = resolve(spec.opener)(spec.settings)
@@ -134,6 +136,7 @@ class DeviceActor:
             [*fatal, *inherited], f"the process of {spec.name} died twice while it ran"
         )
         host.inherited_requests = spec.decided
+        # After the opening, whose own decisions need no heir.
         device.compiler.on_decided = host.on_decided
         rebuilt = await host.rebuild()
         node = ray.get_runtime_context().get_node_id()
@@ -174,6 +177,7 @@ class DeviceActor:
         packed = _packed(outcome)
         if (connection := self._connection(envelope)) is not None:
             connection.notify("ended", envelope.number)
+        # The answer has to leave first: exiting now would turn a reported fault into a silent death.
         if outcome.status == "lost":
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, EXIT_AFTER_FAULT)
         return packed
@@ -287,6 +291,7 @@ def _packed(outcome: CallOutcome) -> CallOutcome:
     """The outcome with its value as bytes, the same for every copy of a request."""
     if outcome.status not in ("done", "failed", "lost"):
         return outcome
+    # Pickled once: copies of a request get the same bytes, and a large result is stored once.
     if outcome.packed is None:
         outcome.packed, outcome.value = _pack(outcome), None
     return outcome.packed
@@ -300,6 +305,7 @@ def _pack(outcome: CallOutcome) -> CallOutcome:
         data = dumps(outcome.value)
         if outcome.status == "done":
             return CallOutcome(outcome.status, to_payload(data), outcome.detail)
+        # An exception may pickle and not unpickle; its caller would get pickle's error instead.
         loads(data)
         return CallOutcome(outcome.status, data, outcome.detail)
     except Exception as error:

@@ -71,6 +71,7 @@ class RayDevice(SupervisedDevice):
                     self._actor, incarnation, number, kind, payload, tensor_payload, deadline
                 )
             except IncarnationLost as lost:
+                # Nothing of it ran: the next incarnation takes it, as often as that happens.
                 if number not in incarnation.started:
                     continue
                 begun += 1
@@ -81,6 +82,7 @@ class RayDevice(SupervisedDevice):
                 incarnation.numbers.ack(number)
             if await self._must_resend(outcome):
                 continue
+            # The process answered, and will end: a loss like its death, but one that it reports.
             if outcome.status == "lost" and idempotent and begun + 1 < MAX_BEGUN:
                 begun += 1
                 continue
@@ -131,11 +133,13 @@ class RayDevice(SupervisedDevice):
             except IncarnationLost as lost:
                 if number not in incarnation.started:
                     continue
+                # An item since the last loss is progress, so the count begins anew.
                 begun = 1 if len(so_far) > delivered else begun + 1
                 if resume and begun < MAX_BEGUN:
                     continue
                 raise sending.lost_stream(self.name, lost, begun if resume else 0) from None
             finally:
+                # The consumer may leave in the middle: the generator is closed on the device, too.
                 if not request.done():
                     request.cancel()
                 incarnation.numbers.ack(number)
@@ -154,6 +158,7 @@ class RayDevice(SupervisedDevice):
         import ray
         from ray import exceptions
 
+        # From process to process: the caller's own memory never holds it.
         if isinstance(tensor, RemoteTensor):
             owner = source or self
             tensor_payload = owner.actor.export.remote(tensor)

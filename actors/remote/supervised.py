@@ -115,6 +115,7 @@ class SupervisedDevice:
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
         try:
             await asyncio.wait_for(self._serving.wait(), timeout_s)
+        # Ray itself waits for a place without end.
         except TimeoutError:
             why = self._why or "its actor was not placed"
             await self.close()
@@ -137,6 +138,7 @@ class SupervisedDevice:
             self.state = DeviceState.RUNNING
             self._serving.set()
             self._watching = asyncio.get_running_loop().create_task(self._watch(incarnation))
+            # Shielded: closing cancels this task, not the future that others wait for.
             why = await asyncio.shield(incarnation.over)
             self._watching.cancel()
             if not self._note_end(why):
@@ -148,6 +150,7 @@ class SupervisedDevice:
             return False
         self._serving.clear()
         self._why = why
+        # A restart that was asked for is no crash, and does not bring the limit nearer.
         planned, self._restart_requested = self._restart_requested, False
         if not planned:
             log.warning("device.lost", device=self.name, why=why)
@@ -168,6 +171,7 @@ class SupervisedDevice:
         attempts: set[asyncio.Future[StartReport]] = set()
         try:
             while True:
+                # Several at once do no harm, since the actor starts only once; Ray may have lost the first.
                 if len(attempts) < _STARTS:
                     attempts.add(asyncio.ensure_future(await_ref(self._actor.start.remote(self._spec))))
                 done, _ = await asyncio.wait(attempts, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
@@ -187,6 +191,7 @@ class SupervisedDevice:
         while True:
             try:
                 started = await self._start_actor()
+            # Ray's word for a moment without contact: the actor may be well.
             except exceptions.ActorUnavailableError:
                 await asyncio.sleep(PAUSE_S)
                 continue
@@ -210,6 +215,7 @@ class SupervisedDevice:
         incarnation.attach(channel)
         self._incarnation, self._facts = incarnation, started.facts
         self._spec = with_quarantined(self._spec, started)
+        # Before the device serves: what it prepares is what calls rely on.
         for payload in self._prepared:
             number = incarnation.numbers.new_number()
             outcome = await self._sender.send(self._actor, incarnation, number, "call", payload, None, None)
@@ -235,6 +241,7 @@ class SupervisedDevice:
                 log.debug("device.heartbeat_lost", device=self.name, error=str(error)[:200])
                 await asyncio.sleep(HEARTBEAT_S)
                 continue
+            # An answer of the incarnation before may come late.
             if heartbeat is not None and heartbeat.incarnation == incarnation.incarnation:
                 incarnation.last_heartbeat = heartbeat
                 incarnation.decisions_received += len(heartbeat.decided)
@@ -289,6 +296,7 @@ class SupervisedDevice:
                     f"device {self.name!r} is {self.state.value} for more than {patience} s: {self._why}",
                     retryable=True,
                 ) from None
+        # The end wakes waiting callers as well, so the state is asked after the wait.
         if self.state is DeviceState.CLOSED:
             raise RuntimeClosedError(f"device {self.name!r} is closed")
         if self.state is DeviceState.DEAD:
@@ -364,6 +372,7 @@ class SupervisedDevice:
         if self.state is DeviceState.CLOSED:
             return
         self.state = DeviceState.CLOSED
+        # Waiting callers look at the state and are refused.
         self._serving.set()
         for task in (self._supervisor, self._watching):
             if task is not None:

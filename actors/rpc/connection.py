@@ -79,6 +79,7 @@ class Connection(MessageStream):
         self._handshake_timer = asyncio.get_running_loop().call_later(
             _HANDSHAKE_S, self._on_handshake_timeout
         )
+        # The end that is dialled asks first: it gives away nothing before the other has proved itself.
         if self._client is None:
             self._write(Challenge(self._nonce))
         if self._on_connect is not None:
@@ -97,6 +98,7 @@ class Connection(MessageStream):
         if not self.ready.done():
             self.ready.set_exception(lost)
             self.ready.exception()
+        # The caller that would get their answers has gone.
         for task in list(self._tasks):
             task.cancel()
         self.closed.set()
@@ -119,6 +121,7 @@ class Connection(MessageStream):
         self._next = number + 1
         if self._transport is None or self._transport.is_closing():
             raise DeviceLostError(f"the side channel to {self.peer} has ended", retryable=True)
+        # Only where nothing else could arrive out of order, and this kind has been quick before.
         spot = self._poll is not None and not (self._pending or self._reading) and self._spin.may_spin(kind)
         began = time.perf_counter()
         self._write(RpcRequest(number, kind, body))
@@ -127,6 +130,7 @@ class Connection(MessageStream):
             self._spin.add_spin(time.perf_counter() - began)
             return _body_of(answer)
         future = self._pending[number] = asyncio.get_running_loop().create_future()
+        # More than the answer came: it is handled as if the loop had read it.
         if data:
             self._context.run(self.data_received, data)
         try:
@@ -174,6 +178,7 @@ class Connection(MessageStream):
             self._write(Greeting(self._client, _proof(self._secret, message.nonce)))
             self._finish_handshake()
         elif self._client is None and type(message) is Greeting:
+            # In constant time: the place of the first difference would tell the proof byte by byte.
             if not hmac.compare_digest(message.proof, _proof(self._secret, self._nonce)):
                 self.refuse("a proof that does not fit")
                 return
@@ -191,6 +196,7 @@ class Connection(MessageStream):
 
     def _resolve(self, answer: RpcResponse) -> None:
         future = self._pending.get(answer.number)
+        # Its caller was cancelled or came to its time limit.
         if future is None or future.done():
             return
         try:

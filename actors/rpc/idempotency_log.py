@@ -35,6 +35,7 @@ class IdempotencyLog(Generic[T]):
         """
         log = self._clients.setdefault(client, _ClientLog())
         log.raise_watermark(ack_watermark)
+        # A copy that was delayed: its answer has arrived, and its entry is gone.
         if number < log.ack_watermark or number in log.acked:
             raise AlreadyAcknowledged(f"request {number} of {client} was settled before")
         return log.entries.get(number)
@@ -53,6 +54,7 @@ class IdempotencyLog(Generic[T]):
         entries = []
         for number in numbers:
             if number >= log.ack_watermark:
+                # Also where no entry is: a request may be given up before it arrives.
                 log.acked.add(number)
                 if (entry := log.entries.pop(number, None)) is not None:
                     entries.append(entry)

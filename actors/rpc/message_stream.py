@@ -73,6 +73,7 @@ class MessageStream(asyncio.Protocol):
         except OSError as error:
             log.debug("channel.broken", peer=self.peer, error=str(error))
             data = b""
+        # The transport ends the stream, so that `connection_lost` comes once, however the end was met.
         if not data:
             asyncio.get_running_loop().remove_reader(self._file)
             self._transport.close()
@@ -108,6 +109,7 @@ class MessageStream(asyncio.Protocol):
         start = 0
         while len(buffer) - start >= _PREFIX:
             length = int.from_bytes(buffer[start : start + _PREFIX], "big")
+            # Before a byte of it is kept: a length alone must not cost memory.
             if length > self._max_frame:
                 self.refuse(f"a frame of {length} bytes, above {self._max_frame}")
                 return
@@ -189,6 +191,7 @@ class MessageStream(asyncio.Protocol):
                 f"a message on the side channel needs at most {MAX_FRAME} bytes, got {len(data)}"
             )
         frame = frame_bytes(data)
+        # Behind what waits in the transport's buffer, or frames would overtake one another.
         if self._file >= 0 and not self._transport.get_write_buffer_size():
             with suppress(OSError):  # its buffer is full, or its end has come: the transport meets that too
                 frame = frame[os.write(self._file, frame) :]

@@ -116,6 +116,7 @@ class CallServer:
         `leave` is asked before the work begins: its client must know that it may have effects. What was
         refused is over for this incarnation.
         """
+        # Sent to a process that is dead: its client decides anew, with what it knows of that one.
         if envelope.incarnation != self.incarnation:
             return CallOutcome("stale", detail=f"incarnation {envelope.incarnation} has ended")
         try:
@@ -123,6 +124,7 @@ class CallServer:
         except AlreadyAcknowledged as error:
             return CallOutcome("settled", detail=str(error))
         self.idempotency_log.ack(envelope.client, envelope.acked)
+        # Only new requests are refused: a copy of one that ran gets its answer while draining, too.
         if entry is None:
             if self.state is not DeviceState.RUNNING:
                 return CallOutcome("draining", detail=f"device {self.name!r} is {self.state.value}")
@@ -131,6 +133,7 @@ class CallServer:
             task = entry.task = self._loop.create_task(self._execute(entry, envelope, work, leave))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
+        # A copy whose connection ends must not cancel the one execution that others wait for.
         assert entry.task is not None
         return await asyncio.shield(entry.task)
 
@@ -143,6 +146,7 @@ class CallServer:
     ) -> CallOutcome:
         try:
             async with self._limit:
+                # Asked behind the wait for a place: the client may have gone elsewhere meanwhile.
                 if leave is not None and not await leave():
                     return CallOutcome("stale", detail="its client has left this incarnation of the device")
                 entry.began = True
@@ -151,6 +155,7 @@ class CallServer:
         except asyncio.CancelledError:
             return CallOutcome("cut" if entry.cut else "cancelled")
         except TimeoutError as error:
+            # The hosted code's own time limit is an error like any other.
             if envelope.timeout_s is None or isinstance(error, DeadlineExceededError):
                 return self._failed(error)
             late = f"the call took longer than timeout_s={envelope.timeout_s:.3g} on {self.name!r}"
@@ -165,6 +170,7 @@ class CallServer:
     def _failed(self, error: Exception) -> CallOutcome:
         text = "".join(traceback.format_exception(error))
         fault = lost_device(error)
+        # An ordinary error leaves the device in service; only a broken context ends the process.
         if fault is None:
             return CallOutcome("failed", error, text)
         log.error("device.faulted", device=self.name, fault=fault)
@@ -257,6 +263,7 @@ class CallServer:
 
         What was sent may have been lost on the way, so the request says how far its sender has come.
         """
+        # Drained here, on one thread: devices decide on many, and a deque is safe for both.
         while self._new_requests and len(self._decided_requests) < MAX_DECIDED:
             request = self._new_requests.popleft()
             self._decided_requests.setdefault(repr(request), request)
@@ -276,6 +283,7 @@ class CallServer:
             try:
                 self.device.table(ops_table.get(request.op)).plan_for(request)
                 rebuilt_count += 1
+            # The new life may have another version, or a kernel less.
             except (NoKernelFoundError, UnknownOpError) as error:
                 log.warning("decision.not_rebuilt", op=request.op, why=str(error)[:200])
         return rebuilt_count
@@ -291,6 +299,7 @@ class CallServer:
                 continue
             blocked = {**self.device.registry.blocked(), **self.device.health.blocked_kernels()}
             others = [k.id for k in self.device.registry.for_op(kernel.op) if k.id != kernel_id]
+            # An op that nothing serves is worse than a suspect: that stays, and is logged.
             if kernel_id not in blocked and all(other in blocked for other in others):
                 log.error("kernel.kept_as_last", kernel=kernel_id, op=kernel.op, why=why)
                 continue
@@ -308,6 +317,7 @@ class CallServer:
             _, late = await asyncio.wait(running, timeout=timeout_s)
         else:
             late = set()
+        # Marked before the cancel, so that the answer says who ended it: the drain, not the caller.
         for entry in self.idempotency_log.entries():
             if entry.task in late:
                 entry.cut = True

@@ -6,18 +6,19 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from generating.device_side import flashinfer_is_built
 from models.llama import LlamaConfig
 from tensor_parallel.run import LLAMA_3_8B, config_and_weights
 from torch import Tensor
@@ -44,6 +45,7 @@ class Rank:
     rank: int = int(os.environ.get("RANK", "0"))
     ranks: int = int(os.environ.get("WORLD_SIZE", "1"))
     rows: list[dict[str, Any]] = field(default_factory=list)
+    left_out: str = ""
 
     def __post_init__(self) -> None:
         cuda = not self.rehearse
@@ -66,6 +68,17 @@ class Rank:
         else:
             torch.cuda.set_device(own)
         dist.init_process_group("nccl" if own else "gloo", timeout=timedelta(seconds=60), device_id=own)
+
+    def leave_out(self) -> str:
+        """Leave out what of FlashInfer is not built ahead, or no graph can take; what that is, and why."""
+        if libraries()["flashinfer"] is None:
+            return "FlashInfer is missing: torch's kernels and Triton's"
+        built = flashinfer_is_built()
+        denied = "flashinfer.*attention.*" if built else "flashinfer.*"
+        lz.add_policy(deny=denied)
+        return f"{denied}: " + (
+            "planned on the host" if built else "not built ahead, it compiles for minutes"
+        )
 
     def weights(self) -> Any:
         """How to get the whole random weights of the model, the same on every rank."""
@@ -101,17 +114,6 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def seconds(self, call: Callable[[], Any], times: int) -> float:
-        """Median seconds of `call`, the device's work with it."""
-        taken = []
-        for _ in range(times + 3):
-            self.done()
-            begin = time.perf_counter()
-            call()
-            self.done()
-            taken.append(time.perf_counter() - begin)
-        return statistics.median(taken[3:])
-
 
 async def compiled() -> str:
     """Wait for the awaited path's compiled twin, which a new machine has to make; what runs it then."""
@@ -121,10 +123,17 @@ async def compiled() -> str:
     return FAST_PATH.describe()
 
 
-def summed(partial: Tensor) -> Tensor:
-    """The sum of every rank's part."""
-    dist.all_reduce(partial)
-    return partial
+def libraries() -> dict[str, str | None]:
+    """The versions of what brings kernels; None for what is missing."""
+    found: dict[str, str | None] = {}
+    names = {"flashinfer": "flashinfer-python", "triton": "triton", "flash_attn": "flash-attn",
+             "flash_attn_4": "flash-attn-4", "xformers": "xformers"}  # fmt: skip
+    for name, distribution in names.items():
+        try:
+            found[name] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def gathered(

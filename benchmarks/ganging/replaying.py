@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from generating import by_hand
-
-from benchmarks.ganging.rank import Rank
 
 
 class Replayed(by_hand.Paged):
@@ -66,26 +62,3 @@ class Replayed(by_hand.Paged):
             self._once()
         else:
             self._graph.replay()
-
-
-def replayed(me: Rank, cache: by_hand.Paged, n: int, context: int, tokens: int) -> tuple[list[float], float]:
-    """Seconds of `tokens` steps, each one's tokens read, of some rounds; and of a round that reads none."""
-    with ExitStack() as stack, torch.inference_mode():
-        # Room for the steps of the capture too.
-        limit = context + tokens + 8
-        sequences = [stack.enter_context(cache.model.sequence(limit)) for _ in range(n)]
-        loop = Replayed(cache, n, limit)
-        loop.start(sequences, context)
-        loop.capture()
-        taken = []
-        for read in (True, False, True, True, True):  # the first warms up
-            loop.start(sequences, context)
-            me.done()
-            begin = time.perf_counter()
-            for _ in range(tokens):
-                loop()
-                if read:
-                    loop.ids.tolist()
-            me.done()
-            taken.append(time.perf_counter() - begin)
-    return taken[2:], taken[1]

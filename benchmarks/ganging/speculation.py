@@ -44,7 +44,7 @@ class Damped:
 
 def first_layer(me: Rank, device: torch.device) -> Llama:
     """The draft, with the target's own first layer."""
-    config = replace(me.config, layers=1)
+    config = replace(me.config, num_hidden_layers=1)
     get = me.weights()
     return Llama(
         config,
@@ -180,7 +180,7 @@ async def _ways(
     return {
         "tokens_per_s": speed,
         "acceptance": {
-            name: sum(s.accepted for s in each) / max(1, sum(s.drafted for s in each))
+            name: sum(s.num_accepted for s in each) / max(1, sum(s.num_draft_tokens for s in each))
             for name, each in kept.items()
         },
         "over_plain": {

@@ -1,23 +1,22 @@
 """A rank's part of a Llama, with the loop over it that a whole Llama has.
 
-Rank 0 keeps the sequences. What it announces of a step is the tokens and where they begin; the pages of a
-sequence go along once, and every rank keeps them, under the first of them, which no other sequence holds.
-Rank 0 alone draws, and reads its tokens, as parts of the step: the next one sends them from the host.
-
-Between two steps the devices would wait for the hosts. So while one step runs, every rank makes the places of
-the one that follows if the same sequences continue by a token each; if others come, they are made anew.
+Rank 0 keeps the sequences. What it announces of a step is where each sequence's rows begin; the tokens of a
+sequence that decodes are on every rank already, where the step before left them, and only a prompt's travel.
+So rank 0 announces a step while the one before still computes, and every rank prepares it meanwhile. The
+pages of a sequence go along once, and every rank keeps them, under the first of them, which no other sequence
+holds. Rank 0 alone draws where a request has a rule of its own, and gives the tokens to the others on the
+devices; the likeliest token is found on every rank, and rank 0's holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import numpy as np
-import torch
-from models.llama import BLOCKING, Llama, SampleArgs, run_sync, sample_tokens
+import torch.distributed as dist
+from models.llama import Llama, SampleArgs, sample_tokens
 from torch import Tensor
 
 import layerzero as lz
@@ -25,151 +24,153 @@ from layerzero.kvcache import AttentionMetadata, TokenRange
 from layerzero.ops.host_copies import to_device_with_host_copy
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedMetadata:
-    """Places of a step that may come: a token each for sequences by their first pages, from `starts` on.
+class RankSequence:
+    """A sequence on a follower: pages that rank 0 named, as `AttentionMetadata` is made of them."""
 
-    `stream` is the CUDA stream that their transfers are on, None elsewhere.
-    """
+    __slots__ = ("block_tables", "pages", "row")
 
-    firsts: list[int]
-    starts: list[int]
-    stream: Any
-    metadata: AttentionMetadata
+    def __init__(self, block_tables: Any, pages: list[int]) -> None:
+        self.block_tables, self.pages = block_tables, pages
+        self.row = block_tables.allocate_row()
+        block_tables.write(self.row, pages, [])
+
+    def __del__(self) -> None:
+        self.block_tables.free_row(self.row)
 
 
 class RankLlama(Llama):
-    """A part of a Llama on one rank: `step` and `next` are steps of the rank group, which rank 0 leads."""
+    """A part of a Llama on one rank: `step` and `sample_next` are steps of the group, which rank 0 leads."""
 
-    table_multiple = (
-        1  # tables are so many pages wide, or twice, three times as many: a captured step has one width
-    )
+    every_rank_has_logits = True
 
-    def join(self, member: Any, name: str, *, alike: bool = True) -> None:
-        """Make `logits` the step that all ranks run."""
-        self._member = member
-        width = -(-self.config.max_position_embeddings // self.cache.page_size)
-        self._tables = np.zeros((self.cache.allocator.total, width), np.int32)
-        self._known_pages: dict[int, list[int]] = {}  # pages that all ranks know, by the first of them
-        self._sample_args: dict[int, SampleArgs] = {}
-        self._prepared: PreparedMetadata | None = None
-        self._batched_step = member.batched(self._step_on_rank, name=name, alike=alike)
+    def join(
+        self,
+        member: Any,
+        name: str,
+        *,
+        alike: bool = True,
+        buckets: Several[int] | None = None,
+        graphs: bool | None = None,
+    ) -> None:
+        """Make this rank's part a member's; every rank does so before the first sequence is opened.
 
-    def logits(self, ids: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """What every rank runs: the logits (B, V) of each sequence's last row among `ids` (T,)."""
-        return run_sync(self.forward(BLOCKING, self._blocking, ids, metadata))
+        `buckets` and `graphs` are those of `lz.StepRunner`: collectives of NCCL can be captured.
+        """
+        self._member, self._buckets, self._graphs = member, buckets, graphs
+        with self.cache.sequence(1) as probe:
+            self._block_tables = probe.block_tables
+        self._sequences: dict[int, RankSequence] = {}  # on a follower, by their first page
+        self._known_pages: dict[int, list[int]] = {}  # on rank 0: pages that all know, by the first of them
+        self._batched_logits = member.batched(
+            self._logits_on_rank, name=f"{name} logits", alike=alike, unsent=("spans",)
+        )
+        self._batched_tokens = member.batched(
+            self._tokens_on_rank,
+            name=f"{name} tokens",
+            alike=alike,
+            replicated=True,
+            unsent=("spans", "draws"),
+        )
+        # Made here, so that the rows of padding have the same pages on every rank.
+        self._greedy_runner, self._logits_runner = self.runners
+
+    @cached_property
+    def runners(self) -> tuple[lz.StepRunner, lz.StepRunner]:
+        """What runs `greedy_step` and `logits_step` on this rank."""
+        longest = min(self.config.max_position_embeddings, self.cache.allocator.total * self.cache.page_size)
+        most = max(self._buckets) if self._buckets else 64
+        greedy, logits = (
+            lz.StepRunner(
+                step,
+                self.cache,
+                max_model_len=longest,
+                max_num_seqs=most,
+                buckets=self._buckets or None,
+                graphs=self._graphs,
+            )
+            for step in (self.greedy_step, self.logits_step)
+        )
+        return greedy, logits
 
     async def step(self, ids: Tensor, span: TokenRange) -> Tensor:
         """The logits (1, V) after the tokens `ids` (n,) of one sequence."""
+        return await self._on_all_ranks(self._batched_logits, ids, span)
+
+    async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
+        """The token (1,) that follows `ids` (n,) of one sequence, on the device of rank 0."""
+        return await self._on_all_ranks(self._batched_tokens, ids, span, draw, draw.is_greedy)
+
+    async def _on_all_ranks(
+        self, step: Callable[..., Awaitable[Tensor]], ids: Tensor, span: TokenRange, *draw: Any
+    ) -> Tensor:
         pages = span.sequence.pages
         first = pages[0]
         new = [] if self._known_pages.get(first) is pages else pages
-        host = ids if ids.is_cpu else await lz.to_host(ids)
-        logits: Tensor = await self._batched_step(first, host, first, span.start, new)
+        if not self._member.holds(ids):
+            host = ids if ids.is_cpu else await lz.to_host(ids)
+            ids = to_device_with_host_copy(host, self.cache.device)
+        result = await step(first, ids, span, first, span.start, new, *draw)
         if new:
             self._known_pages[first] = new
-        return logits
+        return result
 
-    async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
-        """The token (1,) that follows, on the host; rank 0 alone draws it."""
-        first = span.sequence.pages[0]
-        self._sample_args[first] = draw
-        try:
-            return await self.step(ids, span)
-        finally:
-            del self._sample_args[first]
-
-    def _step_on_rank(
+    def _logits_on_rank(
         self,
         ids: Tensor,
+        spans: list[TokenRange | None],
         firsts: list[int],
         starts: list[int],
         pages: list[list[int]],
         counts: list[int],
-    ) -> Tensor | list[Tensor]:
-        device = self.cache.device
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        ahead, self._prepared = self._prepared, None
-        if any(pages):
-            ahead = None
-            for first, new in zip(firsts, pages, strict=True):
-                self._tables[first, : len(new)] = new
-        decoding = len(ids) == len(firsts)
-        if decoding and ahead and (ahead.firsts, ahead.starts, ahead.stream) == (firsts, starts, stream):
-            metadata = ahead.metadata
-        else:
-            metadata = self._metadata(firsts, starts, counts)
-        logits = self.logits(ids if ids.device == device else to_device_with_host_copy(ids, device), metadata)
-        draws = [] if self._member.rank else [self._sample_args.get(first) for first in firsts]
-        drawn = self._sample_on_rank0(logits, draws)
-        behind = [start + count for start, count in zip(starts, counts, strict=True)]
-        if max(behind) < self.config.max_position_embeddings:
-            self._prepared = PreparedMetadata(
-                firsts, behind, stream, self._metadata(firsts, behind, [1] * len(behind))
-            )
-        return _answers(logits, draws, drawn())
+    ) -> Tensor:
+        return self._logits_runner(self._ranges(spans, firsts, starts, pages, counts), ids)
 
-    def _sample_on_rank0(
-        self, logits: Tensor, draws: Several[SampleArgs | None]
-    ) -> Callable[[], Tensor | None]:
-        """What gives the tokens, on the host, of those rows that draw; it waits for the device."""
-        rows = [row for row, draw in enumerate(draws) if draw is not None]
-        if not rows:
-            return lambda: None
+    def _tokens_on_rank(
+        self,
+        ids: Tensor,
+        spans: list[TokenRange | None],
+        firsts: list[int],
+        starts: list[int],
+        pages: list[list[int]],
+        draws: list[SampleArgs],
+        greedy: list[bool],
+        counts: list[int],
+    ) -> Tensor:
+        ranges = self._ranges(spans, firsts, starts, pages, counts)
+        if all(greedy):
+            return self._greedy_runner(ranges, ids)
+        logits = self._logits_runner(ranges, ids)
+        if self._member.rank:
+            return self._of_rank0(ids.new_zeros(len(ranges)))
         with self._member.using_model("draw"):  # which no other rank chooses for
-            all_draw = len(rows) == len(logits)
-            token_ids = sample_tokens(
-                logits if all_draw else logits[rows], [draw for draw in draws if draw is not None]
-            )
-        if token_ids.is_cpu:
-            return lambda: token_ids
-        host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True).copy_(
-            token_ids, non_blocking=True
-        )
-        event = torch.cuda.Event()
-        event.record()
+            return self._of_rank0(sample_tokens(logits, draws))
 
-        def landed() -> Tensor:
-            event.synchronize()
-            return host
+    def _ranges(
+        self,
+        spans: list[TokenRange | None],
+        firsts: list[int],
+        starts: list[int],
+        pages: list[list[int]],
+        counts: list[int],
+    ) -> list[Any]:
+        """Where each sequence's rows are: rank 0's own `spans`, and the same on a follower."""
+        if not self._member.rank:
+            return spans
+        for first, new in zip(firsts, pages, strict=True):
+            if new:
+                self._sequences[first] = RankSequence(self._block_tables, new)
+        sequences: list[Any] = [self._sequences[first] for first in firsts]
+        return list(map(TokenRange, sequences, starts, counts))
 
-        return landed
+    def greedy_step(self, metadata: AttentionMetadata, ids: Tensor) -> Tensor:
+        """The likeliest token (B,) of each sequence after the rows `ids` (T,), rank 0's on every rank."""
+        logits = self.logits_step(metadata, ids)
+        if self._member.rank and not self.every_rank_has_logits:
+            return self._of_rank0(ids.new_zeros(len(logits)))
+        return self._of_rank0(lz.sync.sample(logits, temperature=0.0, seed=0))
 
-    def _metadata(self, firsts: list[int], starts: list[int], counts: list[int]) -> AttentionMetadata:
-        """The places of `counts` rows of each sequence, from `starts` on."""
-        size, device = self.cache.page_size, self.cache.device
-        owners, begun = np.array(firsts), np.array(starts)
-        if max(counts) == 1:
-            ends, rows, positions = begun + 1, owners, begun
-            offsets: Tensor | None = None
-            last: Tensor | slice = slice(None)
-        else:
-            added = np.array(counts)
-            ends, behind = begun + added, added.cumsum()
-            rows = np.repeat(owners, added)
-            positions = np.repeat(begun - behind + added, added) + np.arange(behind[-1])
-            offsets = to_device_with_host_copy(
-                torch.from_numpy(np.append(0, behind).astype(np.int32)), device
-            )
-            last = to_device_with_host_copy(torch.from_numpy(behind - 1), device)
-        width = -(-int(ends.max()) // (size * self.table_multiple)) * self.table_multiple
-        slots = self._tables[rows, positions // size] * size + positions % size
-        host_values = to_device_with_host_copy(torch.from_numpy(np.stack((positions, slots))), device)
-        return AttentionMetadata(
-            positions=host_values[0],
-            slot_mapping=host_values[1],
-            block_tables=to_device_with_host_copy(torch.from_numpy(self._tables[owners, :width]), device),
-            seq_lens=to_device_with_host_copy(torch.from_numpy(ends.astype(np.int32)), device),
-            cu_seqlens_q=offsets,
-            logits_indices=last,
-        )
-
-
-def _answers(
-    logits: Tensor, draws: Several[SampleArgs | None], drawn: Tensor | None
-) -> Tensor | list[Tensor]:
-    """A token for who draws, and for anybody else the logits (1, V)."""
-    if drawn is None or len(drawn) == len(draws):
-        return logits if drawn is None else drawn
-    rows, sampled = list(logits.split(1)), iter(drawn.split(1))
-    return [row if draw is None else next(sampled) for row, draw in zip(rows, draws, strict=True)]
+    def _of_rank0(self, tokens: Tensor) -> Tensor:
+        """Rank 0's `tokens`, on the device."""
+        if self._member.ranks > 1:
+            dist.broadcast(tokens, 0)
+        return tokens

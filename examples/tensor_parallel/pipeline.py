@@ -56,6 +56,8 @@ def stage_weights(get: GetWeight, layer_range: range, config: LlamaConfig, like:
 class PipelineLlama(RankLlama):
     """One rank's layers of a Llama; the logits of a step come back to rank 0."""
 
+    every_rank_has_logits = False
+
     def __init__(
         self, config: LlamaConfig, get: GetWeight, member: Any, like: Tensor, pages: int = PAGES
     ) -> None:
@@ -71,9 +73,10 @@ class PipelineLlama(RankLlama):
             kv_pool(stage_config, like.device, like.dtype, pages, 16),
         )
         self.rank, self.final = member.rank, member.ranks - 1
-        self.join(member, "stage", alike=False)
+        # What passes from stage to stage is sent and received: no graph holds that.
+        self.join(member, "stage", alike=False, graphs=False)
 
-    def logits(self, ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def logits_step(self, metadata: AttentionMetadata, ids: Tensor) -> Tensor:
         """What every rank runs; rank 0 gets the logits (B, V) of each sequence's last row."""
         like, config, rows = self.input_norm, self.config, len(ids)
         if self.rank:

@@ -21,13 +21,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import itertools
 import json
 import os
 import sys
 import time
 import zlib
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -54,7 +55,6 @@ from models.llama import (
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.kvcache import AttentionMetadata
 from tensor_parallel.llama import RankLlama
 from tensor_parallel.pipeline import PipelineLlama
 
@@ -62,7 +62,6 @@ from tensor_parallel.pipeline import PipelineLlama
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 COLUMNS = ("o_proj", "down_proj")
 PAGES = 1024
-TABLE_MULTIPLE = 64
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
     num_attention_heads=32, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5,
@@ -119,13 +118,10 @@ class TensorParallelLlama(RankLlama):
         member: Any,
         like: Tensor,
         pages: int = PAGES,
-        captured: Sequence[int] = (),
+        buckets: Sequence[int] | None = None,
+        graphs: bool | None = None,
     ) -> None:
-        """`like` has the dtype and the device of the weights.
-
-        `captured` are batch sizes: a step of sequences that all decode is a graph for the next size, made
-        by the first step that needs it, and anew for tables that are `WIDE` pages wider.
-        """
+        """`like` has the dtype and the device of the weights; `RankLlama.join` says what the others are."""
         shard_config = shard_of(config, member.ranks)
         super().__init__(
             shard_config,
@@ -134,32 +130,11 @@ class TensorParallelLlama(RankLlama):
         )
         for layer in self.layers:
             layer.all_reduce = self._all_reduce
-        self._graph: Any = None
-        if captured:
-            self.table_multiple = TABLE_MULTIPLE
-            spare = self.cache.sequence(1).pages[0]  # where rows of padding are written
-            fill = {"slots": spare * self.cache.page_size, "tables": spare, "lengths": 1}
-            self._graph = lz.compile(self._decode, buckets=captured, fill=fill)
-        self.join(member, "share")
+        self.join(member, "share", buckets=buckets, graphs=graphs)
 
     def _all_reduce(self, partial: Tensor) -> Tensor:
         dist.all_reduce(partial)
         return partial
-
-    def logits(self, ids: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """What every rank runs: the logits (B, V) of each sequence's last row."""
-        graph = self._graph
-        if graph is None or metadata.cu_seqlens_q is not None or len(ids) > graph.buckets[-1]:
-            return super().logits(ids, metadata)
-        logits_: Tensor = graph(
-            ids, metadata.positions, metadata.slot_mapping, metadata.block_tables, metadata.seq_lens
-        )
-        return logits_
-
-    def _decode(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor
-    ) -> Tensor:
-        return super().logits(ids, AttentionMetadata(positions, slots, tables, lengths, None, slice(None)))
 
 
 async def generate_all(model: Llama, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
@@ -253,8 +228,10 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
 
 
 def _shard(options: argparse.Namespace, member: Any, like: Tensor) -> TensorParallelLlama:
-    crowds = sorted({1, options.requests}) if options.captured else ()
-    return TensorParallelLlama(*config_and_weights(options, like), member, like, captured=crowds)
+    captured = options.captured or options.collectives == "nccl"
+    buckets = sorted({1, options.requests}) if captured else None
+    weights = config_and_weights(options, like)
+    return TensorParallelLlama(*weights, member, like, buckets=buckets, graphs=captured)
 
 
 def compare(
@@ -300,14 +277,21 @@ async def continue_text(
 ) -> AsyncIterator[int]:
     """The tokens behind `prompt` and `so_far`, drawn by seed and place: a text can continue on any device."""
     token_ids = list(so_far or ())
+    if len(token_ids) >= tokens or (token_ids and token_ids[-1] in model.config.eos_token_ids):
+        return
     with model.sequence(len(prompt) + tokens) as sequence:
+        offsets = itertools.count(len(token_ids))
+
+        async def step(ids: Tensor) -> Tensor:
+            draw = SampleArgs(1.0, 1.0, seed, next(offsets))
+            return await model.sample_next(ids, sequence.extend(len(ids)), draw)
+
         ids = torch.tensor([*prompt, *token_ids], device=model.cache.device)
-        while len(token_ids) < tokens and not (token_ids and token_ids[-1] in model.config.eos_token_ids):
-            ids = await model.sample_next(
-                ids, sequence.extend(len(ids)), SampleArgs(1.0, 1.0, seed, len(token_ids))
-            )
-            token_ids.append(int(await lz.to_host(ids)))
-            yield token_ids[-1]
+        async with aclosing(lz.run_ahead(step, ids, max_steps=tokens - len(token_ids))) as drawn:
+            async for token in drawn:
+                yield int(token)
+                if int(token) in model.config.eos_token_ids:
+                    return
 
 
 async def run_on_cluster(options: argparse.Namespace) -> dict[str, Any]:
@@ -352,7 +336,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--stages", action="store_true", help="share the layers out, not each one's heads")
-    parser.add_argument("--captured", action="store_true", help="replay decoding steps as captured graphs")
+    parser.add_argument(
+        "--captured", action="store_true", help="run decoding steps as graphs do, without a GPU too"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=24)

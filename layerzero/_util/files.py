@@ -28,6 +28,10 @@ _POSIX = hasattr(os, "geteuid")
 _HEAD = 1 << 18
 
 
+class ExposedError(PermissionError):
+    """A file that others than this user and root can write, where that decides what is read or run."""
+
+
 def user_folder(name: str) -> Path:
     """`layerzero/<name>` in the user's cache folder, which need not be there."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -124,6 +128,14 @@ def replace_own(path: Path, data: bytes, field: str) -> None:
         there stays.
     """
     need_own(path, field)
+    put_whole(path, data)
+
+
+def put_whole(path: Path, data: bytes) -> None:
+    """Put `data` in place of `path`, whole or not at all; its folder is made where it is missing.
+
+    Raises: OSError: it cannot be written; what was there stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
@@ -182,7 +194,7 @@ def pinned_path(path: Path) -> str:
 def _need_own(path: Path, status: os.stat_result) -> None:
     _need_plain(path, status)
     if _POSIX and (problem := _exposure(status)):
-        raise PermissionError(errno.EPERM, f"the file needs {problem}", str(path))
+        raise ExposedError(errno.EPERM, f"the file needs {problem}", str(path))
 
 
 def _need_plain(path: Path, status: os.stat_result) -> None:
@@ -190,12 +202,14 @@ def _need_plain(path: Path, status: os.stat_result) -> None:
         raise OSError(errno.EINVAL, "no plain file", str(path))
 
 
-def read_given(path: str | os.PathLike[str], limit: int = _MAX_GIVEN) -> bytes:
+def read_given(path: str | os.PathLike[str], limit: int = _MAX_GIVEN, *, own: bool = False) -> bytes:
     """The bytes of a file that a user named: a link may lead to it, and any user may have written it.
 
-    Raises: OSError: it cannot be read, or is no plain file. ValueError: it has more than `limit` bytes.
+    With `own`, only this user and root may.
+    Raises: OSError: it cannot be read, or is no plain file. ExposedError: others could have written an `own`
+        one. ValueError: it has more than `limit` bytes.
     """
-    return _read(Path(path), limit, _READ, _need_plain)
+    return _read(Path(path), limit, _READ, _need_own if own else _need_plain)
 
 
 def _read(path: Path, limit: int, flags: int, need: Callable[[Path, os.stat_result], None]) -> bytes:

@@ -22,6 +22,10 @@ _tracing = _C._get_tracing_state
 _count_dispatch_modes = _C._len_torch_dispatch_stack
 _count_function_modes = _C._len_torch_function_stack
 _is_wrapped = _C._functorch.is_functorch_wrapped_tensor
+# Where the classes of fake and functional tensors are defined.
+_TRACING: Final[frozenset[str]] = frozenset(
+    {"torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor"}
+)
 _PYTHON: Any = _C.DispatchKey.Python
 _OPERATOR: Final[CodeType] = torch._ops.OpOverload.__call__.__code__
 
@@ -32,12 +36,43 @@ def has_transformed(values: Iterable[Any]) -> bool:
     Operands without memory are fake, functional and wrapped tensors, and those of subclasses with
     `__torch_dispatch__`.
     """
+    return is_traced() or any(isinstance(value, Tensor) and not has_memory(value) for value in values)
+
+
+def is_traced() -> bool:
+    """Whether what happens here is transformed by functorch, or recorded by a mode of torch's own."""
     if _level() is not None or _tracing() is not None:
         return True
     # torch's own modes of tracing have a key each; those of users have none.
-    if _count_dispatch_modes() and any(getattr(m, "_mode_key", None) is not None for m in _dispatch_modes()):
-        return True
-    return any(isinstance(value, Tensor) and not has_memory(value) for value in values)
+    return bool(_count_dispatch_modes()) and any(
+        getattr(mode, "_mode_key", None) is not None for mode in _dispatch_modes()
+    )
+
+
+def in_transform() -> bool:
+    """Whether a functorch transform (grad, jvp, vmap) is in force."""
+    return _level() is not None
+
+
+def has_subclass(values: Iterable[Any]) -> bool:
+    """Whether an operand is of a subclass that answers for itself, and is none of torch's own for tracing."""
+    return any(
+        isinstance(value, Tensor)
+        and value.__class__ not in _PLAIN
+        and _C._dispatch_keys(value).has(_PYTHON)
+        and value.__class__.__module__ not in _TRACING
+        for value in values
+    )
+
+
+def may_be_foreign(value: Any) -> bool:
+    """Whether `has_transformed` needs to be asked about a call on `value`: the cheap part of it."""
+    return (
+        value.__class__ not in _PLAIN
+        or bool(_count_dispatch_modes())
+        or _level() is not None
+        or _tracing() is not None
+    )
 
 
 def has_tangents(values: Iterable[Any]) -> bool:
@@ -48,6 +83,8 @@ def has_tangents(values: Iterable[Any]) -> bool:
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether the tensor's own memory holds its values, so that a kernel may read it."""
+    if tensor.is_meta:
+        return False
     if tensor.__class__ in _PLAIN:
         return not _is_wrapped(tensor) and not torch._is_functional_tensor(tensor)  # pyright: ignore[reportPrivateImportUsage]
     return not _C._dispatch_keys(tensor).has(_PYTHON)

@@ -28,6 +28,7 @@ from layerzero.spec.hardware import Hardware, probe
 from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Category
 from layerzero.spec.settings import Settings
+from layerzero.warmup.bundle import Receipt, receipts
 
 Rows = list[tuple[str, ...]]
 
@@ -85,6 +86,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     libraries: tuple[LibraryStatus, ...]
     sqlite: SQLiteInfo
     plugins: tuple[Plugin, ...] = ()
+    bundles: tuple[Receipt, ...] = ()
     device: str = ""
     kernels: tuple[OpKernels, ...] = ()
     health: tuple[BreakerStatus, ...] = ()
@@ -119,6 +121,21 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
                     f"{'' if p.name in allowed else 'not '}allowed",
                 )
                 for p in self.plugins
+            ],
+        )
+        yield (
+            "warm-up bundles",
+            ("sha256", "files", "proofs", "measurements", "from", "note"),
+            [
+                (
+                    b.sha256[:16],
+                    f"{len(b.files)}",
+                    f"{b.proofs}",
+                    f"{b.measurements}",
+                    b.path,
+                    f"{len(altered)} files are gone or altered since" if (altered := b.altered()) else "-",
+                )
+                for b in self.bundles
             ],
         )
         yield (
@@ -162,6 +179,7 @@ def doctor(*, imports: bool = True, timeout_s: float = 60.0) -> DoctorReport:
         sqlite=sqlite,
         libraries=examine(imports=imports, timeout_s=timeout_s),
         plugins=installed_plugins(),
+        bundles=_attempt("what came from warm-up bundles", receipts, problems) or (),
     )
     notes = [f"SQLite {sqlite.version}: {_sqlite_note(sqlite)}"] if sqlite.wal_reset_bug else []
     runtime = _attempt("the runtime", context_runtime, problems)

@@ -14,6 +14,7 @@ from layerzero._util import log
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import checked_build, context_device, context_runtime, context_snapshot
 from layerzero.calls.scope import SCOPE
+from layerzero.graphs.captured_steps import MAX_GRAPHS, CapturedSteps
 from layerzero.graphs.observe import change_inputs, observe
 from layerzero.graphs.proof import CaptureProof
 from layerzero.graphs.rehearsal import rehearsal
@@ -183,7 +184,12 @@ def rehearse_capture() -> Any:
 
 
 def compile(
-    fn: Callable[..., Any], *, buckets: Sequence[int] = BUCKETS, fill: Mapping[str, float] | None = None
+    fn: Callable[..., Any],
+    *,
+    buckets: Sequence[int] = BUCKETS,
+    fill: Mapping[str, float] | None = None,
+    max_graphs: int = MAX_GRAPHS,
+    max_graph_bytes: int | None = None,
 ) -> GraphedFunction:
     """A step function as graph plans: captured once for each bucket of rows, then replayed.
 
@@ -191,11 +197,27 @@ def compile(
     with `fill[argument]` (0 by default) and gets its own rows back, in memory of their own. On CUDA every op
     inside must have a kernel that is safe under capture; on other devices the padded step simply runs. Give
     the result to `batched` and the calls of many coroutines become one replay. A changed policy or a
-    quarantined kernel is captured anew.
+    quarantined kernel is captured anew. Each bucket is captured for each dtype and row shape that comes; of
+    more than `max_graphs`, or of more than `max_graph_bytes` together, the least recently used go.
 
-    Raises: ValueError: a bucket below 1, or `fill` names no argument.
+    Raises: ValueError: a bucket or bound below 1, or `fill` names no argument.
     """
-    return GraphedFunction(fn, buckets=buckets, fill=fill, version=_generation)
+    steps = captured_steps(max_graphs, max_graph_bytes)
+    return GraphedFunction(fn, buckets=buckets, fill=fill, version=_generation, steps=steps)
+
+
+def captured_steps(max_graphs: int, max_bytes: int | None) -> CapturedSteps:
+    """Where captured steps are kept; what goes for room is counted where it ran."""
+    return CapturedSteps(max_graphs, max_bytes, _count_eviction)
+
+
+def compile_within(fn: Callable[..., Any], buckets: Sequence[int], steps: CapturedSteps) -> GraphedFunction:
+    """`compile` of one of several functions that keep their steps together."""
+    return GraphedFunction(fn, buckets=buckets, version=_generation, steps=steps)
+
+
+def _count_eviction(device: torch.device) -> None:
+    context_runtime().device(device).counters.add("graph_evictions", device=str(device))
 
 
 def _generation(device: torch.device) -> int:

@@ -150,7 +150,12 @@ async def run_ahead(
     steps = 0
     reading: HostRead | None = None
     while max_steps is None or steps < max_steps:
-        ids = await step(ids)
+        try:
+            ids = await step(ids)
+        except Exception:
+            if reading is not None:  # computed before it, and the reader's
+                yield await reading
+            raise
         started = to_host(ids)
         steps += 1
         if reading is not None:

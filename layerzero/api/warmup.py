@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -21,6 +23,9 @@ from layerzero.measure.calls import Call, Workload
 from layerzero.runtime import Runtime
 from layerzero.warmup import Manifest, Warmed, Warmer, manifest_of
 
+if TYPE_CHECKING:
+    from layerzero.api.bundles import BundleReport
+
 WARMUP_FINISHED = "warmup.finished"
 
 ManifestSource = Manifest | Workload | str | Path | Iterable[Call]
@@ -31,6 +36,7 @@ class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
     """What is ready when `warmup` returns: a record for each critical call and for the others that are done.
 
     `pending` calls are under way; `problems` concern all calls: a dispatch table that decides nothing here.
+    `bundle` is what came from another machine before.
     """
 
     device: str
@@ -40,6 +46,7 @@ class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
     others: tuple[Warmed, ...] = ()
     pending: int = 0
     problems: tuple[str, ...] = ()
+    bundle: BundleReport | None = None
 
     @property
     def ready(self) -> bool:
@@ -57,13 +64,15 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True):
 
     `problems` are the calls that are not ready and why, and a dispatch table that decides nothing.
     `cold_calls` counts choices made since the last warm-up finished: calls that were not warmed.
-    `pending` calls are still being made ready.
+    `pending` calls are still being made ready. `bundles` are the SHA-256 of the warm-up bundles that this
+    runtime has loaded.
     """
 
     ready: bool
     problems: tuple[str, ...] = ()
     cold_calls: int = 0
     pending: int = 0
+    bundles: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.ready
@@ -102,8 +111,10 @@ def _state(runtime: Runtime, device: LocalDevice) -> _WarmupState:
 
 
 async def warmup(
-    manifest: ManifestSource,
+    manifest: ManifestSource | None = None,
     *,
+    bundle: str | os.PathLike[str] | None = None,
+    sha256: str | None = None,
     device: str | None = None,
     timeout_s: float | None = None,
     progress: WarmupProgress | None = None,
@@ -115,17 +126,25 @@ async def warmup(
     in the background. A kernel that does not compile is blocked with its reason, once, and the call is served
     by another. Processes that warm one machine at the same time compile each kernel once.
 
-    Raises: ConfigurationError: the file is no manifest. RuntimeClosedError: after close.
+    `bundle` is loaded before, as `load_bundle` does, its digest pinned by `sha256`; without `manifest` the
+    bundle's own calls are warmed.
+
+    Raises: ConfigurationError: the file is no manifest. BundleRefusedError: the bundle is refused; nothing
+        was written or warmed. TypeError: neither a manifest nor a bundle. RuntimeClosedError: after close.
     """
-    job = _WarmupJob(context_runtime(), manifest_of(manifest), device, progress)
+    _need_source(manifest, bundle, sha256)
+    loaded = await anyio.to_thread.run_sync(_load, bundle, sha256, device) if bundle is not None else None
+    job = _WarmupJob(context_runtime(), _calls_of(manifest, loaded), device, progress)
     job.start()
     await anyio.to_thread.run_sync(job.wait, timeout_s, abandon_on_cancel=True)
-    return job.report()
+    return job.report(loaded)
 
 
 def warmup_blocking(
-    manifest: ManifestSource,
+    manifest: ManifestSource | None = None,
     *,
+    bundle: str | os.PathLike[str] | None = None,
+    sha256: str | None = None,
     device: str | None = None,
     timeout_s: float | None = None,
     progress: WarmupProgress | None = None,
@@ -145,11 +164,33 @@ def warmup_blocking(
         >>> report.ready, [call.call for call in report.critical]
         (True, ['rms_norm x=2x8:float32 eps=1e-06'])
     """
-    job = _WarmupJob(context_runtime(), manifest_of(manifest), device, progress, forbid=forbid)
+    _need_source(manifest, bundle, sha256)
+    loaded = _load(bundle, sha256, device) if bundle is not None else None
+    job = _WarmupJob(context_runtime(), _calls_of(manifest, loaded), device, progress, forbid=forbid)
     job.start()
     if job.wait(timeout_s) and whole:
         job.join()
-    return job.report()
+    return job.report(loaded)
+
+
+def _load(bundle: str | os.PathLike[str], sha256: str | None, device: str | None) -> BundleReport:
+    from layerzero.api.bundles import load_bundle  # archives are no affair of who brings none
+
+    return load_bundle(bundle, sha256=sha256, device=device)
+
+
+def _need_source(manifest: object, bundle: object, sha256: str | None) -> None:
+    if manifest is None and bundle is None:
+        raise TypeError("warmup needs a manifest or a bundle, got neither")
+    if sha256 is not None and bundle is None:
+        raise TypeError("sha256 needs the bundle whose digest it pins, got no bundle")
+
+
+def _calls_of(manifest: ManifestSource | None, loaded: BundleReport | None) -> Manifest:
+    """The calls to warm: the given ones, else the bundle's own, which may have none."""
+    if manifest is not None:
+        return manifest_of(manifest)
+    return loaded.manifest if loaded is not None and loaded.manifest is not None else Manifest(critical=())
 
 
 class _WarmupJob:
@@ -191,8 +232,8 @@ class _WarmupJob:
         """Until the critical calls are done, or the time is over."""
         return self._critical.wait(timeout_s)
 
-    def report(self) -> WarmupReport:
-        """What is known now."""
+    def report(self, bundle: BundleReport | None = None) -> WarmupReport:
+        """What is known now; `bundle` is what was loaded before."""
         warmed = tuple(self._warmed[: len(self._manifest.critical)])
         late = tuple(
             Warmed(call=str(call), critical=True, state="late")
@@ -206,11 +247,13 @@ class _WarmupJob:
             others=tuple(self._warmed[len(self._manifest.critical) :]),
             pending=len(self._manifest.calls) - len(self._warmed),
             problems=_problems(self._device),
+            bundle=bundle,
         )
 
     def _run(self) -> None:
         state, count = self._state, len(self._manifest.critical)
         try:
+            self._warmer.compile_ahead(self._manifest.calls)
             for position, call in enumerate(self._manifest.calls):
                 if position == count:
                     self._open()
@@ -269,6 +312,7 @@ def readiness_check(manifest: ManifestSource | None = None, *, device: str | Non
         problems=tuple(problems),
         cold_calls=cold,
         pending=state.pending,
+        bundles=tuple(runtime.bundles),
     )
 
 

@@ -44,7 +44,7 @@ _OPS_OF = {
     "torch_ragged": "ragged_attention",
     "torch_sdpa": "attention",
     "torch_varlen": "ragged_attention",
-    "triton_kernels": "add_rms_norm add_rms_norm_quantize quantize sample sample_topk "
+    "triton_kernels": "add_rms_norm add_rms_norm_quantize paged_attention quantize sample sample_topk "
     "sample_topp verify_chain",
     "xformers": "attention",
     "zentorch": "add_rms_norm attention linear moe quantized_linear rms_norm",

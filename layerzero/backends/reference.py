@@ -12,7 +12,8 @@ from layerzero.ops.op import Op
 from layerzero.spec.capability import ACTIVATIONS, FEATURE_REASONS
 from layerzero.spec.kernel import Kernel
 
-EVERY_FEATURE = frozenset(FEATURE_REASONS) | {f"act_{name}" for name in ACTIVATIONS}
+# Its attention is what torch calls math.
+EVERY_FEATURE = frozenset(FEATURE_REASONS) - {"sdpa_no_math"} | {f"act_{name}" for name in ACTIVATIONS}
 EVERY_FEATURE |= {"lse_grad", "mask_grad", "mask_wide", "xpos"}
 
 

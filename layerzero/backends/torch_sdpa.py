@@ -20,6 +20,7 @@ from layerzero.ops.attention import masks
 from layerzero.ops.attention.lse import apply_sinks
 from layerzero.ops.batching import concat_copy
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import SDPA_CUDNN, SDPA_EFFICIENT, SDPA_FLASH, SDPA_MATH
 from layerzero.spec.kernel import Kernel, Tiling
 
 
@@ -222,6 +223,8 @@ _SAME_HEAD_SIZES = "D == Dv else HEAD_DIMS_DIFFER"
 _HEAD_SIZES = ("D <= 256 else HEAD_DIM_TOO_LARGE", "D % 8 == 0 else HEAD_DIM_ALIGNMENT", _SAME_HEAD_SIZES)
 
 _kernel = functools.partial(Kernel.of, layouts="BHSD")
+# torch's own choice is held to torch's switches by torch; with one implementation but the step by step one
+# left it raises where that one refuses the call, which would be no fault of a kernel.
 # The tiled kernel of the CPU, in one call or in one a sequence.
 _tiled = functools.partial(
     _kernel, measured=_CPU, platforms="cpu", last_stride1=True, limits=(_SAME_HEAD_SIZES,)
@@ -234,22 +237,23 @@ _fused = functools.partial(
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "torch.attention.sdpa_math", lambda: math, (0.02, 0.1, 40.0), _H200, source=_AS_DISPATCHED,
-        features=f"{_ANYWHERE} gqa dropout empty_rows mask_grad sinks sinks_grad block_mask",
+        features=f"{_ANYWHERE} gqa dropout empty_rows mask_grad sinks sinks_grad block_mask "
+        f"{SDPA_MATH}",
         graph_safe=True, workspace_bytes=_score_bytes, tie_break_order=80,
     ),
     _tiled(
         "torch.attention.sdpa_flash_cpu", lambda: flash_cpu, (0.4, 0.8, 9.0),
         source="ATen/native/cpu/FlashAttentionKernel.cpp; run against float64 on torch 2.13 CPU",
-        features=f"{_TILED} block_mask", tie_break_order=40,
+        features=f"{_TILED} block_mask {SDPA_FLASH}", tie_break_order=40,
     ),
     _tiled(
         "torch.attention.by_sequence", lambda: by_sequence, (0.3, 0.5, 20.0),
         source="by construction; run bitwise against other batches on torch 2.13 CPU",
-        features=_TILED, batch_invariant=True, tie_break_order=90,
+        features=f"{_TILED} {SDPA_FLASH}", batch_invariant=True, tie_break_order=90,
     ),
     _kernel(
         "torch.attention.sdpa_cpu", lambda: default, (0.4, 0.8, 7.0), _CPU, source=_AS_DISPATCHED,
-        platforms="cpu", features=f"{_ANYWHERE} gqa dropout empty_rows mask_grad",
+        platforms="cpu", features=f"{_ANYWHERE} gqa dropout empty_rows mask_grad {SDPA_MATH}",
         tie_break_order=45, default=True,
     ),
     _kernel(
@@ -257,7 +261,7 @@ KERNELS: tuple[Kernel, ...] = (
         # numbers than it was given where rows do not begin at multiples of 16 bytes (H100, torch 2.11).
         "torch.attention.sdpa", lambda: default, (0.51, 0.63, 9.2), _H200,
         source="torch docs, scaled_dot_product_attention; run on an H200, torch 2.11",
-        alignment=16, platforms="cuda rocm", features=f"{_MASKED} gqa dropout", graph_safe=True,
+        alignment=16, platforms="cuda rocm", features=f"{_MASKED} gqa dropout {SDPA_MATH}", graph_safe=True,
         tie_break_order=45, default=True,
     ),
     _fused(
@@ -265,12 +269,13 @@ KERNELS: tuple[Kernel, ...] = (
         # end the process's use of the device (H100, torch 2.11).
         "torch.attention.sdpa_flash", lambda: flash, (0.27, 0.6, 9.2),
         source=f"{_DISPATCHER}; alignment: torch/nn/attention/bias.py", dtypes="float16 bfloat16",
-        features="scale causal gqa dropout lse", limits=(*_HEAD_SIZES, _GRID), tie_break_order=40,
+        features=f"scale causal gqa dropout lse {SDPA_FLASH}",
+        limits=(*_HEAD_SIZES, _GRID), tie_break_order=40,
     ),
     _fused(
         "torch.attention.sdpa_efficient", lambda: efficient, (0.16, 0.3, 7.7), tiling=_EFFICIENT_TILES,
         source=f"{_DISPATCHER}; run on an H200, torch 2.11", dtypes="float16 bfloat16 float32",
-        features=f"{_MASKED} dropout empty_rows lse",
+        features=f"{_MASKED} dropout empty_rows lse {SDPA_EFFICIENT}",
         limits=("D % 8 == 0 else HEAD_DIM_ALIGNMENT", "Dv % 8 == 0 else HEAD_DIM_ALIGNMENT", _GRID),
         deterministic=False,  # its backward adds with atomics
         tie_break_order=60,
@@ -278,7 +283,7 @@ KERNELS: tuple[Kernel, ...] = (
     _fused(
         "torch.attention.sdpa_cudnn", lambda: cudnn, (0.51, 0.63, 8.7),
         source=f"{_DISPATCHER}; run on an H200, torch 2.11, cuDNN 9.19", dtypes="float16 bfloat16",
-        features=f"{_MASKED} gqa dropout lse",
+        features=f"{_MASKED} gqa dropout lse {SDPA_CUDNN}",
         limits=(
             *_HEAD_SIZES, "B <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED",
             "Hq <= 65535 else CUDA_BLOCK_LIMIT_EXCEEDED",

@@ -23,6 +23,7 @@ from layerzero.ops.attention import masks
 from layerzero.ops.attention.adapters import takes
 from layerzero.ops.attention.arguments import AttentionArgs
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import SDPA_EFFICIENT, SDPA_FLASH
 from layerzero.spec.kernel import Kernel
 
 
@@ -141,12 +142,13 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "xformers.attention.cutlass", lambda: _load("cutlass"), (0.16, 0.3, 40.0), _AS_TORCH.format(269),
         source=_SOURCE.format("cutlass"), dtypes="float16 bfloat16 float32", limits=_LIMITS,
-        features="causal scale mask_bool mask_float mask_and_causal window", workspace_bytes=_bias_bytes,
+        features=f"causal scale mask_bool mask_float mask_and_causal window {SDPA_EFFICIENT}",
+        workspace_bytes=_bias_bytes,
     ),
     _kernel(
         "xformers.attention.flash", lambda: _load("flash"), (0.27, 0.6, 40.0), _AS_TORCH.format(164),
         source=_SOURCE.format("flash"), dtypes="float16 bfloat16", limits=_LIMITS,
-        features="causal scale gqa", workspace_bytes=_flash_bytes,
+        features=f"causal scale gqa {SDPA_FLASH}", workspace_bytes=_flash_bytes,
     ),
     _kernel(
         "xformers.attention.triton_splitk", lambda: _load("triton_splitk", _finite_bias), (0.1, 0.6, 60.0),

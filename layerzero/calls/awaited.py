@@ -9,14 +9,21 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from layerzero._util import log
+from layerzero._util import foreign, log
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.await_path import Described, awaitable_call
-from layerzero.calls.blocking import LAST, checked_build, context_device, context_snapshot, with_signature_of
+from layerzero.calls.blocking import (
+    LAST,
+    checked_build,
+    context_device,
+    context_snapshot,
+    traced_route,
+    with_signature_of,
+)
 from layerzero.calls.call_cache import AwaitedCallCache
 from layerzero.calls.scope import SCOPE
 from layerzero.ops.checks import need_choice
-from layerzero.ops.op import Args, Op
+from layerzero.ops.op import Args, Op, Signature
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
 from layerzero.scheduler.modes.torch_modes import Modes
@@ -48,10 +55,11 @@ _FORWARD: Any = torch.autograd.forward_ad
 class AwaitedOp:
     """An op on the await path."""
 
-    __slots__ = ("_op", "cache", "name")
+    __slots__ = ("_op", "_route", "cache", "name")
 
     def __init__(self, op: Op) -> None:
         self._op = op
+        self._route = traced_route(op)
         self.name = op.name
         self.cache = AwaitedCallCache(op)
 
@@ -59,20 +67,29 @@ class AwaitedOp:
         self, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
     ) -> Described:
         """A call with its plan, by its signature alone where only the process's policy governs it."""
-        op = self._op
+        op, built = self._op, None
         if backend is None and batching is None and SCOPE.get() is None and _FORWARD._current_level < 0:
             try:
                 signature, full = op.build(*args, **kwargs)
+                if foreign.may_be_foreign(full[0]) and foreign.has_transformed(full):
+                    return _traced(full, backend)
                 device = ACTIVE.devices[full[0].device]
                 modes = device.capture_modes()
                 bits = modes.bits & device.mode_mask if device.capturing is None else device.mode()
                 plan = device.snapshot.tables[self.name].by_signature[bits][signature]
-            except (KeyError, AttributeError, TypeError):
-                pass  # no plan yet, or a wrong argument: below it is named
+            except KeyError:
+                built = signature, full  # no plan yet; built once, since a seed is drawn in there
+            except (AttributeError, TypeError):
+                pass  # a wrong argument: below it is named
             else:
                 driver = None if bits & CAPTURE else device.loop_drivers.current()
                 return Described(device, driver, full, plan.expected_us, plan, modes)
-        device, snapshot, plan, full = _plan_in_full(op, args, kwargs, backend, batching)
+        if batching is not None:
+            need_choice("batching", batching, BATCHING)
+        signature, full = built or checked_build(op, args, kwargs)
+        if foreign.has_transformed(full):
+            return _traced(full, backend)
+        device, snapshot, plan = _plan_in_full(op, signature, full, backend)
         driver = None if "capture" in plan.request.modes else device.loop_drivers.current()
         return Described(device, driver, full, plan.expected_us, plan, device.capture_modes(), snapshot)
 
@@ -107,8 +124,11 @@ class AwaitedOp:
 
     def run_inline(self, call: Described | PendingCall) -> Any:
         """Run the call's plan on this thread, the next kernels in its order where it fails."""
-        plan = LAST.plan = call.plan
-        assert plan is not None
+        plan = call.plan
+        if plan is None:
+            assert isinstance(call, Described)
+            return self._route(call.args, *call.kind)
+        LAST.plan = plan
         try:
             return plan.call(*call.args)
         except Exception as error:
@@ -134,20 +154,23 @@ def _warn_runs_alone(device: LocalDevice, pending: PendingCall, plan: Plan) -> N
         log.warning(RUNS_ALONE, op=plan.op.name, why=WHY_ALONE)
 
 
+def _traced(full: Args, backend: str | None) -> Described:
+    """A call on transformed or traced tensors: it does not wait, and is the op's operator."""
+    nowhere: Any = None
+    return Described(nowhere, None, full, 0.0, kind=(backend,))
+
+
 def _plan_in_full(
-    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, batching: str | None
-) -> tuple[ScheduledDevice, DispatchState | None, Plan, Args]:
-    """Device, governing snapshot (None: the current one), plan and arguments of an unusual call."""
-    if batching is not None:
-        need_choice("batching", batching, BATCHING)
-    signature, full = checked_build(op, args, kwargs)
+    op: Op, signature: Signature, full: Args, backend: str | None
+) -> tuple[ScheduledDevice, DispatchState | None, Plan]:
+    """Device, governing snapshot (None: the current one) and plan of an unusual call."""
     device = context_device(full)
     current = device.snapshot
     snapshot = context_snapshot(device, op.name, backend)
     # Asked before planning: a generation that begins meanwhile does not make this caller's policy its own.
     shared = snapshot is current or snapshot is device.snapshot
     plan = device.plan(op, signature, full, device.mode(), snapshot)
-    return device, None if shared else snapshot, plan, full
+    return device, None if shared else snapshot, plan
 
 
 def _key_of(

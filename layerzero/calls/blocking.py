@@ -18,6 +18,8 @@ from layerzero._util import foreign
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.call_cache import BlockingCallCache
 from layerzero.calls.scope import ROOT, SCOPE, Scope
+from layerzero.graphs.rehearsal import rehearsal
+from layerzero.operators import Route, compose, front, install, run_operator
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.runtime import ACTIVE, Runtime, current
 from layerzero.scheduler.scheduled_device import ScheduledDevice
@@ -45,26 +47,64 @@ def last_selection() -> Selection | None:
 
 
 def blocking(op: Op) -> Callable[..., Any]:
-    """The op as a blocking function with the signature of `op.build`, plus `backend=`."""
+    """The op as a blocking function with the signature of `op.build`, plus `backend=`.
+
+    torch's compiler sees a call of the op's operator, and so does everything else that transforms or traces.
+    """
+    call = with_signature_of(_routed(op, traced_route(op)), op, BLOCKING_DOC)
+    show_compiler(call, front(op))
+    return call
+
+
+def show_compiler(call: Callable[..., Any], instead: Callable[..., Any]) -> None:
+    """Have torch's compiler read another function in the place of `call`, called or compiled itself.
+
+    It finds it on the function, without torch's compiler having been imported; an eager call pays nothing.
+    """
+    call._torchdynamo_inline = instead  # type: ignore[attr-defined]
+    call._torchdynamo_orig_callable = instead  # type: ignore[attr-defined]
+    call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+
+
+def traced_route(op: Op) -> Route:
+    """What a call on transformed or traced tensors is: a call of the op's operator."""
+    operator, names = front(op), tuple(inspect.signature(op.build).parameters)
+
+    def route(full: Args, backend: str | None) -> Any:
+        if foreign.has_subclass(full):
+            return compose(op, full, run_operator)
+        return operator(**dict(zip(names, full, strict=True)), backend=backend)
+
+    return route
+
+
+def _routed(op: Op, route: Route) -> Callable[..., Any]:
+    """The blocking call of an op; `route` answers calls on tensors that are transformed or traced."""
     build, name, active, scoped, last = op.build, op.name, ACTIVE, SCOPE.get, LAST
-    cache = BlockingCallCache(op, last, _recover)
+    cache, may_be_foreign = BlockingCallCache(op, last, _recover), foreign.may_be_foreign
 
     def call(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         if backend is None and cache.entries is not None:
             result = cache.entries.run(args, kwargs)
             if result is not NotImplemented:
                 return result
+        full = None
         try:
             signature, full = build(*args, **kwargs)
-            device = active.devices[full[0].device]
-            bits = device.mode()
-            if backend is None and scoped() is None:
+            is_foreign = may_be_foreign(full[0]) and foreign.has_transformed(full)
+            if backend is None and not is_foreign and scoped() is None:
+                device = active.devices[full[0].device]
+                bits = device.mode()
                 snapshot = device.snapshot
                 plan = snapshot.tables[name].by_signature[bits][signature]
-            else:
+            elif not is_foreign:
                 return _run_uncached(op, signature, full, backend)
         except (KeyError, AttributeError, TypeError) as error:
-            return _first_call(op, args, kwargs, backend, error)
+            if full is not None and isinstance(error, KeyError):  # built once: a seed is drawn in there
+                return _run_uncached(op, signature, full, backend)
+            return _first_call(op, route, args, kwargs, backend, error)
+        if is_foreign:
+            return route(full, backend)
         last.plan = plan
         cache.remember(args, kwargs, full, device, snapshot, plan)
         try:
@@ -72,7 +112,10 @@ def blocking(op: Op) -> Callable[..., Any]:
         except Exception as error:
             return _recover(device, plan, full, error, None)
 
-    return with_signature_of(call, op, BLOCKING_DOC)
+    return call
+
+
+install(_routed, rehearsal)
 
 
 BLOCKING_DOC = """    Choosing: backend is a kernel's id or a backend's name, for this call alone.
@@ -104,10 +147,12 @@ def _with_doc(doc: str, extra_doc: str) -> str:
 
 
 def _first_call(
-    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, error: Exception
+    op: Op, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, error: Exception
 ) -> Any:
     """A call whose plan is not there yet, or whose arguments are wrong."""
     signature, full = checked_build(op, args, kwargs, error)
+    if foreign.has_transformed(full):
+        return route(full, backend)
     return _run_uncached(op, signature, full, backend)
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerzero._util import foreign
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.calls.blocking import checked_build, context_device, context_snapshot, device_of
+from layerzero.calls.blocking import (
+    checked_build,
+    context_device,
+    context_snapshot,
+    device_of,
+    show_compiler,
+    traced_route,
+)
+from layerzero.operators import front
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.selection.dispatch import DispatchState
@@ -61,10 +71,12 @@ class Binding:
         return self.plan
 
     def run_unmatched(self, tensors: tuple[Any, ...]) -> Any:
-        """A call whose tensors do not fit the guard: planned for itself."""
+        """A call whose tensors do not fit the guard: planned for itself, or traced."""
         if len(tensors) != self._count:
             raise TypeError(f"the bound {self._op.name} needs {self._count} arguments, got {len(tensors)}")
         full = (*tensors, *self.tail)
+        if foreign.has_transformed(full):
+            return traced_route(self._op)(full, self._backend)
         where, bound_device = device_of(full), self._device.device
         if where != bound_device:
             raise ValueError(f"the bound {self._op.name} needs tensors on {bound_device}, got {where}")
@@ -112,8 +124,21 @@ def bind(
     binding = Binding(definition, device, full, len(example), backend)
     tail = binding.tail
     if guard:
-        return _guarded(binding, device, tail, _guard_for(binding, full[: len(example)]))
-    return _unguarded(binding, device, tail)
+        bound = _guarded(binding, device, tail, _guard_for(binding, full[: len(example)]))
+    else:
+        bound = _unguarded(binding, device, tail)
+    show_compiler(bound, _compiled_form(definition, tail, backend))
+    return bound
+
+
+def _compiled_form(op: Op, tail: Args, backend: str | None) -> Callable[..., Any]:
+    """What torch's compiler sees of a bound callable: a call of the op's operator."""
+    operator, names = front(op), tuple(inspect.signature(op.build).parameters)
+
+    def traced(*tensors: Any) -> Any:
+        return operator(**dict(zip(names, (*tensors, *tail), strict=True)), backend=backend)
+
+    return traced
 
 
 def _guard_for(binding: Binding, example: Args) -> Check:
@@ -127,10 +152,10 @@ def _guard_for(binding: Binding, example: Args) -> Check:
 
 def _guarded(binding: Binding, device: LocalDevice, tail: Args, check: Check) -> Callable[..., Any]:
     bits = device.mode()
-    mode = device.mode
+    mode, may_be_foreign = device.mode, foreign.may_be_foreign
 
     def bound(*tensors: Any) -> Any:
-        if not check(*tensors) or mode() != bits:
+        if not check(*tensors) or mode() != bits or may_be_foreign(tensors[0] if tensors else tail[0]):
             return binding.run_unmatched(tensors)
         plan = binding.plan if device.snapshot is binding.base else binding.rebind()
         try:

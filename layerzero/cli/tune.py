@@ -12,11 +12,12 @@ import msgspec
 
 from layerzero._util.files import need_own
 from layerzero.api.solve import solve as solve_buckets
-from layerzero.api.tune import TuneReport, bench_call, stored_rows, tune_blocking, write_shipped_table
+from layerzero.api.tune import bench_call, tune_blocking, write_shipped_table
 from layerzero.cli.common import call_arguments, output
 from layerzero.cli.common.options import json_option, op_named, runtime_of
 from layerzero.measure.calls import Call
 from layerzero.measure.tuner import TuningResult
+from layerzero.measure.tuning import TuneReport, stored_rows
 from layerzero.perfdb.record import Environment
 from layerzero.perfdb.store import read_rows
 from layerzero.selection.cost.cost_model import perfdb_path

@@ -5,10 +5,11 @@ from __future__ import annotations
 import click
 import msgspec
 
+from layerzero.api.bundles import BundleReport, load_bundle, save_bundle
 from layerzero.api.warmup import WarmupReport, readiness_check, warmup_blocking
 from layerzero.cli.common import output
 from layerzero.cli.common.options import json_option, runtime_of
-from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.errors import BundleRefusedError, ConfigurationError
 from layerzero.warmup import Manifest, Warmed
 
 manifest_argument = click.argument("manifest", type=click.Path(exists=True))
@@ -16,32 +17,84 @@ device_option = click.option("--device", default=None, help="cpu, cuda or cuda:<
 
 
 @click.command()
-@manifest_argument
+@click.argument("manifest", type=click.Path(exists=True), required=False)
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds for the critical calls."
 )
+@click.option(
+    "--bundle", type=click.Path(dir_okay=False), help="Write what is warm then into this file, for others."
+)
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Load this bundle first, whose code will run here; its calls are warmed where MANIFEST is left out.",
+)
+@click.option("--sha256", help="The digest that the bundle of --from needs to have.")
+@click.option("--replace", is_flag=True, help="Let --from overwrite files that are here and differ.")
 @device_option
 @json_option
 @click.pass_context
-def warmup(ctx: click.Context, manifest: str, timeout: float | None, device: str | None, json_: bool) -> None:
+def warmup(
+    ctx: click.Context,
+    manifest: str | None,
+    timeout: float | None,
+    bundle: str | None,
+    source: str | None,
+    sha256: str | None,
+    replace: bool,
+    device: str | None,
+    json_: bool,
+) -> None:
     """Make the calls of MANIFEST ready on this machine, so that later processes find everything compiled.
 
-    MANIFEST is what `Manifest.save` wrote, or the folder of a Llama with its config.json. Exit status 1 where
-    a critical call failed or was late, or the settings' dispatch table decides nothing here.
+    MANIFEST is what `Manifest.save` wrote, or the folder of a Llama with its config.json. --bundle writes
+    compiled kernels, capture proofs, measurements and the dispatch table of this environment into one file;
+    --from reads it on a machine like this one. Exit status 1 where a critical call failed or was late, the
+    bundle is refused, or the settings' dispatch table decides nothing here.
     """
-    with runtime_of(device, None, False), output.progress("warm-up", json_, _named) as progress:
-        report = warmup_blocking(
-            read(manifest), device=device, timeout_s=timeout, progress=progress, whole=True
-        )
+    if manifest is None and source is None:
+        raise click.UsageError("Missing argument 'MANIFEST'; only --from has calls of its own.")
+    if source is None and (sha256 is not None or replace):
+        raise click.UsageError(f"{'--sha256' if sha256 is not None else '--replace'} needs --from")
+    loaded = saved = None
+    with runtime_of(device, None, False):
+        if source is not None:
+            loaded = _load(source, sha256, device, replace)
+        calls = read(manifest) if manifest is not None else loaded.manifest if loaded is not None else None
+        calls = calls or Manifest(critical=())
+        with output.progress("warm-up", json_, _named) as progress:
+            report = warmup_blocking(calls, device=device, timeout_s=timeout, progress=progress, whole=True)
+        if bundle is not None:
+            saved = save_bundle(bundle, calls, device=device)
     output.show(
         json_,
-        {"ready": report.ready, **msgspec.structs.asdict(report)},
+        {"ready": report.ready, **msgspec.structs.asdict(report), "bundle": loaded, "saved": saved},
+        *(["loaded " + str(loaded)] if loaded is not None else []),
+        *([f"note: {note}" for note in loaded.notes] if loaded is not None else []),
+        *([f"kept, though it differs: {path}" for path in loaded.kept] if loaded is not None else []),
+        *([f"replaced: {path}" for path in loaded.replaced] if loaded is not None else []),
         output.Table(f"warm-up {report.version} on {report.device}", _COLUMNS, _rows(report)),
         f"{len(report.critical) + len(report.others)} calls in {report.seconds:.1f} s",
         f"{report.compiled} compilers started",
+        *([f"wrote {saved.path}: {saved.members} files, sha256 {saved.sha256}"] if saved is not None else []),
         *(output.Problem(f"not ready: {problem}") for problem in report.problems),
     )
     ctx.exit(0 if report.ready else 1)
+
+
+def _load(path: str, sha256: str | None, device: str | None, replace: bool) -> BundleReport:
+    """The bundle's report.
+
+    Raises: click.UsageError: the digest is none. click.ClickException: the bundle is refused.
+    """
+    try:
+        return load_bundle(path, sha256=sha256, device=device, replace=replace)
+    except ValueError as error:
+        raise click.UsageError(f"--{error}") from error
+    except BundleRefusedError as error:
+        reasons = "".join(f"\n  {problem}" for problem in error.problems)
+        raise click.ClickException(f"{path} is refused, and nothing was written:{reasons}") from error
 
 
 @click.command()

@@ -148,6 +148,28 @@ class Proofs:
             self._store.save(proof)
         return proof
 
+    def all(self) -> tuple[CaptureProof, ...]:
+        """Every proof that is known, by kernel."""
+        return tuple(self._proofs[key] for key in sorted(self._proofs))
+
+    def take(self, proof: CaptureProof) -> bool:
+        """Know what another machine like this one found, too; whether that was new.
+
+        What this machine found itself counts where both tried a case.
+        Raises: OSError: the store cannot be written; this process knows it anyway.
+        """
+        key = proof.kernel, proof.environment
+        with self._lock:
+            own = self._proofs.get(key)
+            known = own.cases if own is not None else {}
+            if proof.cases.keys() <= known.keys():
+                return False
+            proof = msgspec.structs.replace(proof, cases={**proof.cases, **known})
+            self._proofs = {**self._proofs, key: proof}
+        if self._store is not None:
+            self._store.save(proof)
+        return True
+
     def apply(self, kernels: Iterable[Kernel], *, strict: bool) -> tuple[Kernel, ...]:
         """The kernels with `graph_safe` as it is known here; one object each, however often it is asked."""
         return tuple(self._apply(kernel, strict) for kernel in kernels)

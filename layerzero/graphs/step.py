@@ -9,31 +9,18 @@ from __future__ import annotations
 import bisect
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerzero.graphs.captured_steps import CapturedStep, CapturedSteps
 from layerzero.graphs.rehearsal import rehearsal
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 # Runs before the capture, as torch asks: cuBLAS, cuDNN and workspaces are made on first use.
 WARMUPS = 3
-
-
-class Replayable(Protocol):
-    """A step ready to run again on its static inputs; `outputs` are its static results.
-
-    `version` is that of the plans it holds, read before they were recorded.
-    """
-
-    outputs: tuple[Tensor, ...]
-    pool: Any
-    version: int
-
-    def replay(self) -> None: ...
 
 
 class EagerRerun:
@@ -78,7 +65,8 @@ class GraphedFunction:
     Its arguments are tensors with rows along their first axis, the same number in each; so are its results.
     Padding rows hold `fill[name]` of their argument, 0 by default: give the ids of a scratch page or slot
     where the step writes. Everything else it reads (weights, pages) must stay where it is. Plans that
-    changed (a quarantine, a policy) are captured anew: `version()` says so.
+    changed (a quarantine, a policy) are captured anew: `version()` says so. Of too many captured steps the
+    longest unused go (`CapturedSteps`), and are captured again when they are called again.
     """
 
     def __init__(
@@ -88,8 +76,12 @@ class GraphedFunction:
         buckets: Sequence[int] = BUCKETS,
         fill: Mapping[str, float] | None = None,
         version: Callable[[torch.device], int] = lambda _: 0,
+        steps: CapturedSteps | None = None,
     ) -> None:
-        """Raises: ValueError: no bucket, one below 1, or `fill` names no argument. TypeError: no function."""
+        """`steps` keeps what is captured, for several functions where they share it.
+
+        Raises: ValueError: no bucket, one below 1, or `fill` names no argument. TypeError: no function.
+        """
         if not callable(fn):
             raise TypeError(f"fn needs a function, got {type(fn).__name__}")
         if not buckets or min(buckets) < 1:
@@ -102,10 +94,8 @@ class GraphedFunction:
         self._fill = dict(fill or {})
         self.buckets = tuple(sorted(set(buckets)))
         self._version = version
-        self._lock = threading.Lock()
-        self._captured: dict[Any, tuple[int, tuple[Tensor, ...], Replayable]] = {}
-        self._pools: dict[torch.device, Any] = {}
-        self._streams: dict[torch.device, Any] = {}
+        self._steps = steps if steps is not None else CapturedSteps()
+        self._token = object()  # what tells its steps from those of other functions
         self.captures = 0
         functools.update_wrapper(self, fn)
 
@@ -120,10 +110,10 @@ class GraphedFunction:
         place = bisect.bisect_left(self.buckets, rows)
         if place == len(self.buckets):
             raise ValueError(f"{self._name} needs at most {self.buckets[-1]} rows, got {rows}")
-        with self._lock, torch.no_grad():
+        with self._steps.lock, torch.no_grad():
             device = args[0].device
             self._order_streams(device)
-            static, recorded = self._captured_for(self.buckets[place], args)
+            static, recorded, _ = self._captured_for(self.buckets[place], args)
             if rows == self.buckets[place]:
                 for buffer, value in zip(static, args, strict=True):
                     buffer.copy_(value)
@@ -137,15 +127,24 @@ class GraphedFunction:
                 results = tuple([out[:rows].clone() for out in recorded.outputs])
         return results if len(results) != 1 else results[0]
 
-    def capture(self, *args: Tensor) -> None:
+    def capture(self, *args: Tensor, buckets: Sequence[int] | None = None) -> None:
         """Make every bucket ready for arguments of these shapes (beyond the first axis) and dtypes.
 
-        The largest first, so that the smaller ones fit into its memory.
+        The largest first, so that the smaller ones fit into its memory; only those of `buckets` where these
+        are given. Raises: ValueError: one of `buckets` is none of its own.
         """
         self._rows(args)
-        with self._lock, torch.no_grad():
-            for bucket in reversed(self.buckets):
+        wanted = self.buckets if buckets is None else tuple(sorted(set(buckets)))
+        if unknown := [bucket for bucket in wanted if bucket not in self.buckets]:
+            raise ValueError(f"buckets needs some of {self.buckets}, got {unknown[0]!r}")
+        with self._steps.lock, torch.no_grad():
+            for bucket in reversed(wanted):
                 self._captured_for(bucket, args)
+
+    @property
+    def evictions(self) -> int:
+        """How many captured steps were let go for room."""
+        return self._steps.evictions
 
     @property
     def _name(self) -> str:
@@ -168,19 +167,23 @@ class GraphedFunction:
         """Let the current stream wait for the last call's where that was another: a stream is in order."""
         if device.type != "cuda":
             return
-        current, last = torch.cuda.current_stream(device), self._streams.get(device)
+        current, last = torch.cuda.current_stream(device), self._steps.streams.get(device)
         if current != last:
             if last is not None:
                 current.wait_stream(last)
-            self._streams[device] = current
+            self._steps.streams[device] = current
 
-    def _captured_for(self, bucket: int, args: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Replayable]:
+    def _captured_for(self, bucket: int, args: tuple[Tensor, ...]) -> CapturedStep:
         device = args[0].device
-        key = (bucket, device, *((a.dtype, a.shape[1:]) for a in args))
-        version = self._version(device)
-        captured = self._captured.get(key)
-        if captured is not None and captured[0] == version:
-            return captured[1], captured[2]
+        key = (self._token, bucket, device, *((a.dtype, a.shape[1:]) for a in args))
+        step = self._steps.find(key, self._version(device))
+        if step is None:
+            step = self._capture(bucket, device, args)
+            self._steps.add(key, step, name=self._name, device=device)
+        return step
+
+    def _capture(self, bucket: int, device: torch.device, args: tuple[Tensor, ...]) -> CapturedStep:
+        held = _held_bytes(device)
         # Buffers outlive the modes they are made under.
         with torch.inference_mode(False), torch.no_grad():
             static = tuple(
@@ -192,15 +195,20 @@ class GraphedFunction:
                 buffer[:shared].copy_(value[:shared])
             recorder = CudaGraph if device.type == "cuda" else EagerRerun
             recorded = recorder(
-                lambda: self._fn(*static), self._pools.get(device), lambda: self._version(device)
+                lambda: self._fn(*static), self._steps.pools.get(device), lambda: self._version(device)
             )
         for out in recorded.outputs:
             if not out.dim() or out.shape[0] != bucket:
                 raise ValueError(f"{self._name} needs results of {bucket} rows, got shape {tuple(out.shape)}")
         self.captures += 1
-        self._pools[device] = recorded.pool
-        self._captured[key] = (recorded.version, static, recorded)
-        return static, recorded
+        self._steps.pools[device] = recorded.pool
+        own = sum(t.numel() * t.element_size() for t in (*static, *recorded.outputs))
+        return CapturedStep(static, recorded, max(own, _held_bytes(device) - held))
+
+
+def _held_bytes(device: torch.device) -> int:
+    """What torch has taken of a GPU's memory; a capture's workspaces and intermediates are in it."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def _names(fn: Callable[..., Any]) -> tuple[str, ...]:

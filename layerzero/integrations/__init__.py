@@ -3,35 +3,98 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+from layerzero.integrations.patches.substitute import PARTS, PatchTable
+
 M = TypeVar("M")
+# The libraries whose models are patched, and the class that all of them have.
+FRAMEWORKS = {"transformers": "PreTrainedModel", "diffusers": "ModelMixin"}
 
 
-def patch(model: M) -> M:
-    """Let a model of transformers compute its attention through `lz.sync.attention`; the model itself.
+def patch(model: M, parts: Iterable[str] = PARTS) -> M:
+    """Let a model of transformers or diffusers compute by our ops, until `unpatch`; the model itself.
 
-    Every layer that goes through transformers' attention interface is served, masks, grouped heads and
-    generation included. Patching twice changes nothing.
+    Args: model is one of a library's, a module that has one inside (PEFT, DDP, accelerate), or a pipeline of
+        diffusers; parts are some of "attention", "norm", "rope", "mlp" and "loss". What a module of the model
+        computes is compared with our references first, on a few random numbers: another formula stays the
+        model's. `patch_table` says what was replaced, and why the rest was not. Patching twice changes
+        nothing.
 
-    Raises: TypeError: the model is none of transformers'. ValueError: it does not use the interface.
+    Raises: TypeError: there is no model of these libraries. ValueError: no part of it fits an op, or `parts`
+        names none that there is.
     """
-    return _framework(model).patch(model)  # type: ignore[no-any-return]
+    inside = list(_models(model))
+    for framework, part in inside:
+        _framework(framework).patch(part, parts)
+    table = patch_table(model)
+    if not any(row.op for row in table.rows):
+        unpatch(model)
+        raise ValueError(f"model needs a part that an op serves, there is none:\n{table}")
+    return model
 
 
 def unpatch(model: M) -> M:
-    """Give a patched model back the attention it had; the model itself.
+    """Give a patched model back all that it had; the model itself.
 
-    Raises: TypeError: the model is none of transformers'. ValueError: it was not patched.
+    Weights keep their numbers, bit for bit, and every parameter is the one it was.
+
+    Raises: TypeError: there is no model of these libraries. ValueError: it was not patched.
     """
-    return _framework(model).unpatch(model)  # type: ignore[no-any-return]
+    from layerzero.integrations.patches.modules import record_of, restore
+
+    patches = [(part, record_of(part)) for _, part in _models(model)]
+    if not any(record for _, record in patches):
+        raise ValueError(f"model needs to be patched first, this {type(model).__name__} is not")
+    for part, record in patches:
+        if record is not None:
+            restore(part, record)
+    return model
 
 
-def _framework(model: object) -> Any:
+def patch_table(model: object) -> PatchTable:
+    """What serves each part of a patched model: a row for each class of module, and why where no op does.
+
+    Raises: TypeError: there is no model of these libraries. ValueError: it was not patched.
+    """
+    from layerzero.integrations.patches.modules import record_of
+
+    tables = [record.table for _, part in _models(model) if (record := record_of(part)) is not None]
+    if not tables:
+        raise ValueError(f"model needs to be patched first, this {type(model).__name__} is not")
+    return PatchTable(", ".join(t.model for t in tables), tuple(row for t in tables for row in t.rows))
+
+
+def _framework(name: str) -> Any:
+    if name == "transformers":
+        from layerzero.integrations import transformers
+
+        return transformers
+    from layerzero.integrations import diffusers
+
+    return diffusers
+
+
+def _models(model: object) -> Iterator[tuple[str, Any]]:
+    """Each model of a framework in `model`, the outermost ones, with its framework.
+
+    Raises: TypeError: there is none.
+    """
     # A model of a library cannot exist without its library being imported.
-    library = sys.modules.get("transformers")
-    if library is None or not isinstance(model, library.PreTrainedModel):
-        raise TypeError(f"model needs a transformers.PreTrainedModel, got {type(model).__name__}")
-    from layerzero.integrations import transformers
-
-    return transformers
+    libraries = {name: sys.modules[name] for name in FRAMEWORKS if name in sys.modules}
+    kinds = {name: getattr(library, FRAMEWORKS[name], ()) for name, library in libraries.items()}
+    roots: list[Any] = [model]
+    if "diffusers" in libraries and isinstance(model, libraries["diffusers"].DiffusionPipeline):
+        roots = list(model.components.values())
+    count = 0
+    for root in roots:
+        for module in root.modules() if hasattr(root, "modules") else ():
+            framework = next((name for name, kind in kinds.items() if isinstance(module, kind)), None)
+            if framework is not None:
+                count += 1
+                yield framework, module
+                break
+    if not count:
+        needs = " or a ".join(f"{name}.{kind}" for name, kind in FRAMEWORKS.items())
+        raise TypeError(f"model needs a {needs}, got {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""transformers' attention interface over `lz.sync.attention`.
+"""Models of transformers on our ops: attention by its attention interface, other parts module by module.
 
 An argument that the op has no meaning for sends the call to the model's own implementation, with a warning
 that names it and a count; none is dropped.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor
 import layerzero.sync as sync
 from layerzero._util import log
 from layerzero.calls.blocking import context_device
+from layerzero.integrations.patches import loss
+from layerzero.integrations.patches.modules import TAKEN, Patch, apply, has_record, need_parts, substitutes
+from layerzero.integrations.patches.substitute import PARTS, PatchTable, Verdicts
 
 NAME = "layerzero"
 # For models that do not know SDPA: only their masks say that they are causal, so none is left out.
@@ -29,18 +33,20 @@ FELL_BACK = "transformers.own_attention"
 # What says nothing beside the mask, or speaks to other parts of the model.
 _ELSEWHERE = frozenset(
     {
-        "cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits",
-        "position_ids", "sliding_window", "use_cache",
+        "cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
+        "output_router_logits", "position_ids", "sliding_window", "use_cache",
     }
 )  # fmt: skip
 _TAKEN = _ELSEWHERE | {"position_bias", "s_aux", "softcap"}
+# False asks for nothing.
+_SWITCHES = frozenset({"deterministic", "output_attentions"})
 # What a model puts into the mask instead where it believes to run on SDPA, as a patched one does.
 _IN_THE_MASK = frozenset({"block_indices", "indices"})
 _WARNED: set[tuple[str, str]] = set()
 
 
 class PatchedName(str):
-    """The name of our implementation in a patched model's configuration; `own` is the one before it.
+    """The name of our implementation in a patched model's configuration; `original` is the one before it.
 
     Equal to "sdpa", too: our masks and conventions are SDPA's, and models compare this name to learn them.
     """
@@ -69,33 +75,58 @@ class PatchedName(str):
     __hash__ = str.__hash__
 
 
-def patch(model: Any) -> Any:
-    """Register our attention and have `model` use it, until `unpatch`."""
-    if isinstance(model.config._attn_implementation, PatchedName):
+def patch(model: Any, parts: Iterable[str] = PARTS) -> Any:
+    """Have `model` use our ops, until `unpatch`; patched already, it stays as it is."""
+    chosen = need_parts(parts)
+    if has_record(model, chosen):
         return model
+    verdicts = Verdicts()
+    patch = Patch(PatchTable(type(model).__name__, ()), chosen)
+    if "attention" in chosen:
+        _patch_attention(model, patch, verdicts)
+    patch.substitutes += substitutes(model, chosen, verdicts)
+    if "loss" in chosen and any(hasattr(model, name) for name in ("lm_head", "loss_function")):
+        causal = TAKEN if "forward" in model.__dict__ else loss.substitute(model)
+        if isinstance(causal, str):
+            verdicts.add("loss", model, None, causal)
+        else:
+            verdicts.add("loss", model, causal.op)
+            patch.substitutes.append(causal)
+    patch.table = PatchTable(type(model).__name__, verdicts.rows())
+    apply(model, patch)
+    return model
+
+
+def _patch_attention(model: Any, patch: Patch, verdicts: Verdicts) -> None:
+    """Have every configuration of the model name our implementation, where its code asks for one."""
     _register()
     before = [(config, config._attn_implementation) for config in _configs(model)]
-    model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
-        raise ValueError(f"model needs transformers' attention interface, {type(model).__name__} lacks it")
+    if any(_asks(module) for module in model.modules()):
+        model.set_attn_implementation(NAME)
     for config, original in before:
-        if config._attn_implementation == NAME:
+        if config._attn_implementation == NAME and type(config._attn_implementation) is str:
+            # A model that shares its configuration with a patched one gets the name from before both.
+            original = getattr(original, "original", original)
+            patch.settings.append((config, "_attn_implementation_internal", original))
             if _says(model, config, "_supports_sdpa"):
                 name = NAME
             else:
                 name = MASKED if _says(model, config, "_supports_attention_backend") else ADDED
             config._attn_implementation_internal = PatchedName(original or "eager", name)
-    return model
+    for module in model.modules():
+        if not type(module).__name__.endswith("Attention"):
+            continue
+        config = getattr(module, "config", model.config)
+        if _asks(module) and isinstance(getattr(config, "_attn_implementation", None), PatchedName):
+            verdicts.add("attention", module, "attention")
+        elif not any(_asks(part) for part in list(module.modules())[1:]):
+            verdicts.add("attention", module, None, "it does not ask transformers' attention interface")
 
 
-def unpatch(model: Any) -> Any:
-    """Restore what `patch` replaced."""
-    if not isinstance(model.config._attn_implementation, PatchedName):
-        raise ValueError(f"model needs to be patched first, this {type(model).__name__} is not")
-    for config in _configs(model):
-        if isinstance(config._attn_implementation, PatchedName):
-            config._attn_implementation_internal = config._attn_implementation.original
-    return model
+def _asks(module: Any) -> bool:
+    """Whether a module's forward asks the attention interface for a function."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def _says(model: Any, config: Any, support: str) -> bool:
@@ -159,11 +190,18 @@ def forward(
     if isinstance(name, PatchedName) and name.masked:
         causal_by_model = False
     causal = bool(causal_by_model) and attention_mask is None and queries > 1
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or query.device.type == "meta":
         return _original_attention(
             module, query, key, value, attention_mask, causal, dropout, scaling, kwargs
         )
-    strange = [name for name in _strange(kwargs) if name != "output_attentions" or kwargs[name]]
+    pages: Any = kwargs.get("cache")
+    if pages is not None:
+        # Continuous batching: the pages of all requests, gathered; its mask keeps them apart.
+        key, value = pages.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
+        )
+        kwargs = {name: value for name, value in kwargs.items() if name in _TAKEN | _SWITCHES}
+    strange = [name for name in _strange(kwargs) if name not in _SWITCHES or kwargs[name]]
     if strange:
         _warn_fallback(module, query, strange)
         return _original_attention(

@@ -22,7 +22,7 @@ from layerzero.measure.timing import Effort, Timing, copies_for, time_kernels
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.perfdb.record import BenchmarkCase, Launch, Measurement, versions_of
-from layerzero.selection.context import SelectionOptions
+from layerzero.selection.context import CostModel, SelectionOptions
 from layerzero.selection.decide import pick
 from layerzero.selection.record import Accepted, Candidate, Selection, format_bytes
 from layerzero.selection.workspace import workspace_bytes
@@ -51,10 +51,13 @@ class TunableDevice(Protocol):
     settings: Settings
     registry: Any
     mode: Callable[[], int]
+    measured: tuple[Measurement, ...]
 
     def table(self, op: Op) -> Any: ...
 
     def callable_for(self, op: Op, selection: Selection, kernel_id: str) -> Callable[..., Any]: ...
+
+    def set_costs(self, cost: CostModel) -> None: ...
 
 
 class TuningResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -194,6 +194,14 @@ int modes_here() {
          (at::globalContext().deterministicAlgorithms() ? DETERMINISTIC : 0);
 }
 
+// Which implementations of torch's attention are switched off (`torch.nn.attention.sdpa_kernel`), above the bits of
+// `modes_here`: a part of every key, since a choice made under one set is none under another.
+int switches_here() {
+  const auto& context = at::globalContext();
+  return (context.userEnabledFlashSDP() ? 0 : 8) | (context.userEnabledMemEfficientSDP() ? 0 : 16) |
+         (context.userEnabledMathSDP() ? 0 : 32) | (context.userEnabledCuDNNSDP() ? 0 : 64);
+}
+
 // Whether tensors may have tangents: inside a level of forward-mode differentiation, which is the process's.
 bool forward_level() {
   PyObject* level = PyDict_GetItem(known.forward, known.current_level);
@@ -955,7 +963,7 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
   if (!front) return PyErr_Occurred() ? nullptr : none();
   PyObject* values[MAX_PARAMETERS];
   Key key;
-  if (!bind(self, args, kwargs, values) || !make_key(self, modes, values, key)) return none();
+  if (!bind(self, args, kwargs, values) || !make_key(self, modes | switches_here(), values, key)) return none();
   const auto found = self->kept->entries.find(key.view());
   if (found == self->kept->entries.end()) return none();
   // References of our own before anything is made: a collection may run code that forgets the entry.
@@ -1047,7 +1055,7 @@ PyObject* memo_remember(Memo* self, PyObject* given) {
       kept->fronts = Ref::to(fronts);
     }
     Key key;
-    if (!make_key(self, here, values, key)) Py_RETURN_FALSE;
+    if (!make_key(self, here | switches_here(), values, key)) Py_RETURN_FALSE;
     Entry entry{Ref::to(plan), Ref::to(group), Ref::to(modes), std::move(constants),
                 expected_us,   tokens,         bytes,          place};
     // An entry that is replaced dies after the map is whole again.

@@ -98,7 +98,7 @@ PyObject* run_known(Plans* self, PyObject* args, PyObject* kwargs) {
   DevicePlans* here = place == ELSEWHERE ? nullptr : plans_at(self, place);
   if (here == nullptr) return not_ours();
   Key key;
-  if (!plan_key(self, modes, values, key)) return not_ours();
+  if (!plan_key(self, modes | switches_here(), values, key)) return not_ours();
   const auto found = here->entries.find(key.view());
   if (found == here->entries.end()) return not_ours();
   // References of our own: the kernel may run code that forgets the entry.
@@ -141,7 +141,7 @@ PyObject* plans_remember(Plans* self, PyObject* given) {
   if (constants.get() == Py_None) Py_RETURN_FALSE;
   return guarded([&]() -> PyObject* {
     Key key;
-    if (!plan_key(self, here, values, key)) Py_RETURN_FALSE;
+    if (!plan_key(self, here | switches_here(), values, key)) Py_RETURN_FALSE;
     DevicePlans* known_here = plans_at(self, place);
     if (known_here != nullptr && (device != known_here->device.get() || devices != known_here->devices.get() ||
                                   snapshot != known_here->snapshot.get() || known_here->entries.size() >= MAX_ENTRIES)) {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero._util import foreign
 from layerzero.native import FAST_PATH
 
 MAX_ALIGNMENT = 64
@@ -223,7 +224,7 @@ def alignment_of(tensors: Iterable[Tensor]) -> int:
     """
     address_bits = MAX_ALIGNMENT
     for tensor in tensors:
-        if tensor.device.type == "meta" or tensor.numel() == 0:
+        if not foreign.has_memory(tensor) or tensor.numel() == 0:
             continue
         address_bits |= address_of(tensor)
         if not tensor.is_contiguous():

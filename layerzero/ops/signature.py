@@ -47,6 +47,7 @@ def op_signature(
     default: Mapping[str, Callable[..., Any] | str] | None = None,
     convert: Mapping[str, Callable[[Any], Any]] | None = None,
     key: Mapping[str | tuple[str, ...], Callable[..., Any]] | None = None,
+    state: Callable[[], Hashable] | None = None,
 ) -> Callable[[Build], Build]:
     """Give a function whose parameters are an op's arguments its body: `(signature, args)`, unvalidated.
 
@@ -55,12 +56,13 @@ def op_signature(
     `check` names it.
     `default` fills arguments that are None: a function of other arguments, by their names, or another
     argument's name. `convert` changes arguments that are not None. `key` gives what the signature holds
-    instead of a value: of one argument, or of several together, of which None stands for all None.
+    instead of a value: of one argument, or of several together, of which None stands for all None. `state`
+    gives what decides beside the arguments.
     """
 
     def write(declared: Build) -> Build:
         namespace: dict[str, Any] = {"_ops": OPS, "_no_shape": NO_SHAPE}
-        source = _source(declared, namespace, default or {}, convert or {}, key or {})
+        source = _source(declared, namespace, default or {}, convert or {}, key or {}, state)
         file = f"<signature of {declared.__name__}>"
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)
         exec(compile(source, file, "exec"), namespace)
@@ -82,6 +84,7 @@ def _source(
     default: Mapping[str, Callable[..., Any] | str],
     convert: Mapping[str, Callable[[Any], Any]],
     key: Mapping[str | tuple[str, ...], Callable[..., Any]],
+    state: Callable[[], Hashable] | None,
 ) -> str:
     """The text of the function; the functions that it calls are put into `namespace`."""
     parameters = inspect.signature(declared).parameters
@@ -102,6 +105,8 @@ def _source(
         elif name == grouped[name][-1]:
             absent = " and ".join(f"{each} is None" for each in grouped[name])
             entries.append(f"None if {absent} else {_call(namespace, key[grouped[name]], *grouped[name])}")
+    if state is not None:
+        entries.append(_call(namespace, state))
     lines += [
         f"    args = ({', '.join(parameters)},)",
         "    try:",

@@ -43,9 +43,17 @@ def read_table_file(path: str | os.PathLike[str], kind: type[T], field: str, **v
         table = decode_json(read_given(path), kind)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise CacheCorruptionError(f"{path}: {error}", path=str(path)) from error
+    need_table(table, str(path), field, **versions)
+    return table
+
+
+def need_table(table: msgspec.Struct, path: str, field: str, **versions: int) -> None:
+    """Refuse a table of another format, or with other rows than it states.
+
+    Raises: CacheCorruptionError: as `read_table_file`; `path` names the table.
+    """
     for name, needed in versions.items():
         if (got := getattr(table, name)) != needed:
-            raise CacheCorruptionError(f"{path}: {name} needs {needed}, got {got}", path=str(path))
+            raise CacheCorruptionError(f"{path}: {name} needs {needed}, got {got}", path=path)
     if content_hash(getattr(table, field)) != getattr(table, "content", None):
-        raise CacheCorruptionError(f"{path}: its {field} do not match its content hash", path=str(path))
-    return table
+        raise CacheCorruptionError(f"{path}: its {field} do not match its content hash", path=path)

@@ -67,6 +67,7 @@ class Runtime:
         self.devices: dict[torch.device, ScheduledDevice] = {}
         self.closed = False
         self.started = False
+        self.bundles: list[str] = []  # the digests of the warm-up bundles that were loaded
         self.freezes_gc = False  # whether `start` has put what is alive out of the collector's way
         if store is None and self.settings.state_dir is not None:
             store = JsonQuarantineStore(self.settings.state_dir)

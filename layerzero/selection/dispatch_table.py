@@ -17,7 +17,7 @@ import msgspec
 
 from layerzero._util import log
 from layerzero.perfdb import Environment
-from layerzero.perfdb.table_file import read_table_file, write_table_file
+from layerzero.perfdb.table_file import need_table, read_table_file, write_table_file
 from layerzero.selection.key import GRID_VERSION
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.policy.rules import Rule
@@ -108,13 +108,17 @@ class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """
         return read_table_file(path, cls, "buckets", format=FORMAT, grid=GRID_VERSION)
 
+    def need_whole(self, path: str) -> None:
+        """Raises: CacheCorruptionError, by `path`: it is of another format, or does not match its hash."""
+        need_table(self, path, "buckets", format=FORMAT, grid=GRID_VERSION)
+
 
 class ActiveDispatchTable:
     """The table that a device's settings name, asked on misses; `refused` says why it does not hold."""
 
     def __init__(self, table: DispatchTable | None, path: str, refused: str = "") -> None:
         self._policy = table.policy if table is not None else ""
-        self._path = path
+        self.path = path
         self._kernels = {bucket.lookup_key(): bucket.kernel for bucket in (table.buckets if table else ())}
         self.refusal = refused
 
@@ -137,7 +141,7 @@ class ActiveDispatchTable:
         """Why the table decides nothing under a process's policy; empty where it decides."""
         if self.refusal or any(rest.digest == self._policy for rest, _ in _without_upper_layers(policy)):
             return self.refusal
-        return f"{self._path}: it was solved under another policy: solve again"
+        return f"{self.path}: it was solved under another policy: solve again"
 
 
 def _without_upper_layers(policy: Policy) -> Iterator[tuple[Policy, tuple[Rule, ...]]]:

@@ -13,6 +13,15 @@ ALL_PLATFORMS = frozenset({"cpu", "cuda", "rocm"})
 FLOATS = frozenset({"float32", "float16", "bfloat16", "float64"})
 HALF = frozenset({"float16", "bfloat16"})
 
+# What a call asks where torch's switches rule an implementation of attention out. Each of torch's four has
+# what it needs beside itself; a kernel that is none of them has nothing of it.
+SDPA_SWITCHED_OFF = ("sdpa_no_flash", "sdpa_no_efficient", "sdpa_no_math", "sdpa_no_cudnn")
+SDPA_FLASH, SDPA_EFFICIENT, SDPA_MATH = (
+    " ".join(feature for feature in SDPA_SWITCHED_OFF if feature != f"sdpa_no_{own}")
+    for own in ("flash", "efficient", "math")
+)
+SDPA_CUDNN = "sdpa_no_flash sdpa_no_efficient sdpa_no_math"
+
 # What a call may ask for, and the reason a kernel without it gives.
 FEATURE_REASONS: Mapping[str, Reason] = {
     "causal": Reason.CAUSAL_UNSUPPORTED,
@@ -35,6 +44,7 @@ FEATURE_REASONS: Mapping[str, Reason] = {
     "sinks_grad": Reason.SINKS_GRADIENT_UNSUPPORTED,
     "score_mod": Reason.SCORE_MOD_UNSUPPORTED,
     "block_mask": Reason.BLOCK_MASK_UNSUPPORTED,
+    **dict.fromkeys(SDPA_SWITCHED_OFF, Reason.SDPA_BACKEND_DISABLED),
     "xpos": Reason.XPOS_UNSUPPORTED,
     "bias": Reason.BIAS_UNSUPPORTED,
     "no_weight": Reason.WEIGHT_REQUIRED,

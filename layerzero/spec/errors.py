@@ -12,6 +12,7 @@ LayerZeroError
 │     └─ PolicyLoadError     a policy file that cannot be read        .path .line
 ├─ SelectionTimeoutError     a selection or a lock took longer than allowed
 ├─ CacheCorruptionError      a stored file does not decode to what was written   .path
+├─ BundleRefusedError        a warm-up bundle is not used, and nothing of it was written   .path .problems
 ├─ OverloadedError                the queue is full                         .retry_after
 ├─ DeadlineExceededError     a call's deadline passed before it ran
 ├─ ModeChangedError          torch's modes differ across an await
@@ -111,6 +112,18 @@ class CacheCorruptionError(LayerZeroError):
     def __init__(self, message: str, *, path: str | None = None, **context: Any) -> None:
         super().__init__(message, path=path, **context)
         self.path = path
+
+
+class BundleRefusedError(LayerZeroError):
+    """A warm-up bundle is damaged, unsafe, untrusted or of another environment; nothing was written.
+
+    `problems` are `Rejected`, each with its reason code, the field, what it needs and what it got.
+    """
+
+    def __init__(self, message: str, *, path: str, problems: tuple[Any, ...], **context: Any) -> None:
+        super().__init__(message, path=path, problems=problems, **context)
+        self.path = path
+        self.problems = problems
 
 
 class OverloadedError(LayerZeroError):

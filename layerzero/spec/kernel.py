@@ -60,6 +60,8 @@ class Kernel:
     `descriptor` marks data alone: nothing here can run it, on any machine.
     `compile_key(spec)` names what is compiled together for a request, where loading alone compiles nothing,
     and `compile(spec)` compiles it; until then the kernel is not ready for requests of that unit.
+    `on_disk(spec)` says whether what that would compile lies on disk, where every process finds it; a kernel
+    that has it may be compiled by a process of its own.
     """
 
     id: str
@@ -78,6 +80,7 @@ class Kernel:
     tiling: Tiling | None = None
     compile_key: Callable[[CallSpec], str] | None = field(default=None)
     compile: Callable[[CallSpec], None] | None = field(default=None)
+    on_disk: Callable[[CallSpec], bool] | None = field(default=None)
     descriptor: bool = False
 
     @classmethod
@@ -198,6 +201,10 @@ def _feature_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
             yield Rejected(Reason.ACTIVATION_UNSUPPORTED, "activation", have or "none", got)
             continue
         reason = FEATURE_REASONS.get(feature, Reason.FEATURE_UNSUPPORTED)
+        if reason is Reason.SDPA_BACKEND_DISABLED:
+            switch = feature.removeprefix("sdpa_no_")
+            yield Rejected(reason, "sdpa_kernel", switch, f"{switch} switched off", f"{switch} switched on")
+            continue
         if feature == "no_weight":
             yield Rejected(reason, "weight", "one", "none", "a weight")
         else:

@@ -26,6 +26,7 @@ class Category(StrEnum):
     POLICY = "policy"
     RESOURCE = "resource"
     DISPATCH_TABLE = "dispatch_table"
+    BUNDLE = "bundle"
 
 
 class Reason(StrEnum):
@@ -147,6 +148,11 @@ class Reason(StrEnum):
     NOT_BATCH_INVARIANT = "NOT_BATCH_INVARIANT", Category.MODE, "gives a row other bits in another batch"
     CUDA_GRAPH_UNSAFE = "CUDA_GRAPH_UNSAFE", Category.MODE, "is not proved safe under graph capture"
     AUTOCAST_UNSUPPORTED = "AUTOCAST_UNSUPPORTED", Category.MODE, "does not follow autocast"
+    SDPA_BACKEND_DISABLED = (
+        "SDPA_BACKEND_DISABLED",
+        Category.MODE,
+        "is none of the implementations that torch's sdpa_kernel leaves switched on",
+    )
     TP_INVARIANCE_REQUIRED = "TP_INVARIANCE_REQUIRED", Category.MODE, "is not invariant to the group's size"
 
     BACKEND_MISSING = "BACKEND_MISSING", Category.BACKEND, "its library is not installed"
@@ -186,6 +192,16 @@ class Reason(StrEnum):
         Category.DISPATCH_TABLE,
         "it was solved under another policy",
     )
+
+    BUNDLE_ENVIRONMENT_DIFFERS = (
+        "BUNDLE_ENVIRONMENT_DIFFERS",
+        Category.BUNDLE,
+        "was made in another environment",
+    )
+    BUNDLE_DAMAGED = "BUNDLE_DAMAGED", Category.BUNDLE, "is cut off or was altered"
+    BUNDLE_FORMAT = "BUNDLE_FORMAT", Category.BUNDLE, "is no bundle, or one of another format"
+    BUNDLE_UNSAFE = "BUNDLE_UNSAFE", Category.BUNDLE, "holds what a bundle must not hold"
+    BUNDLE_UNTRUSTED = "BUNDLE_UNTRUSTED", Category.BUNDLE, "is not known to be the one that is wanted"
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, gc=False):

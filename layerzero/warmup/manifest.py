@@ -79,9 +79,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             manifest = decode_json(read_given(path), Manifest)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
-        if manifest.format != FORMAT:
-            raise ConfigurationError(f"{path}: format needs {FORMAT}, got {manifest.format}", path=str(path))
+        manifest.need_format(str(path))
         return manifest
+
+    def need_format(self, path: str) -> None:
+        """Raises: ConfigurationError: it is of another format; `path` names it."""
+        if self.format != FORMAT:
+            raise ConfigurationError(f"{path}: format needs {FORMAT}, got {self.format}", path=path)
 
 
 def manifest_of(what: Manifest | Workload | str | Path | Iterable[Call]) -> Manifest:

@@ -121,6 +121,8 @@ class AtOnce:
 
     def batch_ran(self, batch: Batch, queue: BatchQueue) -> None:
         """A batch of a group has ended."""
+        if batch.one_by_one_us == float("inf"):  # however short, it waits for others: never on the loop
+            return
         calls = batch.calls
         costs = queue.costs
         if costs is None:

@@ -31,20 +31,24 @@ WORTH: Final = 0.6  # beyond it a latecomer runs on its own
 SLACK: Final = 0.1  # on top of what a caller has been seen to need
 GONE: Final = 8.0  # after so many batches without a call a caller takes part no longer
 LONG: Final = 2.0  # times a batch of the group usually runs
+MARGIN: Final = 1.5  # launches that a hold ends before the device runs dry
 TIMER_S: Final = 1e-3  # by so much an event loop's timer may be late
 _MAX_RUNNING: Final = 256
 NEWEST: Final = 0.25  # weight of the newest in running means: about the last four count
 
 
 class Launch:
-    """A batch that was handed to the device: its number, its group, when, and since when it is done."""
+    """A batch that was handed to the device: its number, its group, when, and since when it is done.
 
-    __slots__ = ("done_at", "group", "launched_at", "number")
+    `launched_at` is when the host began, `handed_at` when the device had all of it.
+    """
+
+    __slots__ = ("done_at", "group", "handed_at", "launched_at", "number")
 
     def __init__(self, number: int, group: BatchQueue, launched_at: float) -> None:
         self.number = number
         self.group = group
-        self.launched_at = launched_at
+        self.launched_at = self.handed_at = launched_at
         self.done_at: float | None = None
 
 
@@ -108,8 +112,9 @@ class ExpectedCallers:
         ended = [self._running.popleft()] if self._running and self._running[0].number == number else []
         for launch in dict.fromkeys([*ended, *self._waiting.values()]):
             if launch.number <= number and launch.done_at is None:
-                # A device runs one batch after another: behind the one before, and not before its launch.
-                began_at = max(launch.launched_at, self._last_done_at)
+                # A device runs one batch after another: behind the one before, and not before it has it. A
+                # pause of the device before that is no time that the batch needs.
+                began_at = max(launch.handed_at, self._last_done_at)
                 group, run_s = launch.group, now_s - began_at
                 # Where nobody asked in time, it has been done for long.
                 usual_s = LONG * group.run_s if group.run_s else run_s
@@ -117,8 +122,10 @@ class ExpectedCallers:
                 group.run_s = _mean(group.run_s or run_s, min(run_s, usual_s))
         self._last_done_at = now_s
 
-    def launch_took(self, seconds: float) -> None:
-        """The host has needed so long to launch a batch."""
+    def handed_over(self, launch: Launch, now_s: float) -> None:
+        """The host has launched all of a batch."""
+        launch.handed_at = now_s
+        seconds = now_s - launch.launched_at
         self.launch_s = _mean(self.launch_s or seconds, seconds)
 
     def busy_s(self, now_s: float) -> float:
@@ -126,7 +133,7 @@ class ExpectedCallers:
         if not self._running:
             return 0.0
         last = self._running[-1]
-        return max(max(last.launched_at, self._last_done_at) + last.group.run_s - now_s, 0.0)
+        return max(max(last.handed_at, self._last_done_at) + last.group.run_s - now_s, 0.0)
 
     def forget(self, caller: Caller) -> None:
         """A caller has ended."""
@@ -203,7 +210,7 @@ class ExpectedCallers:
         pause_s = self.launch_s + late_s
         if len(absent) * group.run_s > present * pause_s:
             return math.inf
-        return now_s + busy_s - self.launch_s - TIMER_S
+        return now_s + busy_s - MARGIN * self.launch_s - TIMER_S
 
     def _grace_s(self, caller: Caller, batch_s: float) -> float:
         """How long after its last batch it is worth waiting for `caller`."""

@@ -16,8 +16,9 @@ import torch
 
 import layerzero as lz
 from layerzero.api.solve import solve
-from layerzero.api.tune import publish, tune_blocking
+from layerzero.api.tune import tune_blocking
 from layerzero.measure.shapes import norm
+from layerzero.measure.tuning import publish
 from layerzero.perfdb.table_file import content_hash
 from layerzero.runtime import Runtime, install, uninstall
 from layerzero.selection.dispatch_table import DispatchTable
@@ -377,6 +378,7 @@ def test_a_process_whose_table_decides_nothing_is_not_ready(
     assert not report.ready and not standing.ready and report.critical[0].state == "ready"
     assert report.problems == standing.problems
     assert str(table) in standing.problems[0] and standing.problems[0].startswith("dispatch_table: ")
+    assert ("another policy" in standing.problems[0]) == (wrong not in ("missing", "content"))
     lz.configure(dispatch_table=None)
     assert lz.warmup_blocking([norm("rms_norm", 16, 64, "float32")]).ready and lz.readiness_check().ready
 

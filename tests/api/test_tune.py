@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.api.tune import TuneReport, tune, tune_blocking
+from layerzero.api.tune import tune, tune_blocking
 from layerzero.measure.calls import Call
+from layerzero.measure.compare import WinnerChange, winner_changes
 from layerzero.measure.shapes import norm
-from layerzero.measure.stability import WinnerChange, winner_changes
 from layerzero.measure.tuner import TuningResult, pick_winner
+from layerzero.measure.tuning import TuneReport
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.store import read_rows
 from layerzero.runtime import Runtime, install, uninstall
@@ -244,7 +245,7 @@ def test_rounds_of_a_call_lie_apart_and_a_third_one_settles() -> None:
 def test_a_slow_call_leaves_no_time_for_second_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that compiles for longer than there is time is measured once; nothing is measured again."""
     ticks = SimpleNamespace(monotonic=lambda: Ticks.ns / 1e9)
-    monkeypatch.setattr("layerzero.api.tune.time", ticks)
+    monkeypatch.setattr("layerzero.measure.tuning.time", ticks)
     ran: list[int] = []
 
     def compiles(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

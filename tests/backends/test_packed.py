@@ -17,7 +17,7 @@ from layerzero.spec import tolerances
 from layerzero.spec.kernel import Kernel, rejections
 from tests.backends import cases
 
-LINEAR, MLP = packed.KERNELS
+LINEAR, MLP = map(cases.of_any_vendor, packed.KERNELS)
 MISSING = cases.why_not_here(LINEAR)
 pytestmark = [
     *cases.COMPILED,
@@ -271,11 +271,12 @@ def test_what_does_not_fit_is_left_to_torch() -> None:
 
 def test_remembered_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest is forgotten, and laid out again where it is asked for."""
-    monkeypatch.setattr(packed, "MANY", 4)
+    monkeypatch.setattr(packed, "MAX_WEIGHTS", 4)
     kept, big = kept_of(), torch.randn(640, 16)
     for at in range(0, 640, 16):
         assert kept.of(big[at : at + 16]) is not None
-    assert kept.nbytes == 4 * 16 * 16 * 4
+    one = kept_of().of(torch.randn(16, 16))
+    assert one is not None and kept.nbytes == 4 * one.nbytes
 
 
 def test_weights_of_inference_mode_are_not_kept() -> None:

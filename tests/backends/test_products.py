@@ -19,7 +19,7 @@ from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 from tests.backends import cases
 
-LINEAR, MLP = products.KERNELS
+LINEAR, MLP = map(cases.of_any_vendor, products.KERNELS)
 MISSING = cases.why_not_here(LINEAR)
 pytestmark = [
     *cases.COMPILED,
@@ -104,8 +104,10 @@ def test_an_activation_is_right_over_its_whole_range(activation: str) -> None:
     out = MLP.load()(x, one, one, None, None, activation)
     assert (out - function(x.double())).abs().max() <= 1.5e-6
     ends = torch.tensor([torch.nan, torch.inf, -torch.inf]).view(-1, 1)
+    # In float64: in float32 torch's own gelu makes NaN of infinity on some CPUs.
+    wanted = function(ends.double()).float()
     torch.testing.assert_close(
-        MLP.load()(ends, one, one, None, None, activation), function(ends), equal_nan=True, rtol=0, atol=0
+        MLP.load()(ends, one, one, None, None, activation), wanted, equal_nan=True, rtol=0, atol=0
     )
 
 

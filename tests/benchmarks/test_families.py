@@ -24,7 +24,7 @@ RECORD = Path(families.__file__).with_name("results") / "families_cpu.json"
         ("gpt_oss", "equal"),
         ("bigbird_pegasus", "equal"),
         ("inkling2_text", "equal, falls back"),
-        ("falcon", "no attention interface"),
+        ("falcon", "equal, without attention"),
     ],
 )
 def test_a_family_is_compared(family: str, state: str) -> None:
@@ -32,7 +32,7 @@ def test_a_family_is_compared(family: str, state: str) -> None:
     with lz.start(lz.Settings.load(warm="off", device="cpu")) as runtime:
         found = families.compare(family, runtime)
     assert found["state"] == state
-    assert json.loads(RECORD.read_text())["families"][family]["state"] == state
+    assert json.loads(RECORD.read_text())["families"]["causal"][family]["state"] == state
 
 
 def test_no_family_differs() -> None:
@@ -40,11 +40,24 @@ def test_no_family_differs() -> None:
     record = json.loads(RECORD.read_text())
     wrong = {
         name: row
-        for name, row in record["families"].items()
+        for families_of_kind in record["families"].values()
+        for name, row in families_of_kind.items()
         if row["state"].startswith(("differs", "failed"))
     }
     assert not wrong and record["kernels_in_trouble"] == []
-    assert sum(row["state"].startswith("equal") for row in record["families"].values()) >= 120
+    equal = {
+        kind: sum(row["state"].startswith("equal") for row in rows.values())
+        for kind, rows in record["families"].items()
+    }
+    assert equal["causal"] >= 120 and equal.keys() == families.KINDS.keys() and min(equal.values()) >= 10
+
+
+def test_each_kind_is_compared() -> None:
+    """An encoder, an encoder-decoder and a vision model of the smallest."""
+    with lz.start(lz.Settings.load(warm="off", device="cpu")) as runtime:
+        for kind, family in (("encoder", "bert"), ("encoder-decoder", "bart"), ("vision", "vit")):
+            row = families.compare(family, runtime, kind)
+            assert row["state"] == "equal" and {"attention", "layer_norm"} <= row["ops"].keys()
 
 
 def test_a_difference_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

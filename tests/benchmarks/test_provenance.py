@@ -23,15 +23,11 @@ OLDER = frozenset(
         "cluster_cpu.json",
         "embedding_demo.json",
         "embedding_demo_h200.json",
-        "flex_cpu.json",
         "gang.json",
         "gang_h200.json",
         "gang_h200_pair.json",
         "graphs_h200.json",
         "lane.json",
-        "paged_cpu.json",
-        "ran_cpu.json",
-        "ran_cpu_avx512.json",
         "ran_cuda.json",
         "ran_cuda_flash_attn_2.json",
         "regret_cpu_avx2.json",
@@ -39,8 +35,6 @@ OLDER = frozenset(
         "regret_h200_second.json",
         "rows_h200.json",
         "sampling_h200.json",
-        "selection_share.json",
-        "speculation.json",
     }
 )
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))

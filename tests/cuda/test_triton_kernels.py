@@ -76,3 +76,26 @@ def test_the_same_codes_as_the_reference(form: str, dtype: torch.dtype) -> None:
         given = torch.full_like(right[1], 0.01)
         codes = [f(x, form, granularity, group, given)[0] for f in (quantize, quantize_reference)]
         assert torch.equal(codes[0].view(torch.int8), codes[1].view(torch.int8))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sequences", [1, 5, 64])
+def test_pages_decode_as_the_reference(sequences: int, dtype: torch.dtype, layout: str) -> None:
+    """Whole and cut sequences of lengths from none to the whole table, grouped and plain heads."""
+    from layerzero.backends.triton_kernels.paged import paged_attention
+    from layerzero.ops.paged.attention import paged_attention_reference
+
+    pages = 6400 // sequences if sequences < 64 else 14
+    for heads, key_heads, width in ((32, 8, 128), (8, 8, 64), (7, 1, 256)):
+        shape = (6400, 16, key_heads, width) if layout == "NHD" else (6400, key_heads, 16, width)
+        k, v = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
+        q = torch.randn(sequences, heads + 2, width, device="cuda", dtype=dtype)[:, 1:-1]
+        tables = torch.randperm(6400, device="cuda")[: sequences * pages].view(sequences, pages).int()
+        lens = torch.randint(0, pages * 16 + 1, (sequences,), device="cuda", dtype=torch.int32)
+        call = (q, k, v, tables, lens, None, True, None, None, None, layout, False)
+        wide = [t.double() if t.is_floating_point() else t for t in call[:5]]
+        right = paged_attention_reference(*wide, *call[5:])
+        assert isinstance(right, Tensor)
+        distance = float((paged_attention(*call).double() - right).norm() / right.norm().clamp_min(1e-30))
+        assert distance < 4 * torch.finfo(dtype).eps, (heads, key_heads, distance)

@@ -55,25 +55,3 @@ async def test_who_joins_and_leaves_gets_the_tokens_of_a_whole_model(model: Any)
     for after in ([0] * 4, [0, 9, 0, 40], [30, 0, 15, 0]):
         assert await texts(model, tokens, after) == wanted
     assert model.cache.allocator.free_pages == model.cache.allocator.total
-
-
-@pytest.mark.asyncio
-async def test_the_places_of_a_step_are_there_before_it_comes(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A crowd that goes on by a token each waits for no table: it was made while its last step ran."""
-    seen: list[str] = []
-
-    def noted(name: str) -> None:
-        real = getattr(model, name)
-
-        def called(*args: Any) -> Any:
-            seen.append(name)
-            return real(*args)
-
-        monkeypatch.setattr(model, name, called)
-
-    noted("_metadata")
-    noted("logits")
-    await texts(model, [10] * 4, [0] * 4)
-    assert seen == ["_metadata", *["logits", "_metadata"] * 10]

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run(*arguments: str) -> str:
     """What an example prints; it ends with status 0."""
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=170, check=False,
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False,
         env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -35,3 +37,19 @@ def test_the_embedding_service_finds_the_sentence_about_woods() -> None:
         pytest.importorskip(package, reason=f"the model needs {package}")
     first = run(str(EXAMPLES / "embed.py"), "living alone in the woods").splitlines()[0]
     assert "I went to the woods" in first
+
+
+def test_a_model_of_transformers_gives_the_same_tokens() -> None:
+    """Patched and unpatched, and its table names the ops."""
+    pytest.importorskip("transformers", reason="the model library is missing: .[hf]")
+    printed = run(str(EXAMPLES / "transformers_model.py"))
+    assert "same tokens: True" in printed and "same tokens after unpatch: True" in printed
+    assert "linear_cross_entropy" in printed and "LlamaRMSNorm" in printed
+
+
+def test_a_pipeline_of_diffusers_gives_the_same_image() -> None:
+    """Within a rounding while it is patched, to the bit after."""
+    pytest.importorskip("diffusers", reason="the pipelines' library is missing: .[test]")
+    printed = run(str(EXAMPLES / "diffusers_pipeline.py"))
+    difference = float(printed.partition("largest difference of a pixel: ")[2].split()[0])
+    assert difference < 1e-4 and "same bits after unpatch: True" in printed

@@ -101,6 +101,7 @@ def test_a_step_runs_under_any_mode() -> None:
     [
         (lambda: lz.compile(norm, buckets=()), "buckets needs"),
         (lambda: lz.compile(norm, buckets=(0, 2)), "at least 1"),
+        (lambda: lz.compile(norm, max_graphs=0), "max_graphs needs an int >= 1, got 0"),
         (lambda: lz.compile(norm, fill={"y": 1}), "among x, scale, got y"),
         (lambda: lz.compile(norm, buckets=(2,))(torch.ones(3, 8), torch.ones(3, 1)), "at most 2 rows, got 3"),
         (lambda: lz.compile(norm)(torch.ones(3, 8), torch.ones(2, 1)), "as many rows"),
@@ -131,6 +132,19 @@ async def test_a_compiled_step_batches_across_coroutines() -> None:
     results = await asyncio.gather(*(awaited(row) for row in rows))
     assert all(torch.equal(got, row * 2) for got, row in zip(results, rows, strict=True))
     assert set(runs) <= {4, 8} and len(runs) < 2 * len(rows)
+
+
+def test_a_step_of_many_shapes_keeps_no_more_than_its_bound() -> None:
+    """The least recently used of too many captured steps go; what comes again is captured again."""
+    step = lz.compile(lambda x: x * 2, buckets=(2,), max_graphs=3)
+    for width in range(1, 1001):
+        assert torch.equal(step(torch.ones(2, width)), torch.full((2, width), 2.0))
+    assert step.captures == 1000 and step.evictions == 997
+    step(torch.ones(2, 1000))
+    step(torch.ones(2, 998))
+    assert step.captures == 1000, "the last three are there"
+    step(torch.ones(2, 997))
+    assert step.captures == 1001
 
 
 class Capture:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.kvcache import AttentionMetadata, KVCacheSpec, PagedCache, PagedSequence, TokenRange
+from layerzero.runtime import current
 
 HEADS, WIDTH, PAGE = 2, 8, 4
 
@@ -150,11 +154,111 @@ def test_buckets_are_captured_ahead() -> None:
     model = Model()
     runner = lz.StepRunner(model.forward, model.cache, max_model_len=40, max_num_seqs=6, graphs=True)
     assert runner.buckets == (1, 2, 4, 6)
+    runner.capture(buckets=[4])
+    assert runner.captures == 1
+    with pytest.raises(ValueError, match=r"buckets needs some of \(1, 2, 4, 6\), got 3"):
+        runner.capture(buckets=[3])
     runner.capture()
     assert runner.captures == 4
     sequences = opened(model.cache, [3, 4, 5])
     runner([sequence.extend(1) for sequence in sequences], torch.tensor([1, 2, 3]))
     assert runner.captures == 4
+
+
+def test_a_table_that_grows_is_captured_once_for_each_width() -> None:
+    """Every length up to the limit is the plain step's, by three graphs: one for each width of tables."""
+    model = Model(128)
+    runner = lz.StepRunner(
+        model.forward, model.cache, max_model_len=60, max_num_seqs=2, buckets=(2,), table_widths=(2, 6),
+        graphs=True,
+    )  # fmt: skip
+    assert runner.table_widths == (2, 6, 15)
+    sequence, other = model.cache.sequence(1), model.cache.sequence(1)
+    other.extend(1)
+    seen: list[int] = []
+    for number in range(60):
+        ranges, ids = [sequence.extend(1)], torch.tensor([number % 50])
+        torch.testing.assert_close(runner(ranges, ids), model.plain(ranges, ids))
+        seen.append(runner.captures)
+    assert seen == [1] * 8 + [2] * 16 + [3] * 36
+    ranges = [other.extend(1)]  # a short one again: its graph is there
+    torch.testing.assert_close(runner(ranges, ids), model.plain(ranges, ids))
+    assert runner.captures == runner.kept == 3 and runner.evictions == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("longest", [1, 7, 8, 23, 24, 59])
+def test_a_replay_in_each_bucket_is_the_plain_step(rows: int, longest: int) -> None:
+    """Rows below and at a bucket's edge, tables below and at a width's; the first graph, and it again."""
+    model = Model(256)
+    runner = lz.StepRunner(
+        model.forward, model.cache, max_model_len=60, max_num_seqs=6, buckets=(1, 3, 6), table_widths=(2, 6),
+        graphs=True,
+    )  # fmt: skip
+    runner.capture()
+    assert runner.captures == 9
+    sequences = opened(model.cache, [longest, *range(rows - 1)])
+    ranges, ids = [sequence.extend(1) for sequence in sequences], torch.arange(rows)
+    for _ in range(2):
+        torch.testing.assert_close(runner(ranges, ids), model.plain(ranges, ids))
+    assert runner.captures == 9
+
+
+def test_a_thousand_shapes_keep_no_more_than_the_bound() -> None:
+    """Of 1,000 shapes eight graphs stay, with their memory; what went is captured again, and right."""
+    model = Model()
+    alive: dict[int, Any] = {}
+
+    def forward(metadata: AttentionMetadata, ids: Tensor, value: Tensor) -> Tensor:
+        number = id(value)
+        alive[number] = weakref.ref(value, lambda _: alive.pop(number, None))
+        return model.forward(metadata, ids, value)
+
+    runner = lz.StepRunner(forward, model.cache, max_model_len=20, max_num_seqs=1, max_graphs=8, graphs=True)
+    (sequence,) = opened(model.cache, [3])
+    ranges, ids, most = [sequence.extend(1)], torch.tensor([4]), 0
+    for width in range(1, 1001):
+        runner(ranges, ids, torch.ones(1, width))
+        most = max(most, len(alive), runner.kept)
+    assert most <= 9 and runner.kept == 8  # one more while the next is captured
+    assert runner.captures == 1000 and runner.evictions == 992
+    counted = current().counters.total("graph_evictions")
+    assert counted == 992
+    value = torch.randn(1, 5)
+    torch.testing.assert_close(runner(ranges, ids, value), model.plain(ranges, ids, value))
+    assert runner.captures == 1001
+
+
+def test_what_was_used_last_stays() -> None:
+    """The longest unused graph goes, not the oldest."""
+    model = Model()
+    runner = lz.StepRunner(
+        model.forward, model.cache, max_model_len=20, max_num_seqs=1, max_graphs=2, graphs=True
+    )
+    (sequence,) = opened(model.cache, [3])
+    ranges, ids = [sequence.extend(1)], torch.tensor([4])
+    for width in (1, 2, 1, 3, 1):
+        runner(ranges, ids, torch.ones(1, width))
+    assert runner.captures == 3 and runner.evictions == 1
+
+
+def test_a_bound_of_bytes_holds_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Graphs that together take more than the bound go, each with an event with the reason; one stays."""
+    model = Model()
+    runner = lz.StepRunner(
+        model.forward, model.cache, max_model_len=20, max_num_seqs=1, max_graph_bytes=10_000, graphs=True
+    )
+    (sequence,) = opened(model.cache, [3])
+    ranges, ids = [sequence.extend(1)], torch.tensor([4])
+    with caplog.at_level(logging.INFO, "layerzero"):
+        for width in range(500, 520):
+            runner(ranges, ids, torch.ones(1, width))
+        assert runner.kept == 2  # each holds its value, and that again in its result
+        runner(ranges, ids, torch.ones(1, 4000))
+        assert runner.kept == 1
+    told = [text for text in caplog.messages if text.startswith("graph.evicted")]
+    assert len(told) == runner.evictions == 20
+    assert all("why='more than 10000 bytes'" in text for text in told)
 
 
 def test_on_the_cpu_nothing_is_padded_by_default() -> None:
@@ -176,6 +280,14 @@ def test_bad_arguments_are_named() -> None:
         lz.StepRunner(model.forward, model.cache, max_model_len=0)
     with pytest.raises(ValueError, match=r"buckets needs .* from 1 to max_num_seqs 4, got \(8,\)"):
         lz.StepRunner(model.forward, model.cache, max_model_len=8, max_num_seqs=4, buckets=(8,))
+    with pytest.raises(ValueError, match=r"table_widths needs pages from 1 to 2, .* got 3"):
+        lz.StepRunner(model.forward, model.cache, max_model_len=8, table_widths=(3,))
+    with pytest.raises(ValueError, match="max_graphs needs an int >= 1, got 0"):
+        lz.StepRunner(model.forward, model.cache, max_model_len=8, max_graphs=0)
+    with pytest.raises(ValueError, match="max_graph_bytes needs an int >= 1, got True"):
+        lz.StepRunner(model.forward, model.cache, max_model_len=8, max_graph_bytes=True)
+    with pytest.raises(ValueError, match=r"table_widths needs some of \(2,\), got 1"):
+        lz.StepRunner(model.forward, model.cache, max_model_len=8).capture(table_widths=[1])
     runner = lz.StepRunner(model.forward, model.cache, max_model_len=8)
     (sequence,) = opened(model.cache, [3])
     span = sequence.extend(2)

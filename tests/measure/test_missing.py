@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from layerzero.measure.missing import find_uncovered
+from layerzero.measure.compare import find_uncovered
 from layerzero.perfdb.record import BenchmarkCase, Measurement
 
 SITES = [BenchmarkCase(op="rms_norm", dtype="bfloat16", dims=(("C", 128), ("N", n))) for n in (1, 2, 3)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.measure.stability import host_ratio, winner_changes
+from layerzero.measure.compare import host_ratio, winner_changes
 from layerzero.measure.timing import Timing
 from layerzero.measure.tuner import TuningResult, pick_winner, tied_with
 from layerzero.perfdb.record import Launch

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from layerzero.actors.device.worker import Worker
+from layerzero.scheduler.core.expected_callers import ExpectedCallers
+from layerzero.scheduler.core.limits import BatchLimits
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
+from layerzero.scheduler.core.round_robin import BatchQueue
 from layerzero.scheduler.loop_driver import LoopDriver
 from layerzero.scheduler.modes.readback import Readback
 from layerzero.scheduler.spawn import spawn
@@ -91,6 +94,73 @@ def test_callers_that_read_back_stay_one_crowd(worker: Worker, program: list[str
     runs = crowds(worker, program, spawned)
     late = runs[-10 * len(program) : -2 * len(program)]
     assert late == [16] * len(late), runs
+
+
+class Soon:
+    """A worker whose jobs run in the loop's next turn."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def submit(self, job: Callable[[], object]) -> None:
+        self._loop.call_soon(job)
+
+
+def test_callers_of_what_a_worker_launches_stay_one_crowd() -> None:
+    """A step with collectives is launched by another thread: from then on the device runs it."""
+
+    async def main() -> list[int]:
+        worker: Any = Soon(asyncio.get_running_loop())
+        machine = Machine(worker)
+
+        async def caller(number: int) -> None:
+            await asyncio.sleep(number * PASS_S / 5)
+            for _ in range(40):
+                step: PendingCall = PENDING_CALL.cls(OP, (torch.ones(1),), "step", float("inf"))
+                assert float(await machine.read(await machine.front.submit(step))) == 2.0
+
+        await asyncio.gather(*map(caller, range(16)))
+        await asyncio.sleep(0)
+        assert machine.settled
+        return machine.device.runs
+
+    runs = run_virtually(main())
+    assert runs[8:38] == [16] * 30, runs
+
+
+def test_reads_of_a_device_that_is_lost_fail_at_once(worker: Worker) -> None:
+    """Those that wait and those that come, and who waits for news of it gets its batch; until it is back."""
+
+    async def main() -> None:
+        machine, lost = Machine(worker, pass_s=1e6), RuntimeError("its peer is gone")
+        begin = machine.loop.time()
+
+        async def read() -> Any:
+            try:
+                return await machine.read(await machine.step())
+            except RuntimeError as error:
+                await asyncio.sleep(1.0)  # it is there, and does not call
+                return error
+
+        async def twice() -> Any:
+            await machine.step()
+            return await machine.step()  # held for those that read
+
+        readers, held = [asyncio.ensure_future(read()) for _ in range(2)], asyncio.ensure_future(twice())
+        await asyncio.sleep(0.01)
+        assert not held.done() and machine.device.runs == [3]
+        machine.loop.call_soon(machine.readback.lose, lost)
+        out = await asyncio.wait_for(held, 0.5)
+        assert await asyncio.gather(*readers) == [lost] * 2
+        with pytest.raises(RuntimeError, match="its peer is gone"):
+            await machine.read(out)
+        assert machine.loop.time() - begin < 2.0
+        machine.loop.call_soon(machine.readback.lose, None)
+        await asyncio.sleep(0)
+        machine.device.free_at = machine.loop.time()
+        assert float(await machine.read(out)) == 2.0
+
+    run_virtually(main())
 
 
 def test_one_that_never_comes_back_is_waited_for_once(worker: Worker) -> None:
@@ -426,3 +496,19 @@ def test_requests_that_end_do_not_stop_the_others(worker: Worker) -> None:
 
     took, mean = run_virtually(main())
     assert took < 1.07 and mean > 60, (took, mean)
+
+
+def test_a_pause_of_the_device_is_no_time_that_its_batch_needs() -> None:
+    """Each launch comes too late, and takes the host as long as a tenth of a batch: what a batch is known to
+    need stays what the device needs. Else each late launch made the next one later."""
+    expected, group = ExpectedCallers(BatchLimits()), BatchQueue(("step",), solo=False)
+    now = 0.0
+    for _ in range(20):
+        launch = expected.launched([], group, now)
+        now += 1.0  # the host launches
+        expected.handed_over(launch, now)
+        assert expected.busy_s(now) == pytest.approx(group.run_s)
+        now += 10.0  # the device runs
+        expected.completed(launch.number, now)
+        now += 2.0  # nobody has launched anything
+    assert group.run_s == pytest.approx(10.0) and expected.launch_s == pytest.approx(1.0)

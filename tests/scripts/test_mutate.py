@@ -170,6 +170,18 @@ def test_rows_are_asked_for_by_any_of_their_ids(tree: Path, capsys: pytest.Captu
     assert "no mutation is named for A7" in said
 
 
+def test_parts_are_all_and_each_once(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several runs may share the work; a part that there is not is named with status 2."""
+    gone = [{"rows": ["A1"], **EDIT, "old": f"gone {number}"} for number in range(5)]
+    entries(tree, *gone)
+    told = [outcome(tree, "--check", "--part", f"{number}/3")[1] for number in (1, 2, 3)]
+    assert [len(part) for part in told] == [2, 2, 1]
+    assert sorted(each["old"] for part in told for each in part) == [each["old"] for each in gone]
+    for wrong in ("0/3", "4/3", "3", "a/b", "1/0"):
+        assert mutate.main(["--part", wrong], source=tree) == 2
+        assert f"--part needs K/N with K from 1 to N, got {wrong}" in capsys.readouterr().err
+
+
 def test_a_check_runs_nothing_and_names_what_no_longer_applies(tree: Path) -> None:
     """Status 1 and the text that is gone."""
     entries(tree, {"rows": ["A1"], **EDIT}, {"rows": ["A1"], **EDIT, "file": "made/gone.py"})

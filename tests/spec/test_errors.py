@@ -19,6 +19,7 @@ PARENTS = {
     "PolicyLoadError": "PolicyValidationError",
     "SelectionTimeoutError": "LayerZeroError",
     "CacheCorruptionError": "LayerZeroError",
+    "BundleRefusedError": "LayerZeroError",
     "OverloadedError": "LayerZeroError",
     "DeadlineExceededError": "LayerZeroError",
     "ModeChangedError": "LayerZeroError",

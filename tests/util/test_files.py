@@ -184,7 +184,7 @@ except Exception as error:
 
 def state(path: Path) -> object:
     """A record of state."""
-    return files.decode_json(files.read_bounded(path, 1 << 20), list[int])
+    return files.decode_json(files.read_bounded(path, 1 << 20), dict[str, object])
 
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=list(READERS))
@@ -195,9 +195,10 @@ def test_a_pipe_at_a_files_place_is_an_error_at_once(reader: str, tmp_path: Path
     assert "no plain file" in said, said
 
 
+@pytest.mark.parametrize("unit", [b"[", b'{"a":'], ids=["lists", "objects"])
 @pytest.mark.parametrize("reader", READERS.values(), ids=list(READERS))
-def test_deep_nesting_is_an_error_that_is_expected(reader: str, tmp_path: Path) -> None:
+def test_deep_nesting_is_an_error_that_is_expected(reader: str, unit: bytes, tmp_path: Path) -> None:
     """A hundred thousand brackets are no reason to leave by another error than damage has."""
-    (tmp_path / "deep").write_bytes(b"[" * 100_000)
+    (tmp_path / "deep").write_bytes(unit * 100_000)
     said = children.run(READ, reader, str(tmp_path / "deep"), folder=tmp_path).stdout
     assert said and not said.startswith("RecursionError"), said

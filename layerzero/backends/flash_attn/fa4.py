@@ -19,6 +19,7 @@ from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedAr
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import SDPA_SWITCHED_OFF
 from layerzero.spec.kernel import Kernel, Tiling
 
 
@@ -106,7 +107,7 @@ _LIMITS = (*HEAD_SIZES, "D >= 8")
 
 def _compiled_for(request: CallSpec) -> str:
     """What its compiler tells apart: dtype, head size, heads a group, flags."""
-    flags = sorted(request.features - {"scale", "gqa"})
+    flags = sorted(request.features - {"scale", "gqa", *SDPA_SWITCHED_OFF})
     return " ".join([request.dtype, *(str(request.dim(name)) for name in ("D", "G")), *flags])
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.capability import SDPA_FLASH
 from layerzero.spec.kernel import Kernel
 
-FEATURES = "causal scale gqa window softcap"
+FEATURES = f"causal scale gqa window softcap {SDPA_FLASH}"
 SAME_HEAD_SIZES = "D == Dv else HEAD_DIMS_DIFFER"
 HEAD_SIZES = (
     "D <= 256 else HEAD_DIM_TOO_LARGE",

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import os
+import sys
 import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+from layerzero._util import files, log
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 
@@ -15,6 +20,8 @@ DISTRIBUTIONS = ("flashinfer-python>=0.7",)
 SOURCE = "flashinfer-python 0.7.2.post1, {}; run against float64 on an H200"
 # What its templates read at once.
 LOAD_BYTES = 16
+
+CARRIED_UNUSED = "flashinfer.carried_unused"
 
 # Its norms exist twice: compiled anew for every row width (CuTe DSL), or once for all (CUDA).
 _CUDA_NORM = "FLASHINFER_USE_CUDA_NORM"
@@ -30,7 +37,64 @@ def module(name: str = "flashinfer") -> Any:
     with warnings.catch_warnings():
         # The compiler package it brings uses what it has itself deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return importlib.import_module(name)
+        imported = importlib.import_module(name)
+    _use_carried()
+    return imported
+
+
+def cache_folder() -> Path:
+    """The folder of FlashInfer's cache for all its versions, as FlashInfer finds it."""
+    base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()
+    return Path(base) / ".cache" / "flashinfer"
+
+
+def compiled(*names: str) -> Callable[[CallSpec], bool]:
+    """`Kernel.on_disk` of modules of these names."""
+    return lambda _: modules_on_disk(names)
+
+
+def modules_on_disk(names: Iterable[str]) -> bool:
+    """Whether every module was compiled for the installed release: in FlashInfer's cache, or by a bundle."""
+    try:
+        version = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    folders = [*(cache_folder() / version).glob("*/cached_ops"), *carried_folder(version).glob("*")]
+    return all(any((folder / name / f"{name}.so").is_file() for folder in folders) for name in names)
+
+
+def carried_folder(version: str) -> Path:
+    """Where modules lie that a warm-up bundle brought, for one of FlashInfer's versions.
+
+    Below it are a folder for the architectures that they were compiled for, and one for each module.
+    """
+    return files.user_folder("flashinfer") / version
+
+
+@functools.cache
+def _use_carried() -> None:
+    """Let FlashInfer find what a warm-up bundle brought, as it finds modules that its own wheels bring.
+
+    A folder that others can write is left alone, with a log event.
+    """
+    environment = sys.modules.get("flashinfer.jit.env")
+    packaged = getattr(environment, "FLASHINFER_AOT_DIR", None)
+    workspace = getattr(environment, "FLASHINFER_WORKSPACE_DIR", None)
+    if packaged is None or workspace is None:
+        return
+    folder = carried_folder(workspace.parent.name) / workspace.name
+    if not folder.is_dir():
+        return
+    if packaged.is_dir():
+        log.warning(CARRIED_UNUSED, path=str(folder), why=f"{packaged} has modules of its own")
+        return
+    try:
+        for place in (folder, *folder.parents[:3]):
+            files.own_folder(place)
+    except OSError as error:
+        log.warning(CARRIED_UNUSED, path=str(folder), why=str(error))
+        return
+    environment.FLASHINFER_AOT_DIR = folder  # type: ignore[union-attr]
 
 
 # A stream's float workspace, which its wrappers share, and what each wrapper keeps on the device.

@@ -1,8 +1,8 @@
 """Triton kernels of this project, where no library has a good one, and the way for users to bring theirs.
 
-`rows` has the residual sum with its norm and rounding to eight bits, `sampling` draws with a seed for each
-row, which libraries draw in other ways, `verify` has chains of drafted tokens; `user_kernel` makes a kernel
-out of a user's Triton function.
+`rows` has the residual sum with its norm and rounding to eight bits, `paged` decodes over pages, `sampling`
+draws with a seed for each row, which libraries draw in other ways, `verify` has chains of drafted tokens;
+`user_kernel` makes a kernel out of a user's Triton function.
 """
 
 from __future__ import annotations
@@ -66,6 +66,13 @@ KERNELS: tuple[Kernel, ...] = (
         "triton.add_rms_norm_quantize.group", _from("rows", "add_rms_norm_quantize"),
         (0.1, 0.8, 20.0), _ESTIMATE, features=f"{_FORMATS} scale_per_group no_weight", sm_min=89,
         limits=(_MAX_WIDTH, "S in [16, 32, 64, 128, 256]"),
+    ),
+    # How many parts a sequence is cut into follows from the batch: a row's last bits may, too.
+    _kernel(
+        "triton.paged_attention.decode", _from("paged", "paged_attention"), (0.1, 0.86, 19.0),
+        "benchmarks/results/decode_h200.json", features="causal gqa scale", layouts="NHD HND",
+        dtypes="float16 bfloat16", last_stride1=True, alignment=16, batch_invariant=False,
+        limits=("D in [64, 128, 256]", "D == Dv else HEAD_DIMS_DIFFER", "G <= 64"),
     ),
     _rows(
         "triton.quantize.rows", _from("rows", "quantize"), (0.1, 0.43, 22.0), _H200,

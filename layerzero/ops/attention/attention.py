@@ -21,6 +21,7 @@ from layerzero.ops.attention.checks import (
     infer_layout,
     modifier_signature,
     normalized_window,
+    switched_off,
     window_bounds,
 )
 from layerzero.ops.op import Args, Layouts, Op, Split, register
@@ -37,6 +38,7 @@ MAX_SCORES = 1 << 24
     default={"layout": infer_layout},
     convert={"window": normalized_window},
     key={("sinks", "score_mod", "block_mask"): modifier_signature},
+    state=switched_off,
 )
 def attention(
     q: Tensor,

@@ -32,6 +32,26 @@ def window_bounds(is_causal: bool, window: tuple[int, int] | None) -> tuple[int,
     return left_window, 0 if is_causal else right_window
 
 
+# Whether each of torch's implementations of attention is switched on, by the name that a feature gives it.
+_SWITCHES = tuple(
+    (f"sdpa_no_{name}", getattr(torch._C, f"_get_{flag}_sdp_enabled"))
+    for name, flag in (
+        ("flash", "flash"),
+        ("efficient", "mem_efficient"),
+        ("math", "math"),
+        ("cudnn", "cudnn"),
+    )
+)
+_FLASH, _EFFICIENT, _MATH, _CUDNN = (is_on for _, is_on in _SWITCHES)
+
+
+def switched_off() -> tuple[str, ...]:
+    """What a call asks of kernels where torch's `sdpa_kernel` rules implementations out, by feature."""
+    if _FLASH() and _EFFICIENT() and _MATH() and _CUDNN():
+        return ()
+    return tuple(feature for feature, is_on in _SWITCHES if not is_on())
+
+
 def modifier_signature(sinks: Any, score_mod: Any, block_mask: Any) -> tuple[Any, ...]:
     """What a signature holds of them: whether they fit is decided by that, whose they are is not."""
     blocks = None
@@ -252,6 +272,7 @@ def _features(call: AttentionArgs, dims: Mapping[str, int]) -> dict[str, bool]:
         "lse_grad": call.return_lse and needs_gradient,
         "mask_grad": any(t is not None and t.requires_grad for t in (mask, call.alibi_slopes)),
         "mask_wide": mask is not None and mask.dtype not in (torch.bool, call.q.dtype),
+        **dict.fromkeys(switched_off(), True),
     }
 
 

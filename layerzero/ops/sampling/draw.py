@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero._util import foreign
+
 Number = float | Tensor
 Count = int | Tensor
 
@@ -113,6 +115,11 @@ def is_constant(value: Any, number: int) -> bool:
     return not isinstance(value, Tensor) and bool(value == number)
 
 
-def new_seed() -> int:
-    """Drawn in the caller's thread and order, so that `torch.manual_seed` repeats a program's tokens."""
+def new_seed() -> int | None:
+    """Drawn in the caller's thread and order, so that `torch.manual_seed` repeats a program's tokens.
+
+    None in a trace: what is traced draws when it runs.
+    """
+    if foreign.is_traced():
+        return None
     return int(torch.randint(1 << 62, (), device="cpu"))

@@ -21,6 +21,7 @@ from layerzero.actors.group.join import JoinContext, RankHandle
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
+from layerzero.scheduler.loop_drivers import LoopDrivers
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError
 
 
@@ -177,6 +178,27 @@ def test_a_function_that_raises_on_a_follower_ends_the_gang_for_all() -> None:
     assert isinstance(errors[1], RuntimeError)
 
 
+def test_what_is_read_from_a_failed_groups_device_fails_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before `on_failure` breaks a collective, whose sums are none then; until the group is left."""
+    seen: list[Any] = []
+    monkeypatch.setattr(LoopDrivers, "lose_reads", lambda drivers, error: seen.append(error))
+
+    async def leads(member: RankHandle, seen_: Rank) -> None:
+        member._group.fail("a rank is gone")
+        assert [str(each) for each in seen] == ["the rank group failed: a rank is gone", "a rank is gone"]
+        assert isinstance(seen[0], DeviceLostError) and seen[0].retryable is False
+
+    rank_group([leads], on_failure=seen.append)
+    assert len(seen) == 3 and seen[2] is None
+    seen.clear()
+
+    async def leaves(member: RankHandle, seen_: Rank) -> None:
+        """Leave the rank group at once."""
+
+    rank_group([leaves], on_failure=seen.append)
+    assert seen == []
+
+
 def test_a_function_that_a_follower_lacks_is_named() -> None:
     """The follower says which it has."""
 
@@ -279,6 +301,23 @@ def test_arguments_lie_alike_on_every_rank() -> None:
     assert errors == [None, None]
     assert seen[0].batches == seen[1].batches and len(seen[0].batches) == 4
     assert all(where[0] == 0.0 for where, _ in seen[1].batches)
+
+
+def test_a_step_never_runs_on_the_loops_thread() -> None:
+    """However short it proves, for a caller that is alone: it waits for other ranks."""
+    threads: list[int] = []
+
+    async def leads(member: RankHandle, seen: Rank) -> None:
+        def step(x: Tensor) -> Tensor:
+            threads.append(threading.get_ident())
+            return x
+
+        called = member.batched(step, name="step")
+        for _ in range(100):
+            await called("r", rows(1.0))
+        assert threading.get_ident() not in threads and len(threads) == 100
+
+    assert rank_group([leads])[1] == [None]
 
 
 def test_a_gang_that_took_no_step_ends_in_order() -> None:

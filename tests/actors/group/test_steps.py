@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import socket
 import subprocess
@@ -544,4 +545,16 @@ def test_a_device_that_is_alone_is_a_gang_of_one() -> None:
     (steps,) = walking(1)
     assert steps.start_step("step", ["a"]) is steps.group.state_for()
     assert profile_of(steps.group.device, 0).rank == 0
+    steps.close()
+
+
+def test_a_group_needs_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout on the path has a version and no metadata."""
+
+    def nothing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    (steps,) = walking(1)
+    monkeypatch.setattr(importlib.metadata, "version", nothing)
+    assert profile_of(steps.group.device, 0).versions["layerzero"] == lz.__version__
     steps.close()

@@ -164,9 +164,10 @@ async def test_what_a_handler_cannot_say_is_an_error_of_its_question() -> None:
         assert noted == [0, 2]
 
 
-async def test_a_stranger_may_say_little() -> None:
+async def test_a_stranger_may_say_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the handshake a frame above a kilobyte is refused by its length: none of it is taken in."""
     async with pair(False) as (listener, address, _):
+        monkeypatch.setattr("layerzero.actors.rpc.connection._HANDSHAKE_S", 3600.0)
         for length in (MAX_GREETING + 1, MAX_FRAME):
             reader, writer = await asyncio.open_connection(address.host, address.port)
             writer.write(length.to_bytes(4, "big"))

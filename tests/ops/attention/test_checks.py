@@ -153,6 +153,8 @@ MASK = torch.ones(5, 7, dtype=torch.bool)
         ),
         ({"scale": 0.5}, {"scale"}),
         ({"scale": 8**-0.5}, set()),
+        ({"scale": 0.0}, {"scale", "scale_not_positive"}),
+        ({"scale": -0.5}, {"scale", "scale_not_positive"}),
         ({"dropout_p": 0.1}, {"dropout"}),
         ({"window": (3, 0)}, {"window"}),
         ({"window": [3, 0]}, {"window"}),

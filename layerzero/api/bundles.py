@@ -1,0 +1,190 @@
+"""Warm-up bundles for users: `save_bundle` on the machine that is warm, `load_bundle` on the next one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.calls.blocking import context_runtime
+from layerzero.graphs.proof import CaptureProof
+from layerzero.graphs.proof import environment_of as proved_in
+from layerzero.measure.calls import Call, Workload
+from layerzero.measure.tuning import publish, stored_rows
+from layerzero.perfdb import Environment
+from layerzero.runtime import Runtime
+from layerzero.selection.dispatch_table import DispatchTable, capabilities_hash
+from layerzero.spec.reasons import Reason, Rejected
+from layerzero.warmup import Manifest, manifest_of
+from layerzero.warmup.archive import refused
+from layerzero.warmup.bundle import Bundle, Installed, Measurements, Records, read_bundle
+from layerzero.warmup.bundle import write_bundle as write
+
+
+class BundleReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A bundle and what of it this machine has now.
+
+    `written`, `same`, `kept` and `replaced` are files: new here, here before, here with other bytes and left
+    so, and overwritten. `proofs` and `measurements` are how many came that were not known; `dispatch_table`
+    is the file of its decisions, for `Settings.dispatch_table`. `notes` say what ends with the process.
+    """
+
+    path: str
+    sha256: str
+    device: str
+    members: int
+    written: tuple[str, ...] = ()
+    same: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    proofs: int = 0
+    measurements: int = 0
+    dispatch_table: str = ""
+    manifest: Manifest | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        counts = {name: len(getattr(self, name)) for name in Installed.__struct_fields__}
+        counts |= {"proofs": self.proofs, "measurements": self.measurements}
+        told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        return f"{self.path} ({self.sha256[:16]}): {told or 'nothing new'}"
+
+
+def save_bundle(
+    path: str | os.PathLike[str],
+    manifest: Manifest | Workload | str | Path | Iterable[Call] | None = None,
+    *,
+    device: str | None = None,
+) -> BundleReport:
+    """Write what this machine has for a device into one file that the next machine like it can use.
+
+    It carries the kernels that were compiled here (FlashInfer's, Triton's, our own), capture proofs,
+    measurements, the dispatch table in force, and the calls of `manifest`, all with their digests. Warm up
+    first. `report.sha256` is what the next machine pins.
+
+    Raises: FileExistsError: another kind of file is at `path`. OSError: it cannot be written.
+    """
+    runtime = context_runtime()
+    local_device = runtime.device(device)
+    records = _records(local_device, None if manifest is None else manifest_of(manifest))
+    digest, names = write(path, local_device.hardware, records)
+    return BundleReport(
+        path=os.fspath(path), sha256=digest, device=str(local_device.device), members=len(names),
+        proofs=len(records.proofs), manifest=records.manifest,
+        measurements=len(records.measurements.rows) if records.measurements is not None else 0,
+    )  # fmt: skip
+
+
+def load_bundle(
+    path: str | os.PathLike[str],
+    *,
+    sha256: str | None = None,
+    device: str | None = None,
+    replace: bool = False,
+) -> BundleReport:
+    """Take over what another machine compiled, proved, measured and decided, out of a bundle of its.
+
+    A bundle is code: take it only from who may run code here, and pin its digest with `sha256`. It is checked
+    as a whole before anything is written; where any field of the environment differs (driver, card, CUDA,
+    torch, Python, libraries, our version, the CPU where code is for it) it is refused. A file that is here
+    and differs is kept, or replaced with `replace`; the report names it. Its decisions are put in force where
+    the settings name no dispatch table.
+
+    Raises: BundleRefusedError: it is refused; `problems` are the fields, what they need and what they got.
+        OSError: it cannot be read, a file cannot be written, or others can write its folder. ValueError:
+        `sha256` is no digest.
+    """
+    runtime = context_runtime()
+    local_device = runtime.device(device)
+    bundle = read_bundle(path, local_device.hardware, sha256=sha256)
+    _need_kernels(local_device, bundle)
+    installed = bundle.install(replace=replace)
+    notes: list[str] = []
+    taken: dict[str, Any] = {
+        "proofs": _take_proofs(local_device, bundle, notes),
+        "measurements": _take_measurements(local_device, bundle, notes),
+        "dispatch_table": _take_decisions(runtime, bundle, notes),
+    }
+    bundle.confirm(installed, taken)
+    runtime.bundles.append(bundle.sha256)
+    return BundleReport(
+        path=os.fspath(path), sha256=bundle.sha256, device=str(local_device.device),
+        members=bundle.members, manifest=bundle.records.manifest, notes=tuple(notes),
+        **msgspec.structs.asdict(installed), **taken,
+    )  # fmt: skip
+
+
+def _records(device: LocalDevice, manifest: Manifest | None) -> Records:
+    rows = stored_rows(device)
+    table = device.dispatch_table
+    return Records(
+        proofs=tuple(proof for proof in device.proofs.all() if _is_of_here(device, proof)),
+        measurements=Measurements(Environment.of_hardware(device.hardware), rows) if rows else None,
+        dispatch_table=DispatchTable.load(table.path) if table is not None and not table.refusal else None,
+        manifest=manifest,
+    )
+
+
+def _is_of_here(device: LocalDevice, proof: CaptureProof) -> bool:
+    """Whether a proof holds for a kernel as it is installed on this machine."""
+    kernel = device.registry.get(proof.kernel)
+    return kernel is not None and proof.environment == proved_in(kernel, device.hardware)
+
+
+def _need_kernels(device: LocalDevice, bundle: Bundle) -> None:
+    """Refuse decisions for other kernels than there are, before anything is written.
+
+    Raises: BundleRefusedError.
+    """
+    table = bundle.records.dispatch_table
+    if table is not None and table.capabilities != capabilities_hash(device.registry.all()):
+        needs, got = "those that its dispatch table was solved for", "others, or of other limits"
+        problem = Rejected(Reason.BUNDLE_ENVIRONMENT_DIFFERS, "kernels", needs, got)
+        raise refused(bundle.path, [problem])
+
+
+def _take_proofs(device: LocalDevice, bundle: Bundle, notes: list[str]) -> int:
+    """Know what was proved there; what this machine found itself counts before it."""
+    taken = 0
+    for proof in bundle.records.proofs:
+        if _is_of_here(device, proof):
+            taken += device.proofs.take(proof)
+    if taken:
+        device.refresh()
+        if device.settings.state_dir is None:
+            notes.append("proofs end with this process: Settings.state_dir is not set")
+    return taken
+
+
+def _take_measurements(device: LocalDevice, bundle: Bundle, notes: list[str]) -> int:
+    """Price with what was measured there, beside what was measured here."""
+    if bundle.records.measurements is None:
+        return 0
+    known = set(map(msgspec.json.encode, stored_rows(device)))
+    rows = [row for row in bundle.records.measurements.rows if msgspec.json.encode(row) not in known]
+    if not rows:
+        return 0
+    with ThreadPoolExecutor(1) as thread:  # it has a loop of its own, which the caller may have, too
+        path = thread.submit(copy_context().run, publish, device, rows).result()
+    if path is None:
+        notes.append("measurements end with this process: Settings.perfdb is None")
+    return len(rows)
+
+
+def _take_decisions(runtime: Runtime, bundle: Bundle, notes: list[str]) -> str:
+    """Keep its dispatch table, in force where the settings name none; the file that it is in."""
+    path = bundle.save_plan()
+    if path is None:
+        return ""
+    if runtime.settings.dispatch_table is None:
+        runtime.reconfigure(runtime.settings.replace(dispatch_table=str(path)))
+        notes.append(f"later processes decide by its table with Settings.dispatch_table={str(path)!r}")
+    else:
+        notes.append(f"its table is at {path}; {runtime.settings.dispatch_table} stays in force")
+    return str(path)

@@ -1,0 +1,145 @@
+"""Paged attention for decoding: one program a sequence, key head and part of its keys; nothing is planned.
+
+Few sequences are cut into parts, whose results a second launch joins, so that the device is full. The number
+of parts follows from shapes alone: the host reads nothing, and a graph may hold both launches.
+Source: the online softmax of arXiv 1805.02867; parts as in Flash-Decoding (Dao et al., 2023).
+"""
+
+# Triton's functions are no Python to a type checker: constants and pointers in, nothing declared.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = 1.4426950408889634
+_TILE = 64  # tokens that a program reads at a time
+_LEAST_ROWS = 16  # of a product of matrix units: groups of fewer query heads are padded
+_PROGRAMS_A_PROCESSOR = 4
+_MOST_PARTS = 64
+_LEAST_PART = 128  # tokens, below which a second launch costs more than it wins
+
+
+@triton.jit(do_not_specialize=["tables_row"])  # a table of any width is one program
+def _decode(
+    q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, out_ptr, best_ptr, weight_ptr, scale_log2,
+    q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head, tables_row,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    sequence, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    length = tl.load(lens_ptr + sequence)
+    size = tl.cdiv(tl.cdiv(length, PARTS), TILE) * TILE
+    first = part * size
+    last = tl.minimum(first + size, length)
+    rows, features = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    heads = head * GROUP + rows
+    q = tl.load(
+        q_ptr + sequence * q_row + heads[:, None] * q_head + features[None, :],
+        mask=(rows < GROUP)[:, None], other=0.0,
+    )  # fmt: skip
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in range(first, last, TILE):
+        tokens = start + tl.arange(0, TILE)
+        inside = tokens < last
+        page = tl.load(tables_ptr + sequence * tables_row + tokens // PAGE, mask=inside, other=0).to(tl.int64)
+        place = tokens % PAGE
+        k = tl.load(
+            k_ptr + (page * k_page + place * k_token + head * k_head)[:, None] + features[None, :],
+            mask=inside[:, None], other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            v_ptr + (page * v_page + place * v_token + head * v_head)[:, None] + features[None, :],
+            mask=inside[:, None], other=0.0,
+        )  # fmt: skip
+        scores = tl.dot(q, tl.trans(k)) * scale_log2
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        largest = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores - largest[:, None])
+        shrink = tl.exp2(best - largest)
+        weight = weight * shrink + tl.sum(weights, 1)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+        best = largest
+    offsets = (sequence * tl.num_programs(1) * GROUP + heads) * PARTS + part
+    is_row = rows < GROUP
+    if PARTS == 1:
+        mixed = tl.where(weight[:, None] > 0.0, mixed / weight[:, None], 0.0)
+    else:
+        tl.store(best_ptr + offsets, best, mask=is_row)
+        tl.store(weight_ptr + offsets, weight, mask=is_row)
+    tl.store(
+        out_ptr + offsets[:, None] * WIDTH + features[None, :], mixed.to(out_ptr.dtype.element_ty),
+        mask=is_row[:, None],
+    )  # fmt: skip
+
+
+@triton.jit
+def _join(
+    parts_ptr, best_ptr, weight_ptr, out_ptr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    parts, features = tl.arange(0, PARTS), tl.arange(0, WIDTH)
+    best = tl.load(best_ptr + row * PARTS + parts)
+    largest = tl.max(best, 0)
+    shrink = tl.where(best > float("-inf"), tl.exp2(best - largest), 0.0)
+    weight = tl.sum(tl.load(weight_ptr + row * PARTS + parts) * shrink, 0)
+    mixed = tl.load(parts_ptr + (row * PARTS + parts)[:, None] * WIDTH + features[None, :])
+    total = tl.sum(mixed * shrink[:, None], 0)
+    out = tl.where(weight > 0.0, total / weight, 0.0)
+    tl.store(out_ptr + row * WIDTH + features, out.to(out_ptr.dtype.element_ty))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def parts_of(programs: int, most_tokens: int, processors: int) -> int:
+    """Into how many parts each sequence is cut: a power of two, 1 where `programs` fill the device."""
+    parts = min(
+        _PROGRAMS_A_PROCESSOR * processors // max(programs, 1), most_tokens // _LEAST_PART, _MOST_PARTS
+    )
+    return 1 << (max(parts, 1).bit_length() - 1)
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None, is_causal: bool = True, scale: float | None = None,
+    window: Any = None, softcap: Any = None, layout: str = "NHD", return_lse: bool = False,
+) -> Tensor:  # fmt: skip
+    """One query token a sequence; of the last six arguments only scale and layout are more than defaults."""
+    sequences, heads, width = q.shape
+    token, head, key_heads, page = (1, 2, 2, 1) if layout == "NHD" else (2, 1, 1, 2)
+    key_heads = k_cache.shape[key_heads]
+    parts = parts_of(
+        sequences * key_heads, block_tables.shape[1] * k_cache.shape[page], _processors(q.device)
+    )
+    out = torch.empty((sequences, heads, width), dtype=q.dtype, device=q.device)
+    mixed, best, weight = out, out, out
+    if parts > 1:
+        mixed = torch.empty((sequences, heads, parts, width), dtype=torch.float32, device=q.device)
+        best, weight = torch.empty((2, sequences, heads, parts), dtype=torch.float32, device=q.device)
+    tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
+    group = heads // key_heads
+    _decode[(sequences, key_heads, parts)](
+        q, k_cache, v_cache, tables, seq_lens, mixed, best, weight,
+        (width**-0.5 if scale is None else scale) * _LOG2_E,
+        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(token), k_cache.stride(head),
+        v_cache.stride(0), v_cache.stride(token), v_cache.stride(head), tables.stride(0),
+        GROUP=group, ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), WIDTH=width,
+        PAGE=k_cache.shape[page], TILE=_TILE, PARTS=parts, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if parts > 1:
+        _join[(sequences * heads,)](mixed, best, weight, out, WIDTH=width, PARTS=parts, num_warps=2)
+    return out

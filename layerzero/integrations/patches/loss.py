@@ -1,0 +1,194 @@
+"""Causal losses by `linear_cross_entropy`: while a model trains with labels, its logits wait."""
+
+from __future__ import annotations
+
+import inspect
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+import layerzero.sync as sync
+from layerzero.integrations.patches.substitute import PLAIN, Substitute, autocast_dtype, has_hooks
+
+# The head whose model computes its loss right now.
+_TRAINING: ContextVar[nn.Module | None] = ContextVar("layerzero_training_head", default=None)
+_FLOATS = (torch.float32, torch.bfloat16)
+_GETTERS = ("shape", "dtype", "device", "layout", "ndim")
+_SHAPE = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in _GETTERS),
+        Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point,
+    }
+)  # fmt: skip
+
+
+class LogitsLater(Tensor):
+    """Logits of `rows` (..., K) by `weight` (V, K), computed when a function of torch reads them."""
+
+    rows: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    computed: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None
+    ) -> LogitsLater:
+        later: Any = Tensor._make_wrapper_subclass(
+            cls, (*rows.shape[:-1], weight.shape[0]), dtype=dtype or rows.dtype, device=rows.device
+        )
+        later.rows, later.weight, later.bias, later.computed = rows, weight, bias, None
+        return later  # type: ignore[no-any-return]
+
+    def now(self) -> Tensor:
+        """The logits, computed once."""
+        if self.computed is None:
+            with torch.autocast(self.rows.device.type, enabled=False):
+                self.computed = functional.linear(self.rows, self.weight, self.bias).to(self.dtype)
+        return self.computed
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Shapes without the numbers, a cast as another one that waits, all else with them."""
+        if function in _SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        if function is Tensor.float and len(args) == 1:
+            self = args[0]
+            return LogitsLater(self.rows, self.weight, self.bias, torch.float32)
+        args, kwargs = pytree.tree_map_only(LogitsLater, LogitsLater.now, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Raise: below torch's functions the numbers would lose their gradient."""
+        raise RuntimeError(
+            f"logits that were not computed reached {function}; read them with torch's functions"
+        )
+
+
+class CausalForward(Substitute):
+    """A causal model's own forward, in which the head's logits may wait while it trains with labels."""
+
+    part, op = "loss", "linear_cross_entropy"
+
+    def __init__(self, module: Any, head: nn.Linear) -> None:
+        super().__init__(module)
+        self.head = HeadForward(head)
+        self.loss = CausalLoss(module.loss_function)
+        self.loss_before = module.__dict__.get("_loss_function")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        trains = self.enabled and self.module.training and kwargs.get("labels") is not None
+        if not trains or torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        token = _TRAINING.set(self.head.module)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            _TRAINING.reset(token)
+
+    def install(self) -> None:
+        """Put the model's forward, its head's and its loss in place."""
+        super().install()
+        self.head.install()
+        model: Any = self.module
+        model.loss_function = self.loss
+
+    def remove(self) -> None:
+        """Restore all three."""
+        super().remove()
+        self.head.remove()
+        self.loss.enabled = False
+        if self.module.__dict__.get("_loss_function") is self.loss:
+            del self.module._loss_function
+            if self.loss_before is not None:
+                self.module.loss_function = self.loss_before
+
+
+class HeadForward(Substitute):
+    """The last projection: logits that wait where the loss alone may need them."""
+
+    part, op = "loss", "linear_cross_entropy"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Logits, later inside a training model's forward."""
+        if _TRAINING.get() is not self.module or torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        why = self._obstacle(args, kwargs)
+        if why:
+            return self.decline(why, args, kwargs)
+        head: Any = self.module
+        rows, weight, bias = args[0], head.weight, head.bias
+        cast = autocast_dtype(rows)
+        if cast is not None:
+            rows, weight, bias = rows.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
+        return LogitsLater(rows, weight, bias)
+
+    def _obstacle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        linear = self.module
+        if len(args) != 1 or kwargs:
+            return "arguments"
+        if type(linear) is not nn.Linear or type(args[0]) is not Tensor or type(linear.weight) not in PLAIN:
+            return "tensor subclass"
+        if (
+            linear._forward_hooks
+            or linear._forward_pre_hooks
+            or getattr(linear, "_is_fsdp_managed_module", False)
+        ):
+            return "hooks"
+        cast = autocast_dtype(args[0])
+        dtypes = {cast} if cast is not None else {args[0].dtype, linear.weight.dtype}
+        return "" if len(dtypes) == 1 and dtypes <= set(_FLOATS) else "dtypes"
+
+
+class CausalLoss:
+    """transformers' causal loss; of logits that wait, by `linear_cross_entropy`."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.enabled = True
+
+    def __call__(self, logits: Any, labels: Any, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
+        """As `ForCausalLMLoss`: the mean over the targets, or their sum by `num_items_in_batch`."""
+        fused = self.enabled and type(logits) is LogitsLater and not args and logits.shape[-1] == vocab_size
+        if not fused or logits.computed is not None:
+            return self.original(logits, labels, vocab_size, *args, **kwargs)
+        ignored = kwargs.get("ignore_index", -100)
+        target, items = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
+        if target is None:
+            target = functional.pad(labels, (0, 1), value=ignored)[..., 1:]
+        rows = logits.rows.reshape(-1, logits.rows.shape[-1])
+        with torch.autocast(rows.device.type, enabled=False):
+            loss = sync.linear_cross_entropy(
+                rows, logits.weight, target.reshape(-1).to(rows.device), logits.bias, ignore_index=ignored,
+                reduction="mean" if items is None else "sum",
+            ).float()  # fmt: skip
+        if items is None:
+            return loss
+        return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+
+
+def substitute(model: Any) -> CausalForward | str:
+    """The causal model with a fused loss, or why it has none."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if code is None or "loss_function" not in code.co_names:
+        return "it computes no loss, or by itself"
+    loss = model.loss_function
+    if loss is not ForCausalLMLoss:
+        return f"its loss is {getattr(loss, '__name__', type(loss).__name__)}, not transformers' causal one"
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return f"its head is {type(head).__name__}, not torch's Linear"
+    if has_hooks((head,)):
+        return "its head has hooks"
+    return CausalForward(model, head)

@@ -1,0 +1,185 @@
+"""Feed-forward blocks by `mlp`: gated ones of two or three projections, and plain ones of two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import layerzero.sync as sync
+from layerzero.integrations.patches import probe
+from layerzero.integrations.patches.substitute import PLAIN, Substitute, autocast_dtype, has_hooks
+from layerzero.ops.linear.mlp import GATES, mlp_reference
+from layerzero.ops.linear.mlp import PLAIN as UNGATED
+
+NAMES = ("mlp", "feedforward", "feed_forward", "densegatedactdense", "denseactdense", "ffn",
+         "experts")  # fmt: skip
+# How often the gate's and the value's weights are put into one matrix anew after something moved them.
+JOINS = 4
+C, F = 8, 12
+
+
+class MlpForward(Substitute):
+    """`module(x)` by `mlp` while nothing needs a gradient.
+
+    The op wants the gate's rows above the value's in one matrix. The first call puts the two weights there:
+    both stay parameters with their numbers, as views of it. Moved weights are put together again, `JOINS`
+    times in all; after that the block computes by itself.
+    """
+
+    part, op = "mlp", "mlp"
+
+    def __init__(self, module: nn.Module, up: tuple[str, ...], down: str, activation: str) -> None:
+        super().__init__(module)
+        self.up, self.down = up, down
+        self.activation: Any = activation  # one of the op's names
+        self.joins = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One tensor by the op; anything else by the module itself."""
+        if torch.compiler.is_compiling() or not self.enabled:
+            return self.original(*args, **kwargs)
+        if len(args) != 1 or kwargs:
+            return self.decline("arguments", args, kwargs)
+        x, inside = args[0], self.module.__dict__["_modules"]
+        ups: list[Any] = [inside[name] for name in self.up]
+        down: Any = inside[self.down]
+        if type(x) is Tensor and x.device.type == "meta":
+            return self.original(x)
+        why = self._obstacle(x, [*ups, down])
+        if why:
+            return self.decline(why, args, kwargs)
+        weight, bias = ups[0].weight, ups[0].bias
+        if len(ups) == 2:
+            joint = _joint(ups[0].weight, ups[1].weight)
+            if joint is None and self.joins < JOINS:
+                joint = join(ups[0], ups[1])
+                self.joins += 1
+            if joint is None:
+                return self.decline("weights apart", args, kwargs)
+            weight, bias = joint, None if bias is None else torch.cat((bias, ups[1].bias))
+        return sync.mlp(x, weight, down.weight, bias, down.bias, activation=self.activation)
+
+    def _obstacle(self, x: Any, linears: list[Any]) -> str:
+        """Why this call is not for the op; empty where it is."""
+        if any(type(linear) is not nn.Linear for linear in linears):
+            return "projections"
+        if has_hooks(linears) or getattr(self.module, "_is_fsdp_managed_module", False):
+            return "hooks"
+        weights = [value for linear in linears for value in (linear.weight, linear.bias) if value is not None]
+        if type(x) is not Tensor or any(type(weight) not in PLAIN for weight in weights):
+            return "tensor subclass"
+        if any(weight.dtype is not x.dtype for weight in weights):
+            return "dtypes"
+        if autocast_dtype(x) is not None:
+            return "autocast"
+        if torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in weights)):
+            return "gradient"
+        if self.module.training and any(isinstance(m, nn.Dropout) and m.p for m in self.module.children()):
+            return "dropout"
+        return ""
+
+    def remove(self) -> None:
+        """Give each projection a weight of its own again, too."""
+        super().remove()
+        ups: list[Any] = [self.module._modules[name] for name in self.up]
+        if len(ups) == 2 and all(type(linear) is nn.Linear for linear in ups):
+            first, second = (linear.weight for linear in ups)
+            if type(first) in PLAIN and type(second) in PLAIN and _joint(first, second) is not None:
+                for weight in (first, second):
+                    weight.data = weight.data.clone()
+
+
+def _joint(gate: Tensor, value: Tensor) -> Tensor | None:
+    """Both as one matrix, where they are already the two halves of one."""
+    same_kind = gate.dtype is value.dtype and gate.shape == value.shape and gate.device == value.device
+    if not same_kind or not (gate.is_contiguous() and value.is_contiguous()):
+        return None
+    if gate.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
+        return None
+    if value.storage_offset() - gate.storage_offset() != gate.numel():
+        return None
+    rows, width = gate.shape
+    return gate.detach().as_strided((2 * rows, width), (width, 1), gate.storage_offset())
+
+
+def join(gate: nn.Linear, value: nn.Linear) -> Tensor | None:
+    """Put two projections' weights into one matrix, whose halves they become."""
+    first, second = gate.weight, value.weight
+    if first.shape != second.shape or first.device != second.device or first.device.type == "meta":
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        rows = first.shape[0]
+        joint = torch.cat((first.data, second.data))
+        first.data, second.data = joint[:rows], joint[rows:]
+    return joint
+
+
+def is_mlp(module: nn.Module) -> bool:
+    """Whether a module's class says that it is a feed-forward block and its projections are its own."""
+    kind = type(module).__name__.lower()
+    return any(name in kind for name in NAMES) and bool(module._modules or module._parameters)
+
+
+def substitute(module: nn.Module) -> MlpForward | str:
+    """The block on our op, or why it has none."""
+    linears: dict[str, Any] = {name: part for name, part in module._modules.items() if _projects(part)}
+    strange = sorted({type(part).__name__ for part in linears.values() if type(part) is not nn.Linear})
+    if strange:
+        return f"its projections are {', '.join(strange)}, not torch's Linear"
+    if any(parameter is not None and parameter.dim() == 3 for parameter in module._parameters.values()):
+        return "its experts are chosen before it; the op `moe` chooses them itself"
+    if module._parameters or len(linears) not in (2, 3):
+        return f"it has {len(linears)} projections" if linears else "it has no projections of its own"
+    if any(list(part.parameters()) for name, part in module._modules.items() if name not in linears and part):
+        return "it has trained parts beside its projections"
+    *ups, down = linears
+    gated = len(ups) == 2
+    small: dict[str, nn.Module] = {}
+    weights: list[Any] = []
+    for index, (name, linear) in enumerate(linears.items()):
+        wide = not gated and linear.out_features == 2 * linears[down].in_features
+        shape = (C, F) if name == down else (2 * F if wide else F, C)
+        weights.append(_linear(shape, linear.bias is not None, seed=10 * index))
+        small[name] = weights[-1]
+    rest = {
+        name: nn.Identity() if isinstance(part, nn.Dropout) else part
+        for name, part in module._modules.items()
+        if name not in linears and part is not None
+    }
+    double = probe.stand_in(module, {}, {**rest, **small})
+    x = probe.numbers(3, C, seed=5)
+    theirs = probe.answer(type(module).forward, double, x)
+    for order in ((0, 1), (1, 0)) if gated else ((0,),):
+        up = torch.cat([weights[i].weight for i in order])
+        biases = [weights[i].bias for i in order]
+        if (biases[0] is None) != (biases[-1] is None):
+            return "one of its gated projections has a bias, the other has none"
+        bias = None if biases[0] is None else torch.cat(biases)
+        for activation in GATES if up.shape[0] == 2 * F else UNGATED:
+            ours = mlp_reference(x, up, weights[-1].weight, bias, weights[-1].bias, activation)
+            if probe.same(ours, theirs):
+                return MlpForward(module, tuple(ups[i] for i in order), down, activation)
+    return (
+        "no activation of the op gives what it computes"
+        if isinstance(theirs, Tensor)
+        else probe.why_not(theirs)
+    )
+
+
+def _projects(part: nn.Module | None) -> bool:
+    """Whether a part has a matrix of weights, whatever its class."""
+    weight = None if part is None else getattr(part, "weight", None)
+    return isinstance(part, nn.Linear) or (isinstance(weight, Tensor) and weight.dim() == 2) or (
+        part is not None and "linear" in type(part).__name__.lower()
+    )  # fmt: skip
+
+
+def _linear(shape: tuple[int, int], bias: bool, seed: int) -> nn.Linear:
+    """A small projection with random numbers."""
+    linear = nn.Linear(shape[1], shape[0], bias=bias, dtype=torch.float32, device="meta")  # draws nothing
+    for offset, (name, parameter) in enumerate(list(linear.named_parameters())):
+        values = probe.numbers(*parameter.shape, seed=seed + offset)
+        setattr(linear, name, nn.Parameter(values, requires_grad=False))
+    return linear

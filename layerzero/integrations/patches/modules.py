@@ -1,0 +1,106 @@
+"""Every module of a model with the op that serves it, in place and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from layerzero.integrations.patches import mlp, norm, rope
+from layerzero.integrations.patches.substitute import PARTS, PatchTable, Substitute, Verdicts
+
+RECORD = "_layerzero_patch"
+# Such as accelerate, which puts a module's weights where they are needed just before.
+TAKEN = "another library has replaced its forward"
+# Of each part: which modules belong to it, and the substitute of one or why it has none.
+_KINDS: dict[str, tuple[Callable[[nn.Module], bool], Callable[[nn.Module], Substitute | str]]] = {
+    "norm": (norm.is_norm, norm.substitute),
+    "rope": (rope.turns, rope.substitute),
+    "mlp": (mlp.is_mlp, mlp.substitute),
+}
+
+
+@dataclass
+class Patch:
+    """What was done to one model, kept in it, so that a copy of the model has its own."""
+
+    table: PatchTable
+    parts: frozenset[str]
+    substitutes: list[Substitute] = field(default_factory=list)
+    # What to give each configuration back, and other such things: (object, attribute, value).
+    settings: list[tuple[Any, str, Any]] = field(default_factory=list)
+
+    def restore_settings(self) -> None:
+        """Give every object the attribute back that it had."""
+        for owner, name, value in self.settings:
+            setattr(owner, name, value)
+        self.settings.clear()
+
+
+def need_parts(parts: Iterable[str]) -> frozenset[str]:
+    """The parts to patch.
+
+    Raises: ValueError: one of them is none that a model has.
+    """
+    if isinstance(parts, str):
+        raise ValueError(f"parts needs a collection of names, got the string {parts!r}")
+    names = frozenset(parts)
+    strange = sorted(names - set(PARTS), key=str)
+    if strange or not names:
+        raise ValueError(f"parts needs some of {', '.join(PARTS)}, got {strange[0] if strange else 'none'!r}")
+    return names
+
+
+def substitutes(model: nn.Module, parts: Iterable[str], verdicts: Verdicts) -> list[Substitute]:
+    """The substitute of each module that an op serves, not yet in place; every module gets a verdict."""
+    chosen: list[Substitute] = []
+    kinds = [_KINDS[part] + (part,) for part in parts if part in _KINDS]
+    for module in model.modules():
+        for belongs, make, part in kinds:
+            if not belongs(module):
+                continue
+            verdict = TAKEN if "forward" in module.__dict__ else make(module)
+            if isinstance(verdict, str):
+                verdicts.add(part, module, None, verdict)
+            else:
+                verdicts.add(part, module, verdict.op, verdict.note)
+                chosen.append(verdict)
+    return chosen
+
+
+def record_of(model: nn.Module) -> Patch | None:
+    """What was done to this model, None if nothing."""
+    record: Patch | None = model.__dict__.get(RECORD)
+    return record
+
+
+def has_record(model: nn.Module, parts: frozenset[str]) -> bool:
+    """Whether this model is patched, with these parts.
+
+    Raises: ValueError: it is, without some of them.
+    """
+    record = record_of(model)
+    missing = sorted(parts - record.parts) if record is not None else []
+    if record is not None and missing:
+        served = ", ".join(sorted(record.parts))
+        raise ValueError(
+            f"model needs to be unpatched first to patch {missing[0]}: it is patched for {served}"
+        )
+    return record is not None
+
+
+def apply(model: nn.Module, patch: Patch) -> None:
+    """Put every substitute in place and remember it."""
+    for substitute in patch.substitutes:
+        substitute.install()
+    model.__dict__[RECORD] = patch
+
+
+def restore(model: nn.Module, patch: Patch) -> None:
+    """Give every module and configuration back what it had."""
+    for substitute in reversed(patch.substitutes):
+        substitute.remove()
+    patch.restore_settings()
+    del model.__dict__[RECORD]

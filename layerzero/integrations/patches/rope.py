@@ -1,0 +1,174 @@
+"""Rotary embeddings by `rope`, in attention modules that call a function of their own file for it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import layerzero.sync as sync
+from layerzero.calls.blocking import context_device
+from layerzero.integrations.patches import probe, rewire
+from layerzero.integrations.patches.rewire import reads
+from layerzero.integrations.patches.substitute import Substitute
+from layerzero.ops.rope.rope import rope_reference
+
+PREFIX = "apply_rotary"
+# Positions, and both tables in float32: on the tensor of cosines, for the layers that get it after the first.
+_TABLES = "_layerzero_tables"
+Tables = tuple[int, Tensor, Tensor, Tensor]
+
+
+class Rotation:
+    """In place of a file's function: q and k (B, H, S, D), cos and sin (B, S, R), turned by `rope`.
+
+    The op's tables have one column for the two features that turn together. That the model's tables repeat
+    each is looked at the first time.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], interleaved: bool, halves: bool, partial: bool = False
+    ) -> None:
+        self.function, self.interleaved, self.halves, self.partial = function, interleaved, halves, partial
+        self.repeats: bool | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Four tensors and at most the axis of the heads; anything else by the file's function."""
+        named = {name: kwargs[name] for name in kwargs if name != "unsqueeze_dim"}
+        if len(args) == 4 and not named and kwargs.get("unsqueeze_dim", 1) == 1 and self._serves(*args):
+            q, k, cos, sin = args
+            tables = self._tables(cos, sin, q.shape[0])
+            if tables is not None:
+                rotated = sync.rope(
+                    q.transpose(1, 2), k.transpose(1, 2), *tables, interleaved=self.interleaved
+                )
+                return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
+        if args and isinstance(args[0], Tensor) and args[0].device.type != "meta":
+            context_device((args[0],)).counters.add("own_forward", part="rope", why="arguments")
+        return self.function(*args, **kwargs)
+
+    def _serves(self, q: Any, k: Any, cos: Any, sin: Any) -> bool:
+        if not (type(q) is type(k) is type(cos) is type(sin) is Tensor) or q.device.type == "meta":
+            return False
+        fits = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape
+        # What wider tables promote the result to is the function's own affair.
+        width = cos.shape[-1] == q.shape[-1] or (self.partial and cos.shape[-1] < q.shape[-1])
+        return fits and width and q.dtype is k.dtype is cos.dtype and self.repeats is not False
+
+    def _tables(self, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Positions (B, S) and the rows of this call's tables, (B * S, R / 2)."""
+        if self.repeats is None:
+            if not sin.any():  # the first position alone: all of its columns are equal
+                return None
+            self.repeats = all(torch.equal(self._columns(t, 0), self._columns(t, 1)) for t in (cos, sin))
+            if not self.repeats:
+                return None
+        # A tensor made in inference mode counts no writes: nothing is remembered about it.
+        version = None if cos.is_inference() else cos._version
+        stored: Tables | None = getattr(cos, _TABLES, None)
+        if stored is not None and stored[0] == version and stored[1].shape[0] == batch:
+            return stored[1:]
+        rows = cos.shape[0] * cos.shape[1]
+        positions = torch.arange(rows, device=cos.device).view(cos.shape[:2]).expand(batch, -1).contiguous()
+        columns, others = (self._columns(t, 0).float().reshape(rows, -1) for t in (cos, sin))
+        tables = (positions, columns, others)
+        if version is not None:
+            setattr(cos, _TABLES, (version, *tables))
+        return tables
+
+    def _columns(self, table: Tensor, which: int) -> Tensor:
+        """The first or the second of the two columns of each turned pair."""
+        if not self.halves:
+            return table[..., which::2]
+        half = table.shape[-1] // 2
+        return table[..., which * half : (which + 1) * half]
+
+
+class AttentionForward(Substitute):
+    """An attention module's own forward, in which the rotary function is ours."""
+
+    part, op = "rope", "rope"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        others = [n for n in _names(module) if rotation_of(type(module).forward.__globals__.get(n)) is None]
+        self.note = f"{', '.join(others)} stays the model's own" if others else ""
+        self.forward = type(module).forward
+        self.run = turning(type(module).forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward; a traced one is left as it is."""
+        changed = type(self.module).forward is not self.forward  # by someone else, since
+        if torch.compiler.is_compiling() or not self.enabled or self.run is None or changed:
+            return self.original(*args, **kwargs)
+        return self.run(self.module, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the function, which another process makes anew."""
+        return {**self.__dict__, "run": None, "forward": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.forward = type(self.module).forward
+        self.run = turning(type(self.module).forward)
+
+
+@functools.cache
+def turning(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`forward` with our rotation under the name of its file's; None where that is not the op's rotation."""
+    rotations = {
+        name: rotation
+        for name in reads(forward)
+        if name.startswith(PREFIX) and (rotation := rotation_of(forward.__globals__.get(name)))
+    }
+    return rewire.rebind(forward, rotations) if rotations else None
+
+
+@functools.cache
+def rotation_of(function: Any) -> Rotation | None:
+    """The op's rotation that gives what `function` gives, where there is one."""
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    if parameters[:4] != ["q", "k", "cos", "sin"] or set(parameters[4:]) - {"position_ids", "unsqueeze_dim"}:
+        return None
+    for interleaved, halves in ((False, True), (True, False), (True, True)):
+        if _gives(function, 8, interleaved, halves):
+            return Rotation(function, interleaved, halves, _gives(function, 12, interleaved, halves))
+    return None
+
+
+def _gives(function: Callable[..., Any], width: int, interleaved: bool, halves: bool) -> bool:
+    """Whether `function` turns the first 8 of `width` features as the op does."""
+    q, k = probe.numbers(2, 3, 4, width, seed=1), probe.numbers(2, 1, 4, width, seed=2)
+    angles = probe.numbers(2, 4, 4, seed=3)
+    whole = torch.cat((angles, angles), -1) if halves else angles.repeat_interleave(2, -1)
+    theirs = probe.answer(function, q, k, whole.cos(), whole.sin())
+    if not isinstance(theirs, tuple) or len(theirs) != 2:
+        return False
+    positions = torch.arange(8, device="cpu").view(2, 4)
+    rows = (angles.cos().reshape(8, 4), angles.sin().reshape(8, 4))
+    ours = rope_reference(q.transpose(1, 2), k.transpose(1, 2), positions, *rows, interleaved)
+    return all(probe.same(turned.transpose(1, 2), other) for turned, other in zip(ours, theirs, strict=True))
+
+
+def turns(module: nn.Module) -> bool:
+    """Whether a module's forward calls a rotary function of its file."""
+    return bool(_names(module))
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name in reads(type(module).forward) if name.startswith(PREFIX)]
+
+
+def substitute(module: nn.Module) -> AttentionForward | str:
+    """The attention module with our rotation in it, or why not."""
+    forward = type(module).forward
+    if turning(forward) is None:
+        return f"{_names(module)[0]} of its file is not the op's rotation"
+    return AttentionForward(module)

@@ -1,0 +1,252 @@
+"""Tuning a device for a workload: its rounds, what is published meanwhile, and the report."""
+
+from __future__ import annotations
+
+import math
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+
+from layerzero._util import log
+from layerzero._util.ending import ENDING
+from layerzero.measure.calls import Call, workload_of
+from layerzero.measure.compare import WinnerChange, find_uncovered, winner_changes
+from layerzero.measure.shapes import standard_calls
+from layerzero.measure.timing import QUICK, Effort
+from layerzero.measure.tuner import TunableDevice, Tuner, TuningResult
+from layerzero.ops import table as ops_table
+from layerzero.perfdb.record import Environment, Launch, Measurement
+from layerzero.perfdb.store import PerfDB, read_rows
+from layerzero.selection.cost.cost_model import load_costs, perfdb_path
+from layerzero.spec.errors import ConfigurationError, NoKernelFoundError
+
+TUNED = "tuning.finished"
+_KEEP_EVERY_S = 10.0
+# A second round comes after the first of so many calls: a machine that is slow for a moment is slow in one.
+_APART = 40
+
+TuneProgress = Callable[[int, int, TuningResult | None], None]
+
+
+class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What tuning came to: one record a call and launch kind, and how steady the winners were.
+
+    `compared` and `changes` speak of two tunes with `repeat=2`: calls, and those whose winners differ;
+    `flipped` counts them, `flipped_outside` those outside the tie band, for which a third tune was made
+    (`thirds` calls; the median counts). `skipped` calls had no time left.
+    `path` is the file of rows.
+    """
+
+    device: str
+    calls: int
+    seconds: float
+    tuned: tuple[TuningResult, ...]
+    skipped: int = 0
+    compared: int = 0
+    changes: tuple[WinnerChange, ...] = ()
+    thirds: int = 0
+    path: str | None = None
+
+    @property
+    def flipped(self) -> int:
+        """Winners that differ between two tunes."""
+        return len(self.changes)
+
+    @property
+    def flipped_outside(self) -> int:
+        """Those of them that noise does not explain."""
+        return sum(change.outside for change in self.changes)
+
+    @property
+    def rows(self) -> tuple[Measurement, ...]:
+        """Every measurement made."""
+        return tuple(row for tuned in self.tuned for row in tuned.rows)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """The kernels that could not be measured, with the first reason of each."""
+        return {kernel: why for tuned in reversed(self.tuned) for kernel, why in tuned.failed.items()}
+
+
+class TuningJob:
+    """One tuning of a device: what to measure, and what becomes of it.
+
+    Raises: ValueError: `repeat` is neither 1 nor 2. NoKernelFoundError: an op does not exist.
+    """
+
+    def __init__(
+        self, device: TunableDevice, workload: Any, *, ops: Sequence[str] | None,
+        launches: Sequence[Launch], quick: bool, budget_s: float | None, repeat: int,
+        missing: bool, progress: TuneProgress | None,
+    ) -> None:  # fmt: skip
+        for name in ops or ():
+            ops_table.get(name)
+        if isinstance(repeat, bool) or repeat not in (1, 2):
+            raise ValueError(f"repeat needs 1 or 2, got {repeat!r}")
+        self._device = device
+        self._launches = tuple(launches)
+        self._effort = QUICK if quick else Effort()
+        self._budget_s = budget_s
+        self._repeat = repeat
+        self._progress = progress
+        if workload is None:
+            self._calls = standard_calls(ops, self._device.device.type, quick)
+        else:
+            chosen = workload_of(workload)
+            self._calls = tuple(c for c in chosen.calls if ops is None or c.op in ops)
+        if missing:
+            self._calls = tuple(missing_calls(self._device, self._calls, stored_rows(self._device)))
+        self._tuner = Tuner(self._device, self._launches, self._effort)
+        self._pending: list[Measurement] = []
+        self._path: Path | None = None
+        self._published_s, self._count = time.monotonic(), 0
+
+    def key(self) -> Any:
+        """Equal for jobs that measure the same on the same device."""
+        calls = msgspec.json.encode(self._calls)
+        return (id(self._device), calls, self._launches, self._effort, self._budget_s, self._repeat)
+
+    def run(self) -> TuneReport:
+        """Measure, publish and write.
+
+        Raises: ConfigurationError: measurements are to be kept where nothing can be written.
+        """
+        _need_writable(self._device)
+        started = time.monotonic()
+        rounds: list[list[TuningResult]] = [[] for _ in range(self._repeat)]
+        thirds: list[TuningResult] = []
+        done = 0
+        for begin in range(0, len(self._calls), _APART):
+            block = self._calls[begin : begin + _APART]
+            count = self._block(block, rounds, thirds, started)
+            done += count
+            if count < len(block):
+                break
+        self._publish_pending(force=True)
+        skipped = len(self._calls) - done
+        tuned = tuple(t for round_ in (*rounds, thirds) for t in round_)
+        compared, changed = winner_changes(*rounds) if self._repeat == 2 else (0, ())
+        report = TuneReport(
+            device=str(self._device.device), calls=done, seconds=time.monotonic() - started, tuned=tuned,
+            skipped=skipped, compared=compared, changes=changed, thirds=len({t.call for t in thirds}),
+            path=str(self._path) if self._path else None,
+        )  # fmt: skip
+        log.info(TUNED, device=report.device, calls=report.calls, rows=len(report.rows), skipped=skipped)
+        return report
+
+    def _block(
+        self,
+        block: Sequence[Call],
+        rounds: list[list[TuningResult]],
+        thirds: list[TuningResult],
+        started: float,
+    ) -> int:
+        """Measure each of a few calls once, then each again: the rounds of a call are spread over the time.
+
+        Returns how many calls there was time for, once at least.
+        """
+        ends = started + self._budget_s if self._budget_s is not None else math.inf
+        block_started, count = time.monotonic(), 0
+        latest: list[list[TuningResult]] = [[] for _ in rounds]
+        for call in block:
+            now_s = time.monotonic()
+            # The other rounds will take as long as the first has taken.
+            if ENDING.is_set() or now_s + (now_s - block_started) * (len(rounds) - 1) > ends:
+                break
+            latest[0] += self._measure(call)
+            count += 1
+        for round_ in latest[1:]:
+            for call in block[:count]:
+                if time.monotonic() < ends and not ENDING.is_set():
+                    round_ += self._measure(call)
+        for round_, latest_round in zip(rounds, latest, strict=True):
+            round_ += latest_round
+        if len(latest) == 2:
+            unsteady = {change.call for change in winner_changes(*latest)[1] if change.outside}
+            for call in block[:count]:
+                if str(call) in unsteady and time.monotonic() < ends and not ENDING.is_set():
+                    thirds += self._measure(call)
+        return count
+
+    def _measure(self, call: Call) -> list[TuningResult]:
+        tuned_call = self._tuner.measure(call)
+        self._pending += [row for tuned in tuned_call for row in tuned.rows]
+        self._count += 1
+        if self._progress is not None:
+            total = len(self._calls) * self._repeat
+            self._progress(min(self._count, total), total, tuned_call[-1])
+        self._publish_pending()
+        return tuned_call
+
+    def _publish_pending(self, force: bool = False) -> None:
+        """Publish what was measured, every few seconds: what ends this process loses little."""
+        if force or time.monotonic() - self._published_s > _KEEP_EVERY_S:
+            self._path = publish(self._device, self._pending) or self._path
+            self._pending, self._published_s = [], time.monotonic()
+
+
+def missing_calls(device: TunableDevice, calls: Sequence[Call], rows: Iterable[Measurement]) -> list[Call]:
+    """The calls that `rows` do not cover on a device (`tuning.missing`)."""
+    takers_of_sites = [(call.benchmark_case(device.hardware), _takers(device, call)) for call in calls]
+    return [
+        call
+        for call, is_missing in zip(calls, find_uncovered(takers_of_sites, rows), strict=True)
+        if is_missing
+    ]
+
+
+def _takers(device: TunableDevice, call: Call) -> set[str]:
+    try:
+        selection = device.table(ops_table.get(call.op)).recompute(call.request(device.hardware))
+    except NoKernelFoundError:
+        return set()  # tuning says why
+    return {candidate.kernel for candidate in selection.trace if candidate.eligible}
+
+
+def stored_rows(device: TunableDevice) -> tuple[Measurement, ...]:
+    """What was measured in this environment and is kept: in the device's file, or in memory without one."""
+    path = perfdb_path(device.settings)
+    rows = (
+        read_rows(path, Environment.of_hardware(device.hardware))
+        if path is not None and path.is_file()
+        else []
+    )
+    return (*rows, *device.measured)
+
+
+def publish(device: TunableDevice, rows: Sequence[Measurement]) -> Path | None:
+    """Keep rows in the device's file, if it has one, and price with them from now on."""
+    path = perfdb_path(device.settings)
+    if path is not None and rows:
+        anyio.run(_write, path, Environment.of_hardware(device.hardware), rows)
+        device.measured = ()
+    else:
+        device.measured = (*device.measured, *rows)
+    kernels = {kernel.id: kernel for kernel in device.registry.all()}
+    device.set_costs(load_costs(device.settings, kernels, device.hardware, device.measured))
+    return path if rows else None
+
+
+def _need_writable(device: TunableDevice) -> None:
+    """Open the file of measurements before the first of them is made, rather than lose them at the end."""
+    path = perfdb_path(device.settings)
+    if path is None:
+        return
+    try:
+        anyio.run(_write, path, Environment.of_hardware(device.hardware), ())
+    except (OSError, sqlite3.DatabaseError) as error:
+        raise ConfigurationError(
+            f"perfdb needs a file that can be written, got {path}: {error}; perfdb=None keeps nothing",
+            field="perfdb",
+        ) from error
+
+
+async def _write(path: Path, environment: Environment, rows: Sequence[Measurement]) -> None:
+    async with PerfDB(os.fspath(path)) as db:
+        await db.add(environment, rows)

@@ -1,0 +1,201 @@
+"""Patched models under PEFT, accelerate, the Trainer, autocast and FSDP2: the numbers of unpatched ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import layerzero as lz
+from tests import children
+from tests.integrations import models
+from tests.integrations.models import transformers
+
+
+@pytest.fixture(autouse=True)
+def runtime() -> Iterator[lz.Runtime]:
+    """A runtime whose counters start at zero."""
+    with lz.start(lz.Settings.load(warm="off", device="cpu")) as opened:
+        yield opened
+
+
+def batch() -> dict[str, Tensor]:
+    """Two rows of tokens with their labels."""
+    ids = models.text(9, 9)["input_ids"]
+    return {"input_ids": ids, "labels": ids}
+
+
+def step(model: Any, **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of one batch, and the gradients that it gives."""
+    model.zero_grad()
+    loss = model(**batch(), **more).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same(
+    ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, dict[str, Tensor]], rtol: float
+) -> None:
+    """Compare two steps; gradients by the largest of each tensor."""
+    torch.testing.assert_close(ours[0], theirs[0], atol=0, rtol=rtol)
+    assert ours[1].keys() == theirs[1].keys() and ours[1]
+    for name, grad in theirs[1].items():
+        torch.testing.assert_close(ours[1][name], grad, atol=rtol * float(grad.abs().max()), rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # the library's own
+@pytest.mark.parametrize("first", ["peft", "patch"])
+def test_lora_layers_are_patched_around(runtime: lz.Runtime, first: str) -> None:
+    """Whichever comes first: adapters train as they do, and all comes off again."""
+    peft = pytest.importorskip("peft", reason="the adapters' library is missing: .[test]")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False, lora_dropout=0.0
+    )
+
+    def adapted(patched: bool) -> Any:
+        model = models.build("llama").train()
+        if patched and first == "patch":
+            lz.patch(model)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, config)
+        return lz.patch(model) if patched else model
+
+    theirs = step(adapted(False))
+    model = adapted(True)
+    with models.counting() as calls:
+        same(step(model), theirs, 1e-4)
+    assert calls["attention"] == 2 and calls["linear_cross_entropy"] == 1 and "mlp" not in calls
+    lz.unpatch(model)
+    with models.counting() as calls:
+        same(step(model), theirs, 1e-6)
+    assert calls == {}
+    merged = lz.patch(model).merge_and_unload().eval()
+    with models.counting() as calls:
+        assert models.answer(merged, "llama").isfinite().all()
+    assert calls["attention"] == calls["rope"] == 2
+
+
+def test_accelerate_prepares_a_patched_model() -> None:
+    """Its wrappers of forward go around ours; an unpatch below them leaves the model's own numbers."""
+    accelerate = pytest.importorskip("accelerate", reason="the launcher's library is missing: .[test]")
+    theirs = step(models.build("llama").train())
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = lz.patch(models.build("llama").train())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    with models.counting() as calls:
+        same(step(prepared), theirs, 1e-4)
+    assert calls["linear_cross_entropy"] == 1
+    hooked = copy.deepcopy(models.build("llama"))
+    lz.patch(hooked)
+    accelerate.hooks.add_hook_to_module(hooked.model.norm, accelerate.hooks.ModelHook())
+    lz.unpatch(hooked)
+    with models.counting() as calls:
+        assert torch.equal(models.answer(hooked, "llama"), models.answer(models.build("llama"), "llama"))
+    assert calls == {}
+
+
+def trained(folder: Path, patched: bool, **more: Any) -> tuple[list[float], Any]:
+    """The losses of a Trainer's steps, and the model."""
+    model = models.build("llama")
+    if patched:
+        lz.patch(model)
+    rows = [{"input_ids": row, "labels": row} for row in models.text(9, 9, 9, 9, 9, 9, 9, 9)["input_ids"]]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, **more,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_trainer_trains_a_patched_model(tmp_path: Path, bf16: bool) -> None:
+    """Same losses as unpatched, with accumulated gradients, under autocast too; saved, it is plain."""
+    pytest.importorskip("accelerate", reason="the Trainer needs it: .[test]")
+    theirs, _ = trained(tmp_path, False, bf16=bf16)
+    with models.counting() as calls:
+        ours, model = trained(tmp_path, True, bf16=bf16)
+    assert ours == pytest.approx(theirs, rel=2e-2 if bf16 else 1e-3) and len(ours) == 4
+    assert calls["linear_cross_entropy"] == 8
+    model.eval()
+    before = models.answer(model, "llama")
+    model.save_pretrained(tmp_path / "saved")
+    loaded = type(model).from_pretrained(tmp_path / "saved").eval()
+    with models.counting() as calls:
+        torch.testing.assert_close(
+            models.answer(loaded, "llama"), before, atol=1e-2 if bf16 else 1e-5, rtol=0
+        )
+    assert calls == {}
+
+
+def test_autocast_gives_what_it_gave() -> None:
+    """Loss and gradients in bfloat16 around a float32 model."""
+    model = models.build("llama").train()
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = step(model)
+        ours = step(lz.patch(model))
+    assert ours[0].dtype is torch.float32
+    same(ours, theirs, 5e-2)
+
+
+FSDP = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torch.distributed.device_mesh
+from torch.distributed.fsdp import fully_shard
+import layerzero as lz
+from tests.integrations import models
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+
+def losses(patched, order):
+    model = models.build("llama").train()
+    if patched and order == "before":
+        lz.patch(model)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if patched and order == "after":
+        lz.patch(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = models.text(9, 9, 9, 9)["input_ids"][2 * rank : 2 * rank + 2]
+    found = []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss))
+    model.eval()
+    with torch.no_grad():
+        found.append(float(model(input_ids=ids).logits.square().mean()))
+    return torch.tensor(found)
+
+with lz.start(lz.Settings.load(warm="off", device="cpu")):
+    theirs = losses(False, "")
+    for order in ("before", "after"):
+        with models.counting() as calls:
+            torch.testing.assert_close(losses(True, order), theirs, atol=1e-5, rtol=1e-4)
+        assert calls["attention"] == 8 and calls["rms_norm"] == 20, calls
+dist.barrier()
+dist.destroy_process_group()
+print("equal")
+"""
+
+
+def test_fsdp_on_two_ranks(tmp_path: Path) -> None:
+    """Sharded after the patch and before it: three steps and an evaluation as unpatched."""
+    ranks = [children.Child(FSDP, str(rank), str(tmp_path / "store"), folder=tmp_path) for rank in range(2)]
+    ended = [rank.ended() for rank in ranks]
+    assert [result.stdout.strip() for result in ended] == ["equal"] * 2, [result.stderr for result in ended]

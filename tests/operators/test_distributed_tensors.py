@@ -1,0 +1,59 @@
+"""Distributed tensors: replicated and sharded, right numbers or a refusal by name; on two processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+RANK = """
+import sys, torch, torch.distributed as dist
+import layerzero as lz
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+x, weight, matrix, q = torch.randn(4, 8), torch.randn(8), torch.randn(6, 8), torch.randn(2, 4, 6, 8)
+whole = lambda t, p=Replicate(): distribute_tensor(t, mesh, [p])
+for placement in (Replicate(), Shard(0), Shard(1)):
+    for run in (lz.sync.rms_norm, torch.ops.layerzero.rms_norm):
+        normed = run(whole(x, placement), whole(weight)).full_tensor()
+        torch.testing.assert_close(normed, lz.sync.rms_norm(x, weight))
+    got = lz.sync.linear(whole(x, placement), whole(matrix)).full_tensor()
+    torch.testing.assert_close(got, lz.sync.linear(x, matrix))
+    sharded = whole(q, placement)
+    seen = lz.sync.attention(sharded, sharded, sharded, is_causal=True)
+    assert seen.placements == (placement,)
+    torch.testing.assert_close(seen.full_tensor(), lz.sync.attention(q, q, q, is_causal=True))
+tokens = whole(q, Shard(2))
+refusals = {
+    "q needs to be replicated or sharded along": lambda: lz.sync.attention(tokens, tokens, tokens),
+    "rms_norm needs tensors for which plain torch can": lambda: lz.sync.rms_norm(whole(x), weight),
+}
+for error, run in refusals.items():
+    try:
+        run()
+    except TypeError as refused:
+        assert error in str(refused), refused
+    else:
+        raise AssertionError(error)
+dist.barrier()
+dist.destroy_process_group()
+print("fine")
+"""
+
+
+def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
+    """Norms, products and attention over replicas and shards; tokens in shards are refused."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        out, error = rank.communicate(timeout=300)
+        assert out.strip() == "fine", error
