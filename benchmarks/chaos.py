@@ -120,11 +120,17 @@ class Run:
         while self.goes_on:
             got: list[int] = []
             last = time.monotonic()
-            async for token in self.fleet.stream(tokens, seed, LENGTH, 0.005, resume=True):
-                got.append(token)
-                now = time.monotonic()
-                self.gaps.add(now - last)
-                last = now
+            try:
+                async for token in self.fleet.stream(tokens, seed, LENGTH, 0.005, resume=True):
+                    got.append(token)
+                    now = time.monotonic()
+                    self.gaps.add(now - last)
+                    last = now
+            except lz.DeviceLostError as error:
+                # The machine may stand still for longer than a caller waits for any device to come back.
+                kind = "no device came back in time" if error.retryable else "lost their device too often"
+                self.done[f"generations, {kind}"] += 1
+                continue
             right = got == [t async for t in tokens(seed, LENGTH, 0.0)]
             self.done["generations right" if right else "generations wrong"] += 1
             seed += STRIDE

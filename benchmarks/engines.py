@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks"), str(ROOT)]
@@ -45,13 +45,21 @@ STAYING = "run_ahead, the peer's crowd"
 class Peer:
     """vLLM in a process of its own; its first line says when it is ready."""
 
-    def __init__(self, pythonpath: str, requests: int) -> None:
-        variables = os.environ | {"PYTHONPATH": pythonpath, "LZ_PEER_REQUESTS": str(requests)}
+    def __init__(self, pythonpath: str, requests: int, log: IO[str] | None = None, **variables: str) -> None:
+        own = {"PYTHONPATH": pythonpath, "LZ_PEER_REQUESTS": str(requests)}
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "benchmarks" / "vllm_offline.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            env=os.environ | own | variables,
         )  # fmt: skip
-        self.started = self._answer()
+        self._started: dict[str, Any] | None = None
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """What it said when it was ready; waits for that."""
+        if self._started is None:
+            self._started = self._answer()
+        return self._started
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -63,11 +71,16 @@ class Peer:
 
     def step_ms(self, context: int, requests: int) -> float:
         """What one step of all requests takes."""
+        return float(self.step(context, requests)["step_ms"])
+
+    def step(self, context: int, requests: int) -> dict[str, Any]:
+        """What one step of all requests takes, and their texts."""
+        assert self.started
         assert self.process.stdin is not None
         wanted = {"context": context, "requests": requests, "few": FEW, "many": MANY}
         self.process.stdin.write(json.dumps(wanted) + "\n")
         self.process.stdin.flush()
-        return float(self._answer()["step_ms"])
+        return self._answer()
 
     def close(self) -> None:
         """End it."""

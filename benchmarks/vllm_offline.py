@@ -4,8 +4,8 @@
 
 Run by benchmarks/engines.py under an environment of its own that has vLLM. The answer to a line is what one
 step took: the difference between generating `many` and `few` tokens for all requests, so that prompts, queues
-and start-up stand on neither side. CUDA graphs, FlashAttention-3 and asynchronous scheduling are vLLM's
-defaults and stay on.
+and start-up stand on neither side; and the tokens of the longer run. CUDA graphs, FlashAttention-3 and
+asynchronous scheduling are vLLM's defaults and stay on.
 """
 
 from __future__ import annotations
@@ -42,25 +42,33 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the engine prints is no answer
     begin = time.perf_counter()
+    backend = os.environ.get("LZ_PEER_BACKEND")  # None: what vLLM chooses
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         engine = LLM(
             folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
             max_num_seqs=int(os.environ.get("LZ_PEER_REQUESTS", "64")), gpu_memory_utilization=0.4,
-            enable_prefix_caching=False, dtype="bfloat16",
+            enable_prefix_caching=False, dtype="bfloat16", attention_backend=backend,
         )  # fmt: skip
 
-    def seconds(prompts: list[Any], tokens: int) -> float:
+    def generated(prompts: list[Any], tokens: int) -> tuple[float, list[list[int]]]:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
         outs = engine.generate(prompts, params, use_tqdm=False)
         took = time.perf_counter() - start
-        if any(len(out.outputs[0].token_ids) != tokens for out in outs):
+        texts = [list(out.outputs[0].token_ids) for out in outs]
+        if any(len(text) != tokens for text in texts):
             raise ValueError(f"every request needs {tokens} tokens")
-        return took
+        return took, texts
 
     print(
-        json.dumps({"ready_s": time.perf_counter() - begin, "version": vllm.__version__}),
+        json.dumps(
+            {
+                "ready_s": time.perf_counter() - begin,
+                "version": vllm.__version__,
+                "pages": engine.llm_engine.vllm_config.cache_config.num_gpu_blocks,
+            }
+        ),
         file=answers,
         flush=True,
     )
@@ -72,8 +80,9 @@ def main() -> None:
             {"prompt_token_ids": [(7 * i + j) % 120_000 + 10 for j in range(max(length, 1))]}
             for i in range(wanted["requests"])
         ]
-        step_s = (seconds(prompts, many) - seconds(prompts, few)) / (many - few)
-        print(json.dumps({"step_ms": step_s * 1e3}), file=answers, flush=True)
+        (long_s, texts), (short_s, _) = generated(prompts, many), generated(prompts, few)
+        step_s = (long_s - short_s) / (many - few)
+        print(json.dumps({"step_ms": step_s * 1e3, "texts": texts}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

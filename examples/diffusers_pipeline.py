@@ -20,7 +20,7 @@ def pipeline() -> DiTPipeline:
         num_embeds_ada_norm=1000, out_channels=8,
     )  # fmt: skip
     autoencoder = AutoencoderKL(block_out_channels=(8,), latent_channels=4, norm_num_groups=4, sample_size=8)
-    pipe = DiTPipeline(transformer=transformer, vae=autoencoder, scheduler=DDIMScheduler())
+    pipe = DiTPipeline(transformer=transformer.eval(), vae=autoencoder.eval(), scheduler=DDIMScheduler())
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

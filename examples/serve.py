@@ -1,6 +1,7 @@
 """A generation server: every request is one coroutine, and requests meet in batches.
 
     python examples/serve.py [--model FOLDER] [--device cpu|cuda] [--per op|layer|step] [--port N]
+        [--bundle FILE [--bundle-sha256 HEX]]
 
 It speaks the API of OpenAI's clients: /v1/completions and /v1/chat/completions, streamed or not, and
 /v1/models, beside /health, /ready and /metrics. A client that goes away takes its request with it; a full

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -375,7 +375,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def keep(results: dict[str, Any]) -> None:
         if options.json:
-            record = {"environment": provenance(), **results}
+            date = datetime.now(UTC).isoformat(timespec="seconds")
+            record = {"environment": {"date": date, **provenance()}, **results}
             options.json.write_text(json.dumps(record, indent=1) + "\n")
 
     async def run() -> dict[str, Any]:

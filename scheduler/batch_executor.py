@@ -9,6 +9,7 @@ from torch import Tensor
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.native import FAST_PATH
+from layerzero.ops.batching import NO_LEADS, RowBatching
 from layerzero.ops.op import Args, Batching, Op, RejectedCall
 from layerzero.scheduler.core.pending_call import Failed
 from layerzero.scheduler.modes.streams import CrossStreamModes, DeviceStreams
@@ -30,10 +31,11 @@ class BatchedFunction(Protocol):
 class BatchExecutor:
     """Runs batches on one device; what a loop driver calls, inline or on the device's thread."""
 
-    __slots__ = ("_device",)
+    __slots__ = ("_device", "_merged")
 
     def __init__(self, device: LocalDevice) -> None:
         self._device = device
+        self._merged: dict[Op, MergedCalls | None] = {}  # None: batches of the op are Python's
 
     def execute(
         self, op: Op | BatchedFunction, calls: Sequence[Args], modes: Modes, snapshot: DispatchState | None
@@ -54,7 +56,13 @@ class BatchExecutor:
         if self._device.settings.inference:
             # The caller's own modes stay on its pending call: they are what is compared when it resumes.
             modes = without_gradient(modes)
+        merged: MergedCalls | None = None
         try:
+            if isinstance(op, Op) and snapshot is None and len(calls) > 1:
+                merged = self._merged_calls(op)
+                outcomes = NotImplemented if merged is None else merged.run(calls, modes)
+                if outcomes is not NotImplemented:
+                    return outcomes
             with apply_modes(modes):
                 if not isinstance(op, Op):
                     return _pair_with_plan(op.run(calls), None)
@@ -62,7 +70,10 @@ class BatchExecutor:
                 if op.batching is None or len(calls) == 1:
                     values = [launch(args) for args in calls]
                 else:
+                    generation = self._device.snapshot
                     values = _run_batched(op.batching, calls, launch)
+                    if merged is not None and len(launch.launches) == 1:
+                        merged.remember(launch, generation)
         except Exception as error:
             failed = Failed(error)
             return [failed] * len(calls)
@@ -72,6 +83,49 @@ class BatchExecutor:
         if len(launched) == 1:
             return _pair_with_plan(values, launched[0][1])
         return [(value, _plan_that_made(value, launched)) for value in values]
+
+    def _merged_calls(self, op: Op) -> MergedCalls | None:
+        """What the compiled twin knows of batches of `op`; None where it knows nothing."""
+        native = FAST_PATH.module
+        if native is None:
+            return None
+        known = self._merged.get(op)
+        if (known is None and op not in self._merged) or (known is not None and known.native is not native):
+            batching, known = op.batching, None
+            if isinstance(batching, RowBatching) and op.pure and op.validate_values is None:
+                known = MergedCalls(self._device, native, batching)
+            self._merged[op] = known
+        return known
+
+
+class MergedCalls:
+    """Merged calls of one op on one device, by all that can change their plan: the compiled twin runs a batch
+    of them in one step."""
+
+    __slots__ = ("_batching", "_device", "_plans", "native")
+
+    def __init__(self, device: LocalDevice, native: Any, batching: RowBatching) -> None:
+        self._device = device
+        self._batching = batching
+        self.native = native
+        self._plans = native.BatchPlans(device, LocalDevice.recover, tuple(batching.trailing_axes_of.items()))
+
+    def run(self, calls: Sequence[Args], modes: Modes) -> Any:
+        """The outcomes of a known batch, or NotImplemented where nothing has run."""
+        if modes.stream is not None or modes.autocast:
+            return NotImplemented
+        outcomes = self._plans.run(calls, modes.mask)
+        if outcomes.__class__ is not tuple:
+            return outcomes
+        out, counts, plan = outcomes
+        return _pair_with_plan(self._batching.split(out, counts, NO_LEADS), plan)
+
+    def remember(self, launch: _BatchLauncher, generation: DispatchState) -> None:
+        """Know from now on the one call that a batch became, unless not its plan's kernel answered."""
+        device, args, (_, plan) = self._device, launch.args, launch.launches[0]
+        op = plan.op
+        if device.plan(op, signature_of(op, args), args, device.mode()) is plan:
+            self._plans.remember(args, generation, plan)
 
 
 class StreamExecutor(BatchExecutor):
@@ -102,7 +156,7 @@ class StreamExecutor(BatchExecutor):
 class _BatchLauncher:
     """A launch that notes each result with the plan that made it."""
 
-    __slots__ = ("_device", "_op", "_snapshot", "_validates", "launches")
+    __slots__ = ("_device", "_op", "_snapshot", "_validates", "args", "launches")
 
     def __init__(self, device: LocalDevice, op: Op, snapshot: DispatchState | None) -> None:
         self._device = device
@@ -110,6 +164,7 @@ class _BatchLauncher:
         self._snapshot = snapshot
         self._validates = not op.validate_values_per_batch  # else the calls were, each when it was made
         self.launches: list[tuple[Any, Plan]] = []
+        self.args: Args = ()  # of the last one
 
     @property
     def is_unconstrained(self) -> bool:
@@ -120,6 +175,7 @@ class _BatchLauncher:
         return not any(rule.op in ("*", self._op.name) for rule in rules)
 
     def __call__(self, args: Args, op: Op | None = None) -> Any:
+        self.args = args
         result = self._device.launch_planned(op or self._op, args, self._snapshot, guarded=self._validates)
         self.launches.append(result)
         return result[0]

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from layerzero.native import FAST_PATH
+from layerzero.scheduler.batch_runs import BatchRuns
+from layerzero.scheduler.core.at_once import GroupCosts
 from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.limits import BatcherStats, BatchLimits
 from layerzero.scheduler.core.pending_call import Caller, PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint, RoundRobin
+from layerzero.scheduler.inline_runs import InlineRuns
 from layerzero.scheduler.loop_driver import LoopDriver
 
 
@@ -31,8 +34,9 @@ class FastQueue:
             self.try_submit = _not_queued
             return
         module.attributes(
-            LoopDriver, Batcher, BatchQueue, ProgramPoint, Caller, BatchLimits, BatcherStats, RoundRobin
-        )
+            LoopDriver, Batcher, BatchQueue, ProgramPoint, Caller, BatchLimits, BatcherStats, RoundRobin,
+            InlineRuns, BatchRuns, GroupCosts,
+        )  # fmt: skip
         self.try_submit = module.queue
 
 

@@ -29,24 +29,29 @@ class InlineRuns:
     """
 
     __slots__ = (
-        "_at_once", "_driver", "_paused", "_shares", "_shares_due", "groups", "max_us", "used_us"
+        "_at_once", "_driver", "_paused", "_shares", "_shares_due", "groups", "limit_us", "max_us", "used_us"
     )  # fmt: skip
 
     def __init__(self, driver: LoopDriver, at_once: AtOnce | None, max_us: float) -> None:
         self._driver = driver
         self._at_once = at_once
         self.groups: dict[Hashable, GroupCosts] = {} if at_once is None else at_once.groups
-        self.max_us = max_us
+        self.set_max(max_us)
         self.used_us = 0.0
         self._paused: deque[Any] = deque()  # futures of callers that had their share of this turn
         self._shares, self._shares_due = 1, 0
+
+    def set_max(self, max_us: float) -> None:
+        """Bound what a caller does alone in a turn, in microseconds, and by it what several do."""
+        self.max_us = max_us
+        self.limit_us = CALLERS_PER_TURN * max_us
 
     def ready(self) -> bool:
         """Whether a call of `groups` may run now, in its caller's step.
 
         Not beside a batch of the worker: its caller may have left it behind, and it still writes.
         """
-        return self.used_us < CALLERS_PER_TURN * self.max_us and not self._driver.busy
+        return self.used_us < self.limit_us and not self._driver.busy
 
     async def share(self, call: PendingCall) -> bool:
         """Wait for a share of another turn; whether the call may run now."""
@@ -94,7 +99,7 @@ class InlineRuns:
             return False
         self._shares_due = min(self._shares_due, len(self._paused))
         # Nobody says when a share is used up: where the last ones took little, more go on at once.
-        self._shares = 2 * self._shares if used_us < CALLERS_PER_TURN * self.max_us / 2 else 1
+        self._shares = 2 * self._shares if used_us < self.limit_us / 2 else 1
         for _ in range(min(self._shares, self._shares_due)):
             self._shares_due -= 1
             paused = self._paused.popleft()

@@ -207,8 +207,17 @@ class LoopDrivers:
             driver.inline_limit_us = settings.inline_limit_us
             if driver.batcher.at_once is not None:
                 driver.batcher.at_once.set_limits(settings.inline_limit_us, settings.max_inline_us)
-        driver.inline.max_us = settings.max_inline_us
+        driver.inline.set_max(settings.max_inline_us)
         driver.batcher._admit()
+
+    def lose_reads(self, error: Exception | None) -> None:
+        """Fail what is read back on every loop, and later reads until `lose_reads(None)`; from any thread."""
+        with self._lock:
+            drivers = list(self.by_loop.values())
+        for driver in drivers:
+            if driver.readback is not None:
+                with suppress(RuntimeError):  # its loop is closed, so nobody reads there
+                    driver.loop.call_soon_threadsafe(driver.readback.lose, error)
 
     def stats(self) -> BatcherStats:
         """What all loop drivers have counted, those of closed loops included."""

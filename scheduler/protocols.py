@@ -20,3 +20,7 @@ class HostReader(Protocol):
     def flush(self) -> None:
         """Launch the copies that were started and are not launched yet."""
         ...
+
+    def lose(self, error: Exception | None) -> None:
+        """Fail every read that is waited for, and later ones until `lose(None)`."""
+        ...

@@ -303,6 +303,19 @@ def decode(record: dict[str, Any]) -> Table:
     return {"columns": ["sequences x context", "keys and values once, us", *ids], "rows": rows}
 
 
+def plugged(record: dict[str, Any]) -> Table:
+    """Return a step's time of vLLM with its own attention and with this library's."""
+    rows = [
+        [cell, *row["step_ms"].values(), row["over_own"], row["needs"], row["met"], row["tokens_alike"]]
+        for cell, row in record["rows"].items()
+    ]
+    columns = [
+        "requests x context", "vLLM's choice: ms a step", "CUSTOM: ms a step", "of its speed", "needs", "met",
+        "tokens alike",
+    ]  # fmt: skip
+    return {"columns": columns, "rows": rows}
+
+
 def section_place(record: dict[str, Any]) -> Table:
     """Return where the generation section was measured."""
     return place(record["generation"])
@@ -430,6 +443,8 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "engines_h200.json": {"steps": engines, "targets": engine_targets, "place": place},
     "gang_h200.json": GANG,
     "gang_h200_pair.json": GANG,
+    "gang_decode_h200.json": {"decoded": decoded, "place": place},
+    "vllm_plugin_h200.json": {"steps": plugged, "place": place},
     "gang_cuda.json": {"decoded": decoded, "place": place},
     "embedding_demo.json": {"service": service, "targets": targets, "kernels": kernels, "place": place},
 }

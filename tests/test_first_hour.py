@@ -15,6 +15,7 @@ import layerzero as lz
 from layerzero.cli import COMMANDS, main
 from layerzero.observe.counters import Counters
 from layerzero.ops import table as ops_table
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,7 +27,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         ["bash", "-o", "pipefail", "-c", line],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         env=variables,
         check=False,
     )

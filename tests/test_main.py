@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests import children
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -15,7 +16,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a fresh interpreter, piped."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "layerzero", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=env)
 
 
 def test_a_question_from_the_shell_is_answered_on_stdout() -> None:

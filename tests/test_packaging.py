@@ -11,6 +11,7 @@ import pytest
 
 from layerzero._util.requirements import TORCH_MIN
 from tests import children
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -41,7 +42,7 @@ def run(code: str, *, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=False,
     )
 

@@ -20,6 +20,7 @@ from layerzero.ops import table
 from layerzero.ops.op import OPS
 from scripts import make_stubs
 from tests import children
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 API = ROOT / "tests" / "typing" / "api.py"
@@ -139,7 +140,7 @@ def test_checkers_read_the_stubs_as_users_do(tool: str, tmp_path: Path) -> None:
     planted = tmp_path / "planted.py"
     planted.write_text(PLANTED)
     command = [sys.executable, "-m", tool, *CHECKERS[tool], str(API), str(planted)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert result.returncode == 1, result.stdout + result.stderr
     errors = [line for line in result.stdout.splitlines() if " error: " in line or " - error" in line]
     assert [line for line in errors if "planted.py:" not in line] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from layerzero._util import log
@@ -12,6 +13,8 @@ from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.worker import Worker
 from layerzero.observe.counters import Counters
 from layerzero.spec.call_spec import CallSpec
+from layerzero.warmup.apart import ApartCompiler
+from layerzero.warmup.monitor import announce
 
 if TYPE_CHECKING:
     from layerzero.selection.dispatch_table import ActiveDispatchTable
@@ -26,7 +29,18 @@ class KernelLoader:
     it.
     """
 
-    __slots__ = ("_changed", "_clock", "_closing", "_counters", "_lock", "_registry", "_thread", "_underway")
+    __slots__ = (
+        "_apart",
+        "_changed",
+        "_clock",
+        "_closing",
+        "_counters",
+        "_lock",
+        "_registry",
+        "_settings",
+        "_thread",
+        "_underway",
+    )
 
     def __init__(
         self,
@@ -35,11 +49,13 @@ class KernelLoader:
         counters: Counters,
         clock: Callable[[], float],
         changed: Callable[[], object],
+        settings: Callable[[], Settings],
     ) -> None:
         self._registry = registry
         self._counters = counters
         self._clock = clock
         self._changed = changed
+        self._settings = settings
         self._thread = Worker(f"layerzero-warm-{device}")
         self.reset_after_fork()
 
@@ -48,6 +64,7 @@ class KernelLoader:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._underway: set[str] = set()
+        self._apart = ApartCompiler(lambda: self._settings().compile_processes)
 
     def submit(self, job: Callable[[], object]) -> bool:
         """Run `job` on the thread; False where that is being closed."""
@@ -88,13 +105,44 @@ class KernelLoader:
         self._thread.submit(lambda: self._load_after_grace(kernel_id, request))
 
     def _load_after_grace(self, kernel_id: str, request: CallSpec) -> None:
-        if self.wait_grace_period():
+        if not self.wait_grace_period():
+            return
+        compiled = self.compile_ahead(kernel_id, request)
+        if compiled is None:
             self.load_now(kernel_id, request)
+        else:  # the thread is free for others meanwhile
+            compiled.add_done_callback(lambda _: self.submit(lambda: self.load_now(kernel_id, request)))
+
+    def compile_ahead(self, kernel_id: str, request: CallSpec) -> Future[bool] | None:
+        """Let a process of its own compile what a request needs; None where there is nothing for one."""
+        kernel = self._registry.get(kernel_id)
+        if kernel is None or not self._apart.takes(kernel, request):
+            return None
+        return self._apart.start(kernel, request, self._settings().plugins)
+
+    @property
+    def compiling(self) -> bool:
+        """Whether a process of its own compiles something: what is planned now will be planned again."""
+        return self._apart.busy
+
+    @property
+    def loading(self) -> bool:
+        """Whether a kernel that some call wants is on its way."""
+        return bool(self._underway) or self.compiling
+
+    def _wait_for_apart(self, kernel_id: str, request: CallSpec) -> None:
+        """Until the process that compiles this, if one does, has ended."""
+        kernel = self._registry.get(kernel_id)
+        compiled = self._apart.under_way(kernel, request) if kernel is not None else None
+        if compiled is not None and compiled.result():
+            announce(f"{kernel_id} in a process of its own")
 
     def load_now(self, kernel_id: str, request: CallSpec | None = None) -> None:
         """Load a kernel in this thread; a failure blocks it, with its reason."""
         started = self._clock()
         try:
+            if request is not None:
+                self._wait_for_apart(kernel_id, request)
             self._registry.callable_of(kernel_id)
             if request is not None:
                 self._registry.compile(kernel_id, request)
@@ -114,10 +162,11 @@ class KernelLoader:
     def stop(self) -> None:
         """Begin nothing more."""
         self._closing.set()
+        self._apart.close()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Begin nothing more, and wait for what runs."""
-        self._closing.set()
+        self.stop()
         self._thread.close(timeout_s)
 
 

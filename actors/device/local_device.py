@@ -113,10 +113,11 @@ class LocalDevice:
 
     def _wire(self, cost: CostModel) -> None:
         """Make the parts of this device; each gets what it uses, none the device."""
-        budget = WorkspaceBudget(self.device, self.hardware, self.clock.now)
+        now = self.clock.now
+        budget = WorkspaceBudget(self.device, self.hardware, now)
         self._inputs = SelectionInputs(self.settings, self.hardware, self.registry, self.health, budget, cost)
         self.loader = KernelLoader(
-            str(self.device), self.registry, self.counters, self.clock.now, self.refresh
+            str(self.device), self.registry, self.counters, now, self.refresh, lambda: self.settings
         )
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
         self._recovery = Recovery(

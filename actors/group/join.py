@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from layerzero.actors.group.steps import Steps
 from layerzero.actors.group.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE, Scope
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, LayerZeroError
 
 if TYPE_CHECKING:
@@ -226,7 +228,10 @@ class RankHandle:
 
     def close(self) -> None:
         """Leave the rank group; on rank 0 the followers' `follow` returns."""
+        failed, device = self.failure is not None, self._group.device
         self._steps.close()
+        if failed and isinstance(device, ScheduledDevice):
+            device.loop_drivers.lose_reads(None)
 
 
 class GroupScope(Scope):
@@ -334,9 +339,21 @@ def rank_group(
 def join_with(
     runtime: Runtime, config: GroupConfig, store: Store, device: torch.device | str | None = None
 ) -> JoinContext:
-    """The group of a configuration, with a device of `runtime`."""
+    """The group of a configuration, with a device of `runtime`.
+
+    When the group fails, what callers read from the device fails before anything else: its steps in flight
+    may never end, or end with sums that lack a rank's part.
+    """
+    ready = runtime.device(device)
+
+    def on_failure(why: str) -> None:
+        ready.loop_drivers.lose_reads(DeviceLostError(f"the rank group failed: {why}", retryable=False))
+        if config.on_failure is not None:
+            config.on_failure(why)
+
     group_store = TorchStore(store, token=config.token)
-    return JoinContext(RankGroup(runtime.device(device), group_store, config), runtime)
+    group = RankGroup(ready, group_store, replace(config, on_failure=on_failure))
+    return JoinContext(group, runtime)
 
 
 def _number(name: str, value: int | None, variable: str) -> int:

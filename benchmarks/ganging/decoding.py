@@ -319,6 +319,7 @@ def _row(
         "made_of": {name: _medians(each) for name, each in parts.items()},
         "same_tokens_read_behind_or_not": all(same),
         "tokens_as_by_hand": sum(beside) / len(beside),
+        "first_tokens_as_by_hand": sum(beside[:n]) / n,  # before a text took another way
         "rounds": times,
     }
 

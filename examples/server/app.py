@@ -237,6 +237,10 @@ def parse(arguments: list[str] | None) -> Options:
     for name, what in _COUNTS.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=int, default=getattr(defaults, name), help=what)
+    parser.add_argument(
+        "--bundle", type=Path, help="a warm-up bundle of a machine like this; its code runs here"
+    )
+    parser.add_argument("--bundle-sha256", help="the digest that the bundle needs to have")
     parser.add_argument("--strict", action="store_true", help="only kernels whose rows ignore their batch")
     parser.add_argument("--host", default=defaults.host)
     parser.add_argument("--port", type=int, default=defaults.port)
@@ -244,6 +248,8 @@ def parse(arguments: list[str] | None) -> Options:
     for name in _COUNTS:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} needs to be at least 1, got {getattr(options, name)}")
+    if options.bundle_sha256 is not None and options.bundle is None:
+        parser.error("--bundle-sha256 needs --bundle")
     return Options(**vars(options))
 
 
@@ -260,5 +266,6 @@ def main(arguments: list[str] | None = None) -> int:
     # uvicorn raises the signal again when it has drained: that would turn a clean end into a killed process.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(config).run()
-    return 0
+    server = uvicorn.Server(config)
+    server.run()
+    return 0 if server.started else 3  # uvicorn has said why

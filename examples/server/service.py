@@ -46,6 +46,8 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 8000
     drain_s: int = 30
+    bundle: Path | None = None
+    bundle_sha256: str | None = None
 
 
 class Full(Exception):
@@ -61,6 +63,12 @@ class Service:
 
     def __init__(self, options: Options, runtime: lz.Runtime) -> None:
         self.options = options
+        self._bundle = ""
+        if options.bundle is not None:  # before anything is chosen: what it brings need not be compiled
+            loaded = lz.load_bundle(options.bundle, sha256=options.bundle_sha256, device=options.device)
+            self._bundle = loaded.sha256
+            if loaded.manifest is not None:
+                lz.warmup_blocking(loaded.manifest, device=options.device)
         self.name = options.model.resolve().name
         self.model: Llama = load(
             options.model,
@@ -78,8 +86,7 @@ class Service:
         self.template = load_chat_template(options.model)
         self._grammars: Any = None
         if options.device == "cuda":
-            for runner in self.model.runners:  # they take pages, which no request can have
-                runner.capture()
+            self._capture(runtime)
         # How many tokens a prompt and its answer may have together.
         self.max_model_len = min(self.model.config.max_position_embeddings, self.engine.requests.capacity)
         # No prompt of more characters can fit, so none is taken apart.
@@ -99,6 +106,19 @@ class Service:
         for name, (what, value) in gauges.items():
             Gauge(name, what, registry=self.registry).set_function(value)
 
+    def _capture(self, runtime: lz.Runtime) -> None:
+        """Capture the steps ahead, unless a compiler is at work: they would be captured again behind it.
+
+        Requests are served by what is ready meanwhile, and each step is captured when it is first wanted.
+        """
+        runners = self.model.runners  # they take pages, which no request can have
+        loader = runtime.device(self.options.device).loader
+        for runner in runners:
+            for rows in reversed(runner.buckets):
+                if loader.compiling:
+                    return
+                runner.capture(buckets=[rows])
+
     def collect(self) -> Iterator[CounterMetricFamily]:
         """What the pool of pages has counted, for /metrics."""
         requests = self.engine.requests
@@ -106,10 +126,11 @@ class Service:
         yield CounterMetricFamily("prompt_tokens", "tokens of prompts", requests.prompt_tokens)
         yield CounterMetricFamily("reused_tokens", "tokens of prompts found computed", requests.reused_tokens)
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, int | str]:
         """What is going on, for /health."""
         pages = self.model.cache.allocator
-        return {"requests": self.active, "pages": pages.total, "pages_free": pages.free_pages}
+        brought = {"bundle": self._bundle} if self._bundle else {}
+        return {"requests": self.active, "pages": pages.total, "pages_free": pages.free_pages, **brought}
 
     async def answer(self, ask: Ask, emit: Emit) -> Usage:
         """Give the answer's pieces to `emit` as they come, choices in any order; the counts at the end.

@@ -63,11 +63,6 @@ def redact(logger: object, method: str, event: MutableMapping[str, Any]) -> Muta
     return event
 
 
-def redact_text(text: str) -> str:
-    """`text` without URL userinfo, authorization values, hub tokens and the process's own token values."""
-    return _clean_text(text, _environment_secrets())
-
-
 def configure(
     *,
     level: Literal["debug", "info", "warning", "error"] = "info",

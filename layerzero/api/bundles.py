@@ -7,19 +7,22 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import context_runtime
-from layerzero.graphs.proof import ANY
+from layerzero.graphs.proof import CaptureProof
 from layerzero.graphs.proof import environment_of as proved_in
 from layerzero.measure.calls import Call, Workload
 from layerzero.measure.tuning import publish, stored_rows
 from layerzero.perfdb import Environment
 from layerzero.runtime import Runtime
-from layerzero.selection.dispatch_table import DispatchTable
+from layerzero.selection.dispatch_table import DispatchTable, capabilities_hash
+from layerzero.spec.reasons import Reason, Rejected
 from layerzero.warmup import Manifest, manifest_of
+from layerzero.warmup.archive import refused
 from layerzero.warmup.bundle import Bundle, Installed, Measurements, Records, read_bundle
 from layerzero.warmup.bundle import write_bundle as write
 
@@ -100,9 +103,10 @@ def load_bundle(
     runtime = context_runtime()
     local_device = runtime.device(device)
     bundle = read_bundle(path, local_device.hardware, sha256=sha256)
+    _need_kernels(local_device, bundle)
     installed = bundle.install(replace=replace)
     notes: list[str] = []
-    taken = {
+    taken: dict[str, Any] = {
         "proofs": _take_proofs(local_device, bundle, notes),
         "measurements": _take_measurements(local_device, bundle, notes),
         "dispatch_table": _take_decisions(runtime, bundle, notes),
@@ -120,19 +124,36 @@ def _records(device: LocalDevice, manifest: Manifest | None) -> Records:
     rows = stored_rows(device)
     table = device.dispatch_table
     return Records(
-        proofs=tuple(proof for proof in device.proofs.all() if proof.environment != ANY),
+        proofs=tuple(proof for proof in device.proofs.all() if _is_of_here(device, proof)),
         measurements=Measurements(Environment.of_hardware(device.hardware), rows) if rows else None,
         dispatch_table=DispatchTable.load(table.path) if table is not None and not table.refusal else None,
         manifest=manifest,
     )
 
 
+def _is_of_here(device: LocalDevice, proof: CaptureProof) -> bool:
+    """Whether a proof holds for a kernel as it is installed on this machine."""
+    kernel = device.registry.get(proof.kernel)
+    return kernel is not None and proof.environment == proved_in(kernel, device.hardware)
+
+
+def _need_kernels(device: LocalDevice, bundle: Bundle) -> None:
+    """Refuse decisions for other kernels than there are, before anything is written.
+
+    Raises: BundleRefusedError.
+    """
+    table = bundle.records.dispatch_table
+    if table is not None and table.capabilities != capabilities_hash(device.registry.all()):
+        needs, got = "those that its dispatch table was solved for", "others, or of other limits"
+        problem = Rejected(Reason.BUNDLE_ENVIRONMENT_DIFFERS, "kernels", needs, got)
+        raise refused(bundle.path, [problem])
+
+
 def _take_proofs(device: LocalDevice, bundle: Bundle, notes: list[str]) -> int:
     """Know what was proved there; what this machine found itself counts before it."""
     taken = 0
     for proof in bundle.records.proofs:
-        kernel = device.registry.get(proof.kernel)
-        if kernel is not None and proof.environment == proved_in(kernel, device.hardware):
+        if _is_of_here(device, proof):
             taken += device.proofs.take(proof)
     if taken:
         device.refresh()

@@ -179,7 +179,7 @@ def doctor(*, imports: bool = True, timeout_s: float = 60.0) -> DoctorReport:
         sqlite=sqlite,
         libraries=examine(imports=imports, timeout_s=timeout_s),
         plugins=installed_plugins(),
-        bundles=receipts(),
+        bundles=_attempt("what came from warm-up bundles", receipts, problems) or (),
     )
     notes = [f"SQLite {sqlite.version}: {_sqlite_note(sqlite)}"] if sqlite.wal_reset_bug else []
     runtime = _attempt("the runtime", context_runtime, problems)

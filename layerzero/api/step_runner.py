@@ -151,7 +151,10 @@ class StepRunner:
         self._steps = captured_steps(max_graphs, max_graph_bytes)
         self._graphs: dict[tuple[int, int], GraphedFunction] = {}  # by table width and number of values
         self._padding = cache.sequence(sizes[-1]) if self._graphed else None
-        self._static_by_width: dict[int, StaticMetadata] = {}
+        self._static = {
+            width: StaticMetadata(cache, width * cache.page_size, sizes[-1], self._padding)
+            for width in (self.table_widths if self._graphed else ())
+        }
 
     def __call__(self, ranges: Sequence[TokenRange], input_ids: Tensor, *values: Tensor) -> Tensor:
         """A row for each of `ranges`, in their order.
@@ -178,11 +181,16 @@ class StepRunner:
             return self._prefill(ranges, input_ids, values)
         return self._both(ranges, decodes, input_ids, values)
 
-    def capture(self, *values: Tensor, table_widths: Sequence[int] | None = None) -> None:
+    def capture(
+        self,
+        *values: Tensor,
+        buckets: Sequence[int] | None = None,
+        table_widths: Sequence[int] | None = None,
+    ) -> None:
         """Capture every bucket ahead, for values of these dtypes and row shapes; nothing without graphs.
 
-        The widest tables first; only those of `table_widths` where these are given.
-        Raises: ValueError: a width that this runner has not.
+        The widest tables and most rows first; only those of `buckets` and `table_widths` where given.
+        Raises: ValueError: a bucket or width that this runner has not.
         """
         widths = self.table_widths if table_widths is None else tuple(table_widths)
         for width in widths:
@@ -191,7 +199,9 @@ class StepRunner:
         if self._graphed:
             ids = torch.zeros(1, dtype=torch.int64, device=self._cache.device)
             for width in sorted(widths, reverse=True):
-                self._graph(width, len(values)).capture(ids, *(value[:1] for value in values))
+                self._graph(width, len(values)).capture(
+                    ids, *(value[:1] for value in values), buckets=buckets
+                )
 
     @property
     def captures(self) -> int:
@@ -212,7 +222,6 @@ class StepRunner:
         """Let the graphs go, and give the pages of the padding back."""
         self._graphs.clear()
         self._steps.clear()
-        self._static_by_width.clear()
         if self._padding is not None:
             self._padding.close()
 
@@ -227,7 +236,7 @@ class StepRunner:
     def _graph(self, width: int, arity: int) -> GraphedFunction:
         graph = self._graphs.get((width, arity))
         if graph is None:
-            static = self._static(width)
+            static = self._static[width]
 
             def step(input_ids: Tensor, *values: Tensor) -> Tensor:
                 return self._forward(static.metadata(input_ids.shape[0]), input_ids, *values)
@@ -235,15 +244,6 @@ class StepRunner:
             named = _with_names(step, ["input_ids", *(f"value_{number}" for number in range(arity))])
             graph = self._graphs[width, arity] = compile_within(named, self.buckets, self._steps)
         return graph
-
-    def _static(self, width: int) -> StaticMetadata:
-        """What the graphs of tables of this width read; made when the first of them is needed."""
-        static = self._static_by_width.get(width)
-        if static is None:
-            tokens = width * self._cache.page_size
-            static = StaticMetadata(self._cache, tokens, self.buckets[-1], self._padding)
-            self._static_by_width[width] = static
-        return static
 
     def _width(self, ranges: list[TokenRange]) -> int:
         """The narrowest tables that hold the longest sequence."""
@@ -259,7 +259,7 @@ class StepRunner:
             part = slice(begin, begin + largest)
             width = self._width(ranges[part])
             graph = self._graph(width, len(values))
-            self._static(width).load(ranges[part])
+            self._static[width].load(ranges[part])
             rows.append(graph(input_ids[part], *(value[part] for value in values)))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 

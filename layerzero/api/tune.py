@@ -105,8 +105,8 @@ def tune_blocking(workload: Any = None, **options: Any) -> TuneReport:
     defaults: dict[str, Any] = dict(tune.__kwdefaults__ or {})
     if unknown := options.keys() - defaults.keys():
         raise TypeError(f"tune() has no argument {min(unknown)!r}")
-    asked = defaults | options
-    job = TuningJob(context_runtime().device(asked.pop("device")), workload, **asked)
+    arguments = defaults | options
+    job = TuningJob(context_runtime().device(arguments.pop("device")), workload, **arguments)
     return _FLIGHTS.flight(job.key(), job.run).wait()
 
 

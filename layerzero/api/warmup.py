@@ -253,6 +253,7 @@ class _WarmupJob:
     def _run(self) -> None:
         state, count = self._state, len(self._manifest.critical)
         try:
+            self._warmer.compile_ahead(self._manifest.calls)
             for position, call in enumerate(self._manifest.calls):
                 if position == count:
                     self._open()

@@ -43,10 +43,14 @@ class Described(NamedTuple):
 
 
 class Cache(Protocol):
-    """What knows calls: `find(args, kwargs)` returns a pending call with its driver, or None."""
+    """What knows calls: `find(args, kwargs, last)` returns a pending call with its driver, or None.
+
+    Where `last` is not None, a call that needs no queue may run: its plan is noted there, its value comes as
+    a tuple of one.
+    """
 
     @property
-    def find(self) -> Callable[..., PendingCall | None]: ...
+    def find(self) -> Callable[..., Any]: ...
 
 
 class Target(Protocol):
@@ -77,7 +81,7 @@ class Target(Protocol):
         ...
 
 
-def awaitable_call(
+def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
     target: Target, cache: Cache, validate: Callable[[Args], Args] | None = None
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
     """The coroutine function that awaits `target`; `validate` checks the values of calls from the cache."""
@@ -91,7 +95,10 @@ def awaitable_call(
         batching: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        cached = cache.find(args, kwargs) if backend is None and batching is None else None
+        plain = priority == 1 and timeout is None
+        cached = cache.find(args, kwargs, last if plain else None) if backend is batching is None else None
+        if cached.__class__ is tuple:
+            return cached[0]  # it needed no queue
         subject = target.describe(args, kwargs, backend, batching) if cached is None else cached
         # What a cache knows waits in a loop driver; a read-back is no cached call.
         driver: LoopDriver | None = subject.driver  # type: ignore[assignment]
@@ -112,7 +119,7 @@ def awaitable_call(
                 return await _submit(target, subject, pending, priority, timeout)
         else:
             pending = subject
-        if priority != 1 or timeout is not None:
+        if not plain:
             set_priority(pending, driver, priority, timeout)
         elif _needs_no_queue(driver, pending) and (
             driver.inline.ready() or await driver.inline.share(pending)

@@ -87,7 +87,7 @@ class BlockingCallCache:
                 device.loader.run_later(FAST_PATH.start)
 
 
-def find_nothing(args: Args, kwargs: dict[str, Any]) -> PendingCall | None:
+def find_nothing(args: Args, kwargs: dict[str, Any], last: Any = None) -> PendingCall | None:
     """A cache's `find` while nothing compiled is there to answer."""
     return None
 
@@ -100,7 +100,7 @@ class AwaitedCallCache:
     def __init__(self, op: Op) -> None:
         self._op = op
         self.entries: Any = None
-        self.find: Callable[[Args, dict[str, Any]], PendingCall | None] = find_nothing
+        self.find: Callable[..., Any] = find_nothing
         FAST_PATH.on_ready(self.install)
         ACTIVE.on_change(self.clear)
 

@@ -127,14 +127,18 @@ class GraphedFunction:
                 results = tuple([out[:rows].clone() for out in recorded.outputs])
         return results if len(results) != 1 else results[0]
 
-    def capture(self, *args: Tensor) -> None:
+    def capture(self, *args: Tensor, buckets: Sequence[int] | None = None) -> None:
         """Make every bucket ready for arguments of these shapes (beyond the first axis) and dtypes.
 
-        The largest first, so that the smaller ones fit into its memory.
+        The largest first, so that the smaller ones fit into its memory; only those of `buckets` where these
+        are given. Raises: ValueError: one of `buckets` is none of its own.
         """
         self._rows(args)
+        wanted = self.buckets if buckets is None else tuple(sorted(set(buckets)))
+        if unknown := [bucket for bucket in wanted if bucket not in self.buckets]:
+            raise ValueError(f"buckets needs some of {self.buckets}, got {unknown[0]!r}")
         with self._steps.lock, torch.no_grad():
-            for bucket in reversed(self.buckets):
+            for bucket in reversed(wanted):
                 self._captured_for(bucket, args)
 
     @property

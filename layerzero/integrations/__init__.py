@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -28,7 +27,7 @@ def patch(model: M, parts: Iterable[str] = PARTS) -> M:
     """
     inside = list(_models(model))
     for framework, part in inside:
-        importlib.import_module(f"layerzero.integrations.{framework}").patch(part, parts)
+        _framework(framework).patch(part, parts)
     table = patch_table(model)
     if not any(row.op for row in table.rows):
         unpatch(model)
@@ -65,6 +64,16 @@ def patch_table(model: object) -> PatchTable:
     if not tables:
         raise ValueError(f"model needs to be patched first, this {type(model).__name__} is not")
     return PatchTable(", ".join(t.model for t in tables), tuple(row for t in tables for row in t.rows))
+
+
+def _framework(name: str) -> Any:
+    if name == "transformers":
+        from layerzero.integrations import transformers
+
+        return transformers
+    from layerzero.integrations import diffusers
+
+    return diffusers
 
 
 def _models(model: object) -> Iterator[tuple[str, Any]]:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import layerzero.sync as sync
-from layerzero.integrations.patches.modules import Patch, apply, need_parts, record_of, substitutes
-from layerzero.integrations.patches.rewire import reads, rewired
+from layerzero.integrations.patches.modules import Patch, apply, has_record, need_parts, substitutes
+from layerzero.integrations.patches.rewire import reads, rebind
 from layerzero.integrations.patches.substitute import PARTS, PatchTable, Verdicts
 
 NAME = "layerzero"
@@ -62,9 +62,9 @@ def attention(
         raise ValueError(f"attention_kwargs: the backend 'layerzero' has no {names}")
     if attn_mask is not None and attn_mask.ndim == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]
-    heads_first = (x.transpose(1, 2) for x in (query, key, value))
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     out = _Functional.scaled_dot_product_attention(
-        *heads_first, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return out.transpose(1, 2)
 
@@ -118,13 +118,13 @@ def register() -> Any:
 
 
 @functools.cache
-def processor_class(kind: type) -> type | None:
+def processor_class(kind: Any) -> type | None:
     """Processors of the class `kind` whose attention is the op; None where they do not call torch's."""
     call: Any = kind.__call__
     replaced = {name: _Functional() for name in reads(call) if call.__globals__.get(name) is functional}
     if not replaced or "scaled_dot_product_attention" not in reads(call):
         return None
-    ours = rewired(call, replaced)
+    ours = rebind(call, replaced)
 
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,9 +136,9 @@ def processor_class(kind: type) -> type | None:
 def patch(model: Any, parts: Iterable[str] = PARTS) -> Any:
     """Have `model` use our ops, until `unpatch`; patched already, it stays as it is."""
     chosen = need_parts(parts)
-    if record_of(model) is not None:
+    if has_record(model, chosen):
         return model
-    verdicts, done = Verdicts(), Patch(PatchTable(type(model).__name__, ()))
+    verdicts, done = Verdicts(), Patch(PatchTable(type(model).__name__, ()), chosen)
     if "attention" in chosen:
         _patch_attention(model, done, verdicts)
     done.substitutes += substitutes(model, chosen, verdicts)
@@ -159,8 +159,9 @@ def _patch_attention(model: nn.Module, done: Patch, verdicts: Verdicts) -> None:
             continue
         if getattr(processor, "_parallel_config", None) is not None:
             done.restore_settings()
-            kind = type(module).__name__
-            raise ValueError(f"model needs no context parallelism, {kind} has it enabled, which {ONE_RANK}")
+            name = type(module).__name__
+            raise ValueError(f"model needs no context parallelism, {name} has it enabled, which {ONE_RANK}")
+        kind: Any = type(processor)
         if id(processor) in shared:
             verdicts.add("attention", module, "attention")
             continue
@@ -168,8 +169,8 @@ def _patch_attention(model: nn.Module, done: Patch, verdicts: Verdicts) -> None:
         if hasattr(processor, "_attention_backend"):
             done.settings.append((processor, "_attention_backend", processor._attention_backend))
             processor._attention_backend = backend
-        elif not isinstance(processor, nn.Module) and (ours := processor_class(type(processor))) is not None:
-            done.settings.append((processor, "__class__", type(processor)))
+        elif not isinstance(processor, nn.Module) and (ours := processor_class(kind)) is not None:
+            done.settings.append((processor, "__class__", kind))
             processor.__class__ = ours
         else:
             shared.discard(id(processor))

@@ -20,7 +20,7 @@ import layerzero.sync as sync
 from layerzero._util import log
 from layerzero.calls.blocking import context_device
 from layerzero.integrations.patches import loss
-from layerzero.integrations.patches.modules import TAKEN, Patch, apply, need_parts, record_of, substitutes
+from layerzero.integrations.patches.modules import TAKEN, Patch, apply, has_record, need_parts, substitutes
 from layerzero.integrations.patches.substitute import PARTS, PatchTable, Verdicts
 
 NAME = "layerzero"
@@ -78,10 +78,10 @@ class PatchedName(str):
 def patch(model: Any, parts: Iterable[str] = PARTS) -> Any:
     """Have `model` use our ops, until `unpatch`; patched already, it stays as it is."""
     chosen = need_parts(parts)
-    if record_of(model) is not None:
+    if has_record(model, chosen):
         return model
     verdicts = Verdicts()
-    patch = Patch(PatchTable(type(model).__name__, ()))
+    patch = Patch(PatchTable(type(model).__name__, ()), chosen)
     if "attention" in chosen:
         _patch_attention(model, patch, verdicts)
     patch.substitutes += substitutes(model, chosen, verdicts)
@@ -105,6 +105,8 @@ def _patch_attention(model: Any, patch: Patch, verdicts: Verdicts) -> None:
         model.set_attn_implementation(NAME)
     for config, original in before:
         if config._attn_implementation == NAME and type(config._attn_implementation) is str:
+            # A model that shares its configuration with a patched one gets the name from before both.
+            original = getattr(original, "original", original)
             patch.settings.append((config, "_attn_implementation_internal", original))
             if _says(model, config, "_supports_sdpa"):
                 name = NAME

@@ -60,6 +60,7 @@ class NativeModule:
 
     def start(self) -> None:
         """Load what is compiled; compile in the background what is not. Only the first call does anything."""
+        # Asked without the lock first: every runtime starts it, and nearly all find it started.
         if self.state != UNUSED:
             return
         with self._lock:
@@ -74,6 +75,7 @@ class NativeModule:
         except Exception as error:
             self._failed(error)
             return
+        # Loading takes milliseconds and is done at once; compiling takes a minute, beside the first calls.
         if compiled:
             self._load()
         else:
@@ -155,6 +157,7 @@ class NativeModule:
 
     def _failed(self, error: Exception) -> None:
         """Use Python alone, all of it: no user keeps a part of a module that the others do not have."""
+        # Nothing was taken up where the module never came: adopters need not give it back.
         taken_up, self.module = self.module is not None, None
         self.state = UNAVAILABLE
         self.detail = str(error)

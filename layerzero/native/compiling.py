@@ -82,6 +82,7 @@ class CppModule(building.Source):
 
     def fingerprint(self) -> str:
         """Everything the compiled library depends on, as 32 hexadecimal digits."""
+        # A cache folder may be shared by machines whose CPUs differ.
         built_for = cpu_flags() if "-march=native" in self.flags else platform.machine()
         parts = (self.digest(), *self.flags, str(torch.__version__), building.python_abi(), built_for)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
@@ -97,6 +98,7 @@ class CppModule(building.Source):
             returned, messages = _run(building.command(self, self.flags, part))
             if returned:
                 raise unavailable(Reason.JIT_FAILED, f"did not compile: {first_error(messages)}")
+            # In one step: another process may look for it at any moment.
             part.replace(target)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise unavailable(Reason.JIT_FAILED, f"did not compile: {error}") from error
@@ -109,6 +111,7 @@ class CppModule(building.Source):
         Raises: BackendNotAvailableError: others could have written it, or the loader refuses it.
         """
         try:
+            # The file may be exchanged between the check and the load.
             origin = files.pinned_path(path)
         except OSError as error:
             raise unavailable(Reason.KERNEL_LOAD_FAILED, f"does not load: {error}") from error
@@ -201,6 +204,7 @@ def _unfit() -> str | None:
 
 def _runs_here(name: str) -> bool:
     """Whether this CPU has the instructions that a wheel's module of that file name takes."""
+    # A module without a level is portable.
     level = name.removesuffix(".so").partition(".")[2]
     return not level or building.LEVELS[level].issubset(cpu_flags().split())
 

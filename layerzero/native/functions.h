@@ -115,9 +115,9 @@ double us_per_row_of(Kinds* self) {
   return us ? PyFloat_AsDouble(us.get()) : -1.0;
 }
 
-// find(args, keywords): the ticket of a call whose kind is known, its front in it; None for any other.
+// find(args, keywords[, last]): the ticket of a call whose kind is known, its front in it; None for any other.
 PyObject* kinds_find(Kinds* self, PyObject* const* given, Py_ssize_t count) {
-  if (count != 2 || !PyTuple_CheckExact(given[0]) || !PyDict_CheckExact(given[1]) || PyDict_GET_SIZE(given[1])) return none();
+  if (count < 2 || count > 3 || !PyTuple_CheckExact(given[0]) || !PyDict_CheckExact(given[1]) || PyDict_GET_SIZE(given[1])) return none();
   return guarded([&]() -> PyObject* {
     int modes = -1;
     Ref front = front_here(self, modes);

@@ -4,9 +4,10 @@
 // `Memo` remembers, for one op, what the Python path has found out about a call, under a key made of all that
 // can change the answer. `PendingCall` is the future of one queued call. `rejoin`, `gather` and `split` put rows
 // together and take them apart; `begin`, `land` and `resume` take a whole batch of tickets through its states.
-// `Kinds` (functions.h) is the memo of a batched function, `queue` (queue.h) the way of a known call into its line,
+// `Kinds` (functions.h) is the memo of a batched function, `queue` (queue.h) the way of a known call into its line, at_once.h the way past it,
 // `Call` (calls.h) what awaits one, `IsolatedCoroutine` (carried.h) a coroutine that has torch's modes to itself. What an op
-// reads places from is copied while it is checked (indices.h, numbers.h); `Plans` (plans.h) knows an op's blocking calls.
+// reads places from is copied while it is checked (indices.h, numbers.h); `Plans` (plans.h) knows an op's blocking calls,
+// `BatchPlans` (rows.h) what its batches become.
 // A function that meets what it does not know returns None or NotImplemented, and Python does the work.
 
 #define PY_SSIZE_T_CLEAN
@@ -787,6 +788,7 @@ struct Entry {
 struct Remembered {
   Ref devices, device, snapshot, fronts;
   uint64_t shared = 0;  // positions whose memory is part of the key
+  Loop last_loop;       // the loop that asked last
   std::unordered_map<std::string, Entry, Hash, std::equal_to<>> entries;
 };
 
@@ -936,8 +938,13 @@ void forget(Memo* self) {
   self->kept->shared = old->shared;
 }
 
+// at_once.h
+Ref costs_at_once(PyObject* front, PyObject* key);
+PyObject* ran_at_once(PyObject* front, PyObject* costs, PyObject* plan, PyObject* device, PyObject* const* values,
+                      Py_ssize_t count, PyObject* last);
+
 PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
-  if (count != 2 || self->kept->entries.empty()) return none();
+  if (count < 2 || count > 3 || self->kept->entries.empty()) return none();
   PyObject* args = given[0];
   PyObject* kwargs = given[1];
   const int modes = modes_here();
@@ -950,12 +957,8 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
     forget(self);
     return none();
   }
-  Ref loop(PyObject_CallNoArgs(known.running_loop));
-  if (!loop) {  // Python says what that needs
-    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return nullptr;
-    PyErr_Clear();
-    return none();
-  }
+  Ref loop = loop_here(self->kept->last_loop);
+  if (!loop) return PyErr_Occurred() ? nullptr : none();  // Python says what that needs
   Ref front = Ref::to(PyDict_GetItemWithError(self->kept->fronts.get(), loop.get()));
   if (!front) return PyErr_Occurred() ? nullptr : none();
   PyObject* values[MAX_PARAMETERS];
@@ -972,6 +975,16 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
   const int place = entry.place;
   if (!usual(self, place)) return none();
   const Py_ssize_t all = PyTuple_GET_SIZE(self->names);
+  if (count == 3 && given[2] != Py_None && place == HOST) {
+    const bool solo = group.get() == Py_None;
+    if (Ref costs = costs_at_once(front.get(), solo ? self->op : group.get())) {
+      for (Py_ssize_t i = 0; i < all; ++i) {
+        PyObject* constant = PyTuple_GET_ITEM(constants.get(), i);
+        if (constant != Py_Ellipsis) values[i] = constant;
+      }
+      return ran_at_once(front.get(), costs.get(), plan.get(), device.get(), values, all, given[2]);
+    }
+  }
   Ref full(PyTuple_New(all));
   if (!full) return nullptr;
   for (Py_ssize_t i = 0; i < all; ++i) {
@@ -997,7 +1010,8 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
   return reinterpret_cast<PyObject*>(ticket);
 }
 
-// find(args, kwargs): the ticket of a call that is known, with its front; None for any other.
+// find(args, kwargs): the ticket of a call that is known, with its front; None for any other. With a third argument, where a
+// thread's last plan is noted unless it is None, a call that needs no queue runs: (value,).
 PyObject* memo_find(Memo* self, PyObject* const* given, Py_ssize_t count) {
   return guarded([&] { return found_ticket(self, given, count); });
 }
@@ -1093,6 +1107,7 @@ int memo_traverse(Memo* self, visitproc visit, void* arg) {
   Py_VISIT(self->kept->device.get());
   Py_VISIT(self->kept->snapshot.get());
   Py_VISIT(self->kept->fronts.get());
+  Py_VISIT(self->kept->last_loop.loop.get());
   for (const auto& [key, entry] : self->kept->entries) {
     Py_VISIT(entry.plan.get());
     Py_VISIT(entry.group.get());
@@ -1125,7 +1140,7 @@ PyObject* memo_size(Memo* self, void*) { return PyLong_FromSize_t(self->kept->en
 
 PyMethodDef memo_methods[] = {
     {"find", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(memo_find)), METH_FASTCALL,
-     "The ticket of a known call, or None."},
+     "The ticket of a known call, (value,) of one that ran at once, or None."},
     {"remember", reinterpret_cast<PyCFunction>(memo_remember), METH_VARARGS, "Whether `find` will know such a call."},
     {"forget", reinterpret_cast<PyCFunction>(memo_forget), METH_NOARGS, "Drop everything."},
     {nullptr, nullptr, 0, nullptr}};
@@ -1145,8 +1160,10 @@ PyType_Spec memo_spec = {"layerzero.native.CallCache", sizeof(Memo), 0, Py_TPFLA
 // -- batched functions, and the way into the queue ----------------------------------------------------------
 
 #include "plans.h"
+#include "rows.h"
 #include "functions.h"
 #include "queue.h"
+#include "at_once.h"
 #include "carried.h"
 #include "calls.h"
 
@@ -1208,22 +1225,25 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   TicketType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&ticket_spec));
   MemoType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&memo_spec));
   PlansType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&plans_spec));
+  BatchPlansType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&batches_spec));
   KindsType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kinds_spec));
   CallType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&call_spec));
   CarriedType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&carried_spec));
   Ref module(PyModule_Create(&definition));
   pthread_atfork(nullptr, nullptr, [] { ++forks; });
   if (known.running_loop == nullptr || known.thread_id == nullptr || !know_tasks(events.get()) || TicketType == nullptr || MemoType == nullptr ||
-      PlansType == nullptr || KindsType == nullptr || CallType == nullptr || CarriedType == nullptr || !module)
+      PlansType == nullptr || BatchPlansType == nullptr || KindsType == nullptr || CallType == nullptr || CarriedType == nullptr || !module)
     return nullptr;
   Py_INCREF(TicketType);
   Py_INCREF(MemoType);
   Py_INCREF(PlansType);
+  Py_INCREF(BatchPlansType);
   Py_INCREF(KindsType);
   Py_INCREF(CarriedType);
   if (PyModule_AddObject(module.get(), "PendingCall", reinterpret_cast<PyObject*>(TicketType)) ||
       PyModule_AddObject(module.get(), "CallCache", reinterpret_cast<PyObject*>(MemoType)) ||
       PyModule_AddObject(module.get(), "PlanCache", reinterpret_cast<PyObject*>(PlansType)) ||
+      PyModule_AddObject(module.get(), "BatchPlans", reinterpret_cast<PyObject*>(BatchPlansType)) ||
       PyModule_AddObject(module.get(), "FunctionCache", reinterpret_cast<PyObject*>(KindsType)) ||
       PyModule_AddObject(module.get(), "IsolatedCoroutine", reinterpret_cast<PyObject*>(CarriedType)))
     return nullptr;

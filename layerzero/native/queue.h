@@ -36,11 +36,16 @@ struct Attribute {
   }
 };
 
-struct FrontAttributes { Attribute ahead, alone, ambient_grad, at_once, armed, callers, lane, loop, now, stepping; } in_front;
+struct FrontAttributes {
+  Attribute ahead, alone, ambient_grad, at_once, armed, callers, inline_runs, lane, loop, now, runs, stepping;
+} in_front;
 struct LaneAttributes { Attribute backlog, caps, draining, in_flight, queued, queued_bytes, stats, sweep, turn_owed, urgent; } in_lane;
 struct GroupAttributes { Attribute busy, bytes, count, lines, slots, tokens; } in_group;
+struct InlineAttributes { Attribute inflight, limit_us, used_us; } in_inline;
+struct CostsAttributes { Attribute alone_us, callers, until_anew, untimed; } in_costs;
 struct OtherAttributes {
-  Attribute caller_last, caller_slot, caps_bytes, caps_items, slot_count, submitted, sweep_arrived, sweep_groups, sweep_pending;
+  Attribute caller_last, caller_slot, caps_bytes, caps_items, ran_at_once, slot_count, submitted, sweep_arrived, sweep_groups,
+      sweep_pending;
 } in_rest;
 PyObject* current_task = nullptr;  // asyncio's function
 PyObject* tasks = nullptr;         // the dict that it reads, where it is written in Python
@@ -57,15 +62,20 @@ bool find_attribute(PyObject* type, const char* name, Attribute& attribute) {
   return true;
 }
 
-// attributes(LoopDriver, Batcher, BatchQueue, ProgramPoint, Caller, BatchLimits, BatcherStats, RoundRobin): the classes whose objects `queue` is given.
+// attributes(LoopDriver, Batcher, BatchQueue, ProgramPoint, Caller, BatchLimits, BatcherStats, RoundRobin, InlineRuns,
+// BatchRuns, GroupCosts): the classes whose objects `queue` and `at_once` are given.
 PyObject* attributes(PyObject*, PyObject* given) {
-  PyObject *front, *lane, *group, *slot, *caller, *caps, *stats, *sweep;
-  if (!PyArg_ParseTuple(given, "OOOOOOOO", &front, &lane, &group, &slot, &caller, &caps, &stats, &sweep)) return nullptr;
+  PyObject *front, *lane, *group, *slot, *caller, *caps, *stats, *sweep, *inlined, *runs, *costs;
+  if (!PyArg_ParseTuple(given, "OOOOOOOOOOO", &front, &lane, &group, &slot, &caller, &caps, &stats, &sweep, &inlined, &runs, &costs))
+    return nullptr;
   const struct { PyObject* type; const char* name; Attribute& attribute; } wanted[] = {
       {front, "_tick_scheduled", in_front.armed}, {front, "_max_inflight", in_front.ahead}, {front, "sole_caller", in_front.alone},
       {front, "ambient_grad", in_front.ambient_grad}, {front, "at_once", in_front.at_once}, {front, "_callers", in_front.callers},
       {front, "batcher", in_front.lane}, {front, "loop", in_front.loop}, {front, "_now_s", in_front.now},
-      {front, "stepping", in_front.stepping},
+      {front, "stepping", in_front.stepping}, {front, "inline", in_front.inline_runs}, {front, "_runs", in_front.runs},
+      {inlined, "used_us", in_inline.used_us}, {inlined, "limit_us", in_inline.limit_us}, {runs, "inflight", in_inline.inflight},
+      {costs, "alone_us", in_costs.alone_us}, {costs, "callers", in_costs.callers}, {costs, "untimed", in_costs.untimed},
+      {costs, "until_anew", in_costs.until_anew}, {stats, "at_once", in_rest.ran_at_once},
       {lane, "_waiting_for_room", in_lane.backlog}, {lane, "limits", in_lane.caps}, {lane, "draining", in_lane.draining},
       {lane, "inflight_batches", in_lane.in_flight}, {lane, "queued", in_lane.queued},
       {lane, "queued_bytes", in_lane.queued_bytes}, {lane, "stats", in_lane.stats},

@@ -187,7 +187,7 @@ class RowBatching(BatchingRule):
             if gathered is not NotImplemented:
                 merged[position], rows = gathered
                 if position == self.row_operands[0]:
-                    counts, leads = rows, _NO_LEADS
+                    counts, leads = rows, NO_LEADS
                 continue
             pieces = []
             for args in calls:
@@ -200,7 +200,10 @@ class RowBatching(BatchingRule):
                     counts.append(piece.size(0))
                 pieces.append(piece)
             merged[position] = concat_rows(pieces)
-        out = launch(tuple(merged))
+        return self.split(launch(tuple(merged)), counts, leads)
+
+    def split(self, out: Any, counts: Sequence[int], leads: Sequence[tuple[int, ...] | None]) -> list[Any]:
+        """Each call's rows of every output, in its leading axes; `NO_LEADS` where all have one."""
         tails = self.output_trailing_axes
         if not isinstance(out, tuple):
             return _split_rows(out, tails if isinstance(tails, int) else tails[0], counts, leads)
@@ -210,13 +213,13 @@ class RowBatching(BatchingRule):
 
 
 # All callers' rows have one leading axis.
-_NO_LEADS: list[tuple[int, ...] | None] = []
+NO_LEADS: list[tuple[int, ...] | None] = []
 
 
 def _split_rows(
     out: Tensor, tail: int, counts: Sequence[int], leads: Sequence[tuple[int, ...] | None]
 ) -> list[Tensor]:
-    if leads is _NO_LEADS:
+    if leads is NO_LEADS:
         pieces = NotImplemented if FAST_PATH.module is None else FAST_PATH.module.split(out, counts, False)
         return list(out.split_with_sizes(list(counts))) if pieces is NotImplemented else pieces
     trailing = out.shape[out.dim() - tail :]

@@ -183,9 +183,6 @@ class Overlay(msgspec.Struct, frozen=True, kw_only=True):
         return dataclasses.replace(kernel, capability=narrowed)
 
 
-EMPTY_OVERLAY = Overlay()
-
-
 def load_overlay(path: str | os.PathLike[str], kernels: Sequence[Kernel]) -> Overlay:
     """The overlay of a file, tried on every kernel that it names.
 

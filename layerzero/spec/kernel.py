@@ -60,6 +60,8 @@ class Kernel:
     `descriptor` marks data alone: nothing here can run it, on any machine.
     `compile_key(spec)` names what is compiled together for a request, where loading alone compiles nothing,
     and `compile(spec)` compiles it; until then the kernel is not ready for requests of that unit.
+    `on_disk(spec)` says whether what that would compile lies on disk, where every process finds it; a kernel
+    that has it may be compiled by a process of its own.
     """
 
     id: str
@@ -78,6 +80,7 @@ class Kernel:
     tiling: Tiling | None = None
     compile_key: Callable[[CallSpec], str] | None = field(default=None)
     compile: Callable[[CallSpec], None] | None = field(default=None)
+    on_disk: Callable[[CallSpec], bool] | None = field(default=None)
     descriptor: bool = False
 
     @classmethod

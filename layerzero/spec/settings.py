@@ -83,6 +83,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         default_gain: relative gain a kernel needs over the library's default to replace it; where both were
             timed at the very size, `tie_band` does if that is less.
         warm: import and compile better kernels in the "background", before start returns ("eager"), or never.
+        compile_processes: processes that compile slow kernels side by side; 0 compiles in this one, None has
+            as many as cores and free memory allow.
         max_keys: distinct keys remembered for each op; older ones are chosen anew.
         dispatch_table: file of decisions that `solve` made ahead; None chooses everything at run time.
         shipped_tables: price with the tables that come with the package, on hardware of their class.
@@ -145,6 +147,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tie_band: NotNegative = 0.03
     default_gain: NotNegative = 0.05
     warm: Literal["background", "eager", "off"] = "background"
+    compile_processes: Whole | None = None
     max_keys: Count = 4096
     dispatch_table: Text | None = None
     shipped_tables: bool = True

@@ -284,8 +284,9 @@ def receipts() -> tuple[Receipt, ...]:
 
 
 def _put(target: Path, data: bytes) -> None:
-    """Write a file into a folder of this user's, those above it included as far as they are ours."""
+    """Write a file into a folder of this user's; those above it are looked at as far as a cache reaches."""
     ours = files.user_folder("")
+    files.own_folder(target.parent.parent)
     if target.is_relative_to(ours):
         for folder in reversed(target.relative_to(ours).parents):
             files.own_folder(ours / folder, default=True)

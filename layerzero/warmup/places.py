@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from layerzero._util import files
-from layerzero.backends.flashinfer.common import carried_folder
+from layerzero.backends.flashinfer.common import cache_folder, carried_folder
 from layerzero.native import building
 from layerzero.native.compiling import library
 from layerzero.warmup.archive import MEMBER
@@ -36,12 +36,6 @@ def triton_cache() -> Path:
     """Triton's cache folder, as Triton finds it."""
     given = os.environ.get("TRITON_CACHE_DIR", "").strip()
     return Path(given) if given else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
-
-
-def flashinfer_cache() -> Path:
-    """The folder of FlashInfer's cache for all its versions, as FlashInfer finds it."""
-    base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()
-    return Path(base) / ".cache" / "flashinfer"
 
 
 def native_names(*, for_cpu: bool) -> dict[str, bool]:
@@ -101,7 +95,7 @@ def _flashinfer_modules() -> Iterator[tuple[str, bytes]]:
         return
     found: dict[str, Path] = {}
     carried = carried_folder(version)
-    compiled = flashinfer_cache() / version
+    compiled = cache_folder() / version
     for path in (*carried.glob("*/*/*.so"), *compiled.glob("*/cached_ops/*/*.so")):
         archs = path.parents[1].name if path.is_relative_to(carried) else path.parents[2].name
         name = f"flashinfer/{version}/{archs}/{path.parent.name}/{path.name}"

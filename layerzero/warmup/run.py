@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -32,6 +32,12 @@ LOCK_TIMEOUT_S = 900.0
 _ROUNDS = 4
 
 
+class CompilesAhead(Protocol):
+    """What lets a process of its own compile what a later load needs."""
+
+    def compile_ahead(self, kernel_id: str, request: CallSpec) -> object: ...
+
+
 class WarmupDevice(Protocol):
     """What warming needs of a device."""
 
@@ -43,6 +49,8 @@ class WarmupDevice(Protocol):
         self, op: Op, signature: Signature, args: Args, bits: int, snapshot: DispatchState | None = None
     ) -> Plan: ...
     def warm(self, kernel_ids: Any, request: CallSpec | None = None) -> None: ...
+    @property
+    def loader(self) -> CompilesAhead: ...
 
 
 class Warmed(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +99,27 @@ class Warmer:
             seconds=seconds, compiled=monitor.compiled,
         )  # fmt: skip
 
+    def compile_ahead(self, calls: Iterable[Call]) -> None:
+        """Begin to compile what calls are waiting for, side by side in processes of their own.
+
+        Where that is not for this device, nothing; a call that cannot be made is left to `warm`.
+        """
+        if self._forbid or self._device.device.type != "cuda":
+            return
+        for call in calls:
+            with suppress(Exception):  # its own turn says why
+                self._compile_ahead(call)
+
+    def _compile_ahead(self, call: Call) -> None:
+        device, op = self._device, ops_table.get(call.op)
+        args = call.make(device.device)
+        signature = signature_of(op, args)
+        for capturing in (False, True):
+            with torch.no_grad(), rehearsal() if capturing else nullcontext():
+                selection = device.plan(op, signature, args, device.mode()).selection
+            if selection.when_warm is not None:
+                device.loader.compile_ahead(selection.when_warm, selection.request)
+
     def _ready(self, call: Call) -> str:
         device, op = self._device, ops_table.get(call.op)
         args = call.make(device.device)
@@ -122,7 +151,7 @@ class Warmer:
     def _rehearse(self, op: Op, signature: Signature, args: Args) -> None:
         with rehearsal():
             try:
-                plan = self._device.plan(op, signature, args, self._device.mode())
+                plan = self._best(op, signature, args)
             except Exception as error:  # no kernel may be captured: that is the capture's affair
                 log.info("warmup.not_capturable", op=op.name, error=f"{type(error).__name__}"[:200])
                 return

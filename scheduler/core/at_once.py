@@ -37,17 +37,18 @@ class GroupCosts:
     """What a group's calls cost and who makes them.
 
     `alone_us` is what one call takes by itself, as far as it is known, `untimed` how many of the next calls
-    at once are to be timed, `queued` how many have queued since the last look at who shares the group.
+    at once are to be timed, `queued` how many have queued since the last look at who shares the group,
+    `until_anew` how many calls remain until who makes them, and what one takes, is seen anew.
     """
 
     __slots__ = (
-        "_calls",
         "_fastest_us",
         "_of_expected",
         "_timed",
         "alone_us",
         "callers",
         "queued",
+        "until_anew",
         "untimed",
     )
 
@@ -56,7 +57,7 @@ class GroupCosts:
         self.untimed = TIMED
         self.callers: set[int] = set()  # numbers only: nobody is kept alive
         self.queued = 0  # calls since the last look
-        self._calls = 0
+        self.until_anew = FORGOTTEN
         self._fastest_us = float("inf")
         self._timed = False
         # What batches take of what is expected of their calls one by one, and how many did, by bits of size.
@@ -96,9 +97,9 @@ class GroupCosts:
 
     def called(self, calls: int) -> None:
         """Count calls; now and then it is seen anew who makes them, and what one takes."""
-        self._calls += calls
-        if self._calls >= FORGOTTEN:
-            self._calls, self.untimed = 0, TIMED
+        self.until_anew -= calls
+        if self.until_anew <= 0:
+            self.until_anew, self.untimed = FORGOTTEN, TIMED
             self.callers.clear()
 
 
@@ -134,11 +135,10 @@ class AtOnce:
         costs.called(size)
         costs.queued += size
         callers = costs.callers
-        if len(callers) >= MOST_SEEN:
-            callers &= self.live
         if not queue.solo and len(callers) < MOST_SEEN:
             callers.update([id(call.caller) for call in calls])
-        if costs.queued < WINDOW and (costs.queued < WINDOW_OF_ONE or len(callers & self.live) > 1):
+        few = costs.queued >= WINDOW_OF_ONE and len(callers) <= FEW and len(callers & self.live) <= 1
+        if costs.queued < WINDOW and not few:
             return
         costs.queued = 0
         if costs.few_enough(self.live, self.limit_us):

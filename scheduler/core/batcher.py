@@ -306,6 +306,8 @@ class Batcher:
         if not point.count:
             point.last_used = self.stats.submitted
             del queue.active_points[point]
+            if point.order == queue.top:
+                queue.top = max((other.order for other in queue.active_points), default=-1)
             del self.round_robin.active_points[point]
 
     def _stop_waiting(self, call: PendingCall) -> None:
@@ -368,6 +370,7 @@ class Batcher:
             point.last_used = seq
             del pending[point]
         queue.active_points.clear()
+        queue.top = -1
         if self._urgent or self.deadlines.by_seq:
             for call in calls:
                 self._urgent.pop(call, None)

@@ -46,6 +46,7 @@ class BatchQueue:
         "run_s",
         "solo",
         "tokens",
+        "top",
         "waits_in",
     )  # fmt: skip
 
@@ -59,6 +60,7 @@ class BatchQueue:
         self.waits_in: int | None = None  # the round in which it began to wait for others of its callers
         self.costs: GroupCosts | None = None  # None until the first batch that is looked at
         self.active_points: dict[ProgramPoint, None] = {}
+        self.top = -1  # the last place in the order among those, as far as the sweep has seen them
         self.launched_at: float | None = None
         self.period_s = self.run_s = 0.0
 
@@ -201,7 +203,12 @@ class RoundRobin:
     def _push_activated(self) -> None:
         """Put what came to have pending calls into the heaps."""
         for point in self.activated:
-            if not point.in_heap and point.count:
+            if not point.count:
+                continue
+            queue = point.queue
+            if point.order > queue.top:
+                queue.top = point.order
+            if not point.in_heap:
                 point.in_heap = True
                 heappush(
                     self._this_round if point.order > self._reached else self._next_round,
@@ -243,25 +250,22 @@ class RoundRobin:
             return False
         order = point.order
         if len(sources) < len(active):
-            ahead = any(
-                source is not None
-                and source.count
-                and source is not queue
-                and source not in deferred
-                and any(other.order > order for other in source.active_points)
-                for source in sources
-            )
-        else:
-            ahead = any(
-                other.order > order
-                and other.queue in sources
-                and other.queue is not queue
-                and other.queue not in deferred
-                for other in active
-            )
-        if ahead:
-            queue.waits_in = self.rounds
-        return ahead
+            for source in sources:
+                if (
+                    source is not None
+                    and source.top > order
+                    and source is not queue
+                    and source not in deferred
+                ):
+                    queue.waits_in = self.rounds
+                    return True
+            return False
+        for other in active:
+            source = other.queue
+            if other.order > order and source in sources and source is not queue and source not in deferred:
+                queue.waits_in = self.rounds
+                return True
+        return False
 
     def _reorder(self) -> None:
         """Order everything anew: places have changed, or slots are gone."""
@@ -269,6 +273,8 @@ class RoundRobin:
             point.in_heap = False
         self._this_round.clear()
         self._next_round.clear()
+        for queue in self.all_queues():
+            queue.top = -1
         self.activated[:] = self.active_points
 
     def on_batch_taken(self, queue: BatchQueue, count: int) -> None:

@@ -157,7 +157,7 @@ class CudaCopies:
 class Readback:
     """The read-backs of one event loop from one device: pending calls of its own, which no batcher sees."""
 
-    __slots__ = ("_copies", "_driver", "_pending", "_sources", "_worker", "loop")
+    __slots__ = ("_copies", "_driver", "_launched", "_lost", "_pending", "_sources", "_worker", "loop")
 
     name = "to_host"
 
@@ -168,6 +168,8 @@ class Readback:
         self._copies = copies or CudaCopies()
         self._pending: list[PendingCall] = []
         self._sources: set[Stream] = set()
+        self._launched: dict[int, list[PendingCall]] = {}  # whose copies the device has not made yet
+        self._lost: Exception | None = None  # why nothing is read
 
     def start(self, tensor: Tensor, stream: Stream) -> PendingCall:
         """Copy `tensor`, which `stream` writes; what comes back is awaited for the copy.
@@ -178,6 +180,9 @@ class Readback:
         call = PENDING_CALL.cls(self, (tensor,))
         call.driver = self
         call._loop = self.loop
+        if self._lost is not None:
+            call.state, call.value = FAILED, Failed(self._lost)
+            return call
         if not self._pending:
             self.loop.call_soon(self.flush)
         self._pending.append(call)
@@ -205,10 +210,29 @@ class Readback:
         except Exception as error:
             self._complete(pending, [], error)
             return
-        # `pending` holds the sources until the copies have ended.
+        # They hold the sources until the copies have ended.
+        self._launched[id(pending)] = pending
         launches, watch = self._driver.launches, self._driver.watch
         copied = None if watch is None else watch.copying(len(pending))
         self._worker.submit(lambda: self._wait(event, pending, blocks, hosts, launches, copied))
+
+    def lose(self, error: Exception | None) -> None:
+        """Fail every read that is waited for, and later ones until `lose(None)`: nobody knows what the device
+        writes, or whether it ever answers. What a batcher holds for news of it goes on. The loop calls this,
+        in no task."""
+        self._lost = error
+        if error is None:
+            return
+        waiting = [
+            call
+            for calls in (*self._launched.values(), self._pending)
+            for call in calls
+            if call.state <= RUNNING
+        ]
+        for call in waiting:
+            call.state, call.value = FAILED, Failed(error)
+        self._driver.completed(self._driver.launches)
+        self._driver.resume(waiting)
 
     def _wait(
         self,
@@ -242,6 +266,7 @@ class Readback:
         copied: Callable[[], None] | None = None,
     ) -> None:
         """Give who still waits a copy, or what went wrong, and send all of them on in one callback."""
+        self._launched.pop(id(pending), None)
         if copied is not None:
             copied()
         for index, copy in results:

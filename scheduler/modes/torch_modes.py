@@ -31,10 +31,10 @@ class Modes:
     None where the call is not on CUDA.
     """
 
-    __slots__ = ("_mask", "autocast", "bits", "grad", "inference", "stream", "without_stream")
+    __slots__ = ("autocast", "bits", "grad", "inference", "mask", "stream", "without_stream")
 
     def __init__(self, mask: int, autocast: Autocast = (), stream: Stream | None = None) -> None:
-        self._mask = mask
+        self.mask = mask
         self.grad = bool(mask & _GRAD)
         self.inference = bool(mask & _INFERENCE)
         self.autocast = autocast
@@ -50,7 +50,7 @@ class Modes:
 
     @property
     def deterministic(self) -> bool:
-        return bool(self._mask & _DETERMINISTIC)
+        return bool(self.mask & _DETERMINISTIC)
 
     def __repr__(self) -> str:
         parts = [f"{name}={value}" for name, value in _facts(self).items()]
@@ -85,15 +85,15 @@ def capture(cuda: int | None = None) -> Modes:
 def with_stream(modes: Modes, stream: Stream | None) -> Modes:
     """The same modes on another stream."""
     if stream is None and not modes.autocast:
-        return _PLAIN[modes._mask]
-    key = (modes._mask, modes.autocast, stream)
+        return _PLAIN[modes.mask]
+    key = (modes.mask, modes.autocast, stream)
     on_other_stream = _interned.get(key)
     return on_other_stream if on_other_stream is not None else _interned.setdefault(key, Modes(*key))
 
 
 def without_gradient(modes: Modes) -> Modes:
     """The same modes in inference mode: what a runtime that never differentiates runs its batches under."""
-    mask = (modes._mask | _INFERENCE) & ~_GRAD
+    mask = (modes.mask | _INFERENCE) & ~_GRAD
     if modes.stream is None and not modes.autocast:
         return _PLAIN[mask]
     key = (mask, modes.autocast, modes.stream)

@@ -24,6 +24,7 @@ from starlette.routing import Route
 import layerzero as lz
 import layerzero.sync
 from layerzero.runtime import ACTIVE, current
+from tests.waiting import LIMIT_S
 
 WEIGHT = torch.arange(12.0).view(3, 4)
 
@@ -123,7 +124,7 @@ def test_a_runtime_opened_in_an_asgi_lifespan_serves_the_handlers() -> None:
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S) as client:
             answers = [client.get("/", params={"x": 1.0}).json() for _ in range(4)]
     finally:
         server.should_exit = True

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import children
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "embedding_demo.py"
@@ -30,7 +31,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, str(SCRIPT), *arguments],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=LIMIT_S,
         env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"} | variables,
         check=False,
     )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from layerzero.ops import table as ops_table
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +27,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=170,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     read: dict[str, Any] = json.loads(out.read_text())

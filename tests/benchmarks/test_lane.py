@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 for folder in ("benchmarks", "examples"):
@@ -42,7 +43,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=170,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     read: dict[str, Any] = json.loads(out.read_text())

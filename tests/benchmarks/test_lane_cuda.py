@@ -13,6 +13,7 @@ import pytest
 
 from layerzero.api.step_runner import StaticMetadata
 from layerzero.kvcache import KVCacheSpec, PagedCache
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "lane_cuda.py"
@@ -26,7 +27,7 @@ pytest.importorskip("safetensors", reason="the model of the examples needs safet
 def rehearsed(out: Path, *more: str) -> dict[str, Any]:
     """The record of a rehearsal."""
     command = [sys.executable, str(SCRIPT), "--rehearse", "--out", str(out), *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr[-2000:]
     read: dict[str, Any] = json.loads((out / "lane_h200.json").read_text())
     return read

@@ -28,7 +28,6 @@ OLDER = frozenset(
         "gang_h200_pair.json",
         "graphs_h200.json",
         "lane.json",
-        "paged_cpu.json",
         "ran_cuda.json",
         "ran_cuda_flash_attn_2.json",
         "regret_cpu_avx2.json",
@@ -36,7 +35,6 @@ OLDER = frozenset(
         "regret_h200_second.json",
         "rows_h200.json",
         "sampling_h200.json",
-        "speculation.json",
     }
 )
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))

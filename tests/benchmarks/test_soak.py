@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 ENDS = ("done", "failed", "cancelled", "expired", "rejected")
 
@@ -25,7 +27,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for seconds in (5, 20):
         command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", str(seconds)]
         done = subprocess.run(
-            [*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=170
+            [*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=LIMIT_S
         )
         assert out.exists(), done.stderr[-2000:]
         found = json.loads(out.read_text())["soak"]

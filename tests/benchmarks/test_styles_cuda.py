@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.waiting import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "styles_cuda.py"
 for folder in ("benchmarks", "examples"):
@@ -24,7 +26,7 @@ pytest.importorskip("safetensors", reason="the model of the examples needs safet
 def test_every_style_is_measured(tmp_path: Path) -> None:
     """Speed, sizes of batches, tokens compared for each style, and no error."""
     command = [sys.executable, str(SCRIPT), "--rehearse", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads((tmp_path / "styles_h200.json").read_text())
     styles = importlib.import_module("styles_cuda").STYLES

@@ -21,6 +21,7 @@ from layerzero.scheduler.batch_executor import BatchExecutor
 from layerzero.scheduler.loop_drivers import LoopDrivers
 from layerzero.scheduler.modes.streams import DeviceStreams
 from layerzero.scheduler.scheduled_device import ScheduledDevice
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 from tests.clocks import FakeClock
 from tests.kernels import kernel
@@ -218,6 +219,12 @@ def loaded(at: Site) -> Any:
     layerzero.sync.rms_norm(X, WEIGHT)
     at.idle()
     return "cold.rms_norm" not in at.cpu.registry.unready()
+
+
+def compiled_apart(at: Site) -> Any:
+    """Whether a process of its own would compile a kernel."""
+    slow = dataclasses.replace(at.cpu.registry.for_op("rms_norm")[0], on_disk=lambda _: False)
+    return at.cpu.loader._apart.takes(slow, CallSpec(op="rms_norm"))
 
 
 def fitting(at: Site) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.scheduler.core.limits import BatcherStats
+from tests.kernels import kernel
 from tests.native.twins import both_paths as both_paths
 
 WIDTH, CALLERS = 8, 4
@@ -153,3 +154,28 @@ async def test_closing_wakes_who_has_paused() -> None:
         runtime.device("cpu").loop_drivers.current().close()
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
     assert all(isinstance(result, lz.RuntimeClosedError) for result in results), results
+
+
+@pytest.mark.asyncio
+async def test_at_once_too_a_kernel_that_raises_is_followed_by_the_next_one() -> None:
+    """Of the process's own runtime, whose calls the compiled twin runs; the callers do not notice."""
+    models = [Model(seed) for seed in range(CALLERS)]
+    state = {"broken": False, "runs": 0}
+
+    def fragile(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        state["runs"] += 1
+        if state["broken"]:
+            raise RuntimeError("out of order")
+        return torch.nn.functional.linear(x, weight, bias)
+
+    async with lz.start(SETTINGS) as runtime:
+        runtime.add_kernel(kernel("t.linear.fragile", fragile, launch_us=1e-6))
+        with torch.no_grad():
+            wanted = [model.expected(20) for model in models]
+            await asyncio.gather(*(model.request(60) for model in models))
+            before, state["runs"] = stats(runtime).at_once, 0
+            state["broken"] = True
+            results = await asyncio.gather(*(model.request(20) for model in models))
+        assert state["runs"] and stats(runtime).at_once > before
+        for want, result in zip(wanted, results, strict=True):
+            assert torch.allclose(result, want)

@@ -12,6 +12,7 @@ import torch.autograd.forward_ad as forward
 from torch import Tensor
 
 import layerzero as lz
+from tests import kernels
 from tests.native.twins import both_paths as both_paths
 
 WEIGHT = torch.randn(8, 8)
@@ -78,3 +79,26 @@ async def test_tangents_come_back(name: str) -> None:
             assert given is not None and tangent is not None
             torch.testing.assert_close(tangent, expected(given))
     await asyncio.gather(*map(call, plain))
+
+
+@pytest.mark.asyncio
+async def test_the_plan_of_a_plain_call_serves_no_tangents() -> None:
+    """Its kernel may have no derivative: the plan that is known from before answers plain calls alone."""
+
+    def plain_only(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.from_numpy(x.detach().numpy() @ weight.detach().numpy().T)
+
+    async with lz.start(lz.Settings(warm="off")) as runtime:
+        runtime.add_kernel(kernels.kernel("plain.linear", plain_only, launch_us=0.001, gradient=False))
+        rows = [torch.randn(1, 8) for _ in range(4)]
+        for _ in range(3):
+            await asyncio.gather(*(lz.linear(row, WEIGHT) for row in rows))
+            await lz.linear(rows[0], WEIGHT)
+        assert lz.which("linear", rows[0], WEIGHT) == "plain.linear"
+        with forward.dual_level():
+            dual = forward.make_dual(rows[0], torch.ones(1, 8))
+            outs = [await lz.linear(dual, WEIGHT), *await asyncio.gather(lz.linear(dual, WEIGHT))]
+            for out in (*outs, lz.sync.linear(dual, WEIGHT)):
+                tangent = forward.unpack_dual(out).tangent
+                assert tangent is not None
+                torch.testing.assert_close(tangent, torch.ones(1, 8) @ WEIGHT.mT)

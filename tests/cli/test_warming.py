@@ -69,3 +69,50 @@ def test_a_file_that_is_no_manifest_is_status_2(lz: Lz, tmp_path: Path) -> None:
     for command in ("warmup", "ready"):
         result = lz(command, str(path))
         assert result.exit_code == 2 and "m.json" in result.output
+
+
+def test_a_bundle_goes_from_machine_to_machine(
+    lz: Lz, tmp_path: Path, manifest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One command writes it, the other loads it and warms its calls; as text and as JSON."""
+    path = str(tmp_path / "warm.lzb")
+    written = lz("warmup", manifest, "--device", "cpu", "--bundle", path)
+    assert written.exit_code == 0 and f"wrote {path}" in written.output, written.output
+    digest = written.output.partition("sha256 ")[2].split()[0]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "second"))
+    loaded = lz("warmup", "--from", path, "--sha256", digest, "--device", "cpu")
+    assert loaded.exit_code == 0 and digest[:16] in loaded.output and "2 calls in" in loaded.output
+    plain = json.loads(lz("warmup", "--from", path, "--device", "cpu", "--json").stdout)
+    assert plain["ready"] is True and plain["bundle"]["sha256"] == digest and plain["saved"] is None
+    assert digest[:16] in lz("doctor", "--quick").output
+
+
+def test_a_bundle_that_is_refused_is_status_1_and_says_why(lz: Lz, tmp_path: Path, manifest: str) -> None:
+    """Every problem on a line of its own, with its code; nothing was written."""
+    path = tmp_path / "warm.lzb"
+    lz("warmup", manifest, "--device", "cpu", "--bundle", str(path))
+    wrong = lz("warmup", "--from", str(path), "--sha256", "0" * 64, "--device", "cpu")
+    assert wrong.exit_code == 1 and "BUNDLE_UNTRUSTED: sha256 needs 0000" in wrong.output
+    path.write_bytes(path.read_bytes()[:-30])
+    cut = lz("warmup", "--from", str(path), "--device", "cpu")
+    assert cut.exit_code == 1 and "BUNDLE_DAMAGED" in cut.output and "nothing was written" in cut.output
+    assert not (tmp_path / "layerzero" / "bundles").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Missing argument 'MANIFEST'"),
+        (("--sha256", "0" * 64), "Missing argument 'MANIFEST'"),
+        (("M", "--sha256", "0" * 64), "--sha256 needs --from"),
+        (("M", "--replace"), "--replace needs --from"),
+        (("--from", "M", "--sha256", "abc"), "--sha256 needs 64 hexadecimal digits"),
+    ],
+)
+def test_options_that_do_not_go_together_are_status_2(
+    lz: Lz, manifest: str, arguments: tuple[str, ...], message: str
+) -> None:
+    """The message names the option."""
+    given = [manifest if word == "M" else word for word in arguments]
+    result = lz("warmup", *given, "--device", "cpu")
+    assert result.exit_code == 2 and message in result.output

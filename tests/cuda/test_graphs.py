@@ -276,3 +276,19 @@ def test_a_step_runner_replays_what_the_plain_step_gives() -> None:
             torch.cuda.set_sync_debug_mode("default")
         torch.testing.assert_close(rows, expected, rtol=2e-2, atol=2e-2)
     assert runner.captures == 1  # four rows and three share a bucket
+
+
+@pytest.mark.usefixtures("runtime")
+def test_every_width_of_tables_replays_the_plain_step() -> None:
+    """A sequence grows through three widths, beside a short one; graphs that were let go come back right."""
+    model = Model(256, 64, "cuda", torch.bfloat16)
+    runner = lz.StepRunner(
+        model.forward, model.cache, max_model_len=60, max_num_seqs=2, table_widths=(2, 6), max_graphs=2
+    )
+    short, long = opened(model.cache, [2, 5])
+    for turn in range(54):
+        ranges = [long.extend(1)] if turn % 3 else [short.extend(1), long.extend(1)]
+        ids = torch.arange(len(ranges), device="cuda") + turn % 40
+        expected = model.plain(ranges, ids)
+        torch.testing.assert_close(runner(ranges, ids), expected, rtol=2e-2, atol=2e-2)
+    assert runner.kept == 2 and runner.captures == 2 * 3 and runner.evictions == 4

@@ -96,5 +96,6 @@ def test_pages_decode_as_the_reference(sequences: int, dtype: torch.dtype, layou
         call = (q, k, v, tables, lens, None, True, None, None, None, layout, False)
         wide = [t.double() if t.is_floating_point() else t for t in call[:5]]
         right = paged_attention_reference(*wide, *call[5:])
+        assert isinstance(right, Tensor)
         distance = float((paged_attention(*call).double() - right).norm() / right.norm().clamp_min(1e-30))
         assert distance < 4 * torch.finfo(dtype).eps, (heads, key_heads, distance)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.distributed import forked
+from tests.waiting import LIMIT_S
 
 pytest.importorskip("safetensors", reason="the example needs safetensors")
 pytest.importorskip("tokenizers", reason="the example needs tokenizers")
@@ -51,7 +52,7 @@ def test_torchrun_starts_ranks_that_replay_captured_steps(tmp_path: Path) -> Non
         command,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=LIMIT_S,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )

@@ -13,6 +13,8 @@ import httpx
 import openai
 import uvicorn
 
+from tests.waiting import LIMIT_S
+
 PROMPT = "And Jesus said unto them,"
 NOTHING = {"pages": 0, "requests": 0, "waiting": 0, "calls": 0, "callers": 0, "tasks": 0}
 
@@ -107,7 +109,7 @@ def serving(options: Any) -> Iterator[Running]:
     thread = threading.Thread(target=lambda: asyncio.run(run()), name="server")
     thread.start()
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + LIMIT_S
         while not server.started:
             assert thread.is_alive() and time.monotonic() < until, "the server did not start"
             time.sleep(0.02)

@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.waiting import LIMIT_S
+
 for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenizers", "safetensors"):
     pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
 
@@ -202,12 +204,12 @@ async def _cut_short(url: str, process: subprocess.Popen[bytes], count: int) -> 
             return told.is_set()
         return told.is_set() and last != "data: [DONE]"
 
-    async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=count)) as client:
+    async with httpx.AsyncClient(timeout=LIMIT_S, limits=httpx.Limits(max_connections=count)) as client:
         return sum(await asyncio.gather(*(one(client, number) for number in range(count))))
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 90
+    until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         assert process.poll() is None
         try:

@@ -19,6 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.waiting import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[2]
 for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenizers", "safetensors"):
     pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
@@ -39,7 +41,7 @@ def server() -> Iterator[Running]:
 @pytest.fixture
 def client(server: Running) -> Iterator[openai.OpenAI]:
     """OpenAI's own client."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as opened:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as opened:
         yield opened
 
 
@@ -189,7 +191,7 @@ def test_a_full_queue_answers_429(server: Running, monkeypatch: pytest.MonkeyPat
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection((host, int(port))) as held:
         held.sendall(head + body)
-        until = time.monotonic() + 60
+        until = time.monotonic() + LIMIT_S
         while server.left()["pages"] < 2000 / 16 and time.monotonic() < until:
             time.sleep(0.01)
         refused = httpx.post(f"{server.url}/v1/completions", json=asked(prompt=[7] * 3500, max_tokens=9))
@@ -239,7 +241,7 @@ async def _hang_up(server: Running, count: int, seed: int) -> list[int]:
             except httpx.TimeoutException:
                 return 0
             return done.status_code
-        async with client.stream("POST", "/v1/completions", json=request, timeout=100) as response:
+        async with client.stream("POST", "/v1/completions", json=request, timeout=LIMIT_S) as response:
             lines = 0
             async for line in response.aiter_lines():
                 lines += bool(line)
@@ -315,7 +317,7 @@ def test_sigterm_lets_answers_end() -> None:
         _wait_until_healthy(url, process)
         events: list[str] = []
         request = asked(max_tokens=900, temperature=0, stream=True)
-        with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=60) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=LIMIT_S) as response:
             for line in response.iter_lines():
                 if line:
                     events.append(line)
@@ -323,7 +325,7 @@ def test_sigterm_lets_answers_end() -> None:
                     process.send_signal(signal.SIGTERM)
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, errors
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
@@ -333,7 +335,7 @@ def test_sigterm_lets_answers_end() -> None:
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 90
+    until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         assert process.poll() is None, process.communicate()[1]
         try:

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.waiting import LIMIT_S
+
 for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenizers", "safetensors"):
     pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
 
@@ -47,13 +49,13 @@ def by_hand() -> ByHand:
 @pytest.fixture
 def client(server: Running) -> Iterator[openai.OpenAI]:
     """OpenAI's own client."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as opened:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as opened:
         yield opened
 
 
 def text_of(server: Running, **changes: Any) -> str:
     """The text of the one choice."""
-    given_out = httpx.post(f"{server.url}/v1/completions", json=asked(**changes), timeout=120)
+    given_out = httpx.post(f"{server.url}/v1/completions", json=asked(**changes), timeout=LIMIT_S)
     assert given_out.status_code == 200, given_out.text
     text: str = given_out.json()["choices"][0]["text"]
     return text
@@ -104,7 +106,7 @@ async def test_rules_touch_nobody_else(server: Running) -> None:
         {"top_k": 5}, {"repetition_penalty": 1.4, "logprobs": 0},
     ]  # fmt: skip
     requests = [asked(seed=seed, max_tokens=14, **rules[seed % len(rules)]) for seed in range(28)]
-    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:
 
         async def choice(request: dict[str, Any]) -> Any:
             given_out = await client.post("/v1/completions", json=request)
@@ -257,7 +259,7 @@ def test_a_chat_continues_its_rendered_prompt(server: Running, client: openai.Op
 def test_a_chat_without_a_bound_ends_with_the_model(server: Running) -> None:
     """No max_tokens: the text ends by itself, or where the model has no further position."""
     body = {"model": "generate", "messages": MESSAGES, "seed": 5, "stop": ["and"]}
-    given_out = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
+    given_out = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=LIMIT_S).json()
     assert given_out["choices"][0]["finish_reason"] in ("stop", "length")
     assert given_out["usage"]["completion_tokens"] > 16 or given_out["choices"][0]["finish_reason"] == "stop"
 
@@ -472,7 +474,7 @@ def test_a_full_lane_in_the_middle_is_waited_out(server: Running, monkeypatch: p
 def test_a_client_that_leaves_takes_all_its_choices(server: Running) -> None:
     """Eight choices in mid-stream: pages, calls and tasks are gone with the connection."""
     request = asked(n=8, max_tokens=400, stream=True)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=60) as response:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=LIMIT_S) as response:
         lines = response.iter_lines()
         for _ in range(20):
             next(lines)

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run(*arguments: str) -> str:
     """What an example prints; it ends with status 0."""
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=170, check=False,
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False,
         env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

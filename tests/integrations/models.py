@@ -62,67 +62,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 _OTHERS = ("bert", "roberta", "deberta", "t5", "bart", "whisper", "vit", "clip")
 CAUSAL = FAMILIES.keys() - set(_OTHERS)
-SEQ2SEQ = {"vocab_size": 97, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-            "max_position_embeddings": 64}  # fmt: skip
-_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-           "image_size": 16, "patch_size": 8}  # fmt: skip
-_GEMMA = {**_GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5}
-# The class, its configuration's class, and its sizes, of every family that the documents name.
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _GROUPED),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_GROUPED, "head_dim": 16}),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _GEMMA),
-    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", _GEMMA),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {**_GROUPED, "head_dim": 8, "sliding_window": 5}),
-    "phi": ("PhiForCausalLM", "PhiConfig", _SIZES),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_GROUPED, "pad_token_id": 0}),
-    "glm": ("GlmForCausalLM", "GlmConfig", {**_GROUPED, "head_dim": 8, "pad_token_id": 0}),
-    "cohere": ("CohereForCausalLM", "CohereConfig", _GROUPED),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4,
-                                               "n_positions": 64}),
-    "opt": ("OPTForCausalLM", "OPTConfig", {**_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "falcon": ("FalconForCausalLM", "FalconConfig", _SIZES),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_GROUPED, "num_local_experts": 4, "head_dim": 8}),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", {
-        **_SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 16,
-        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1}),
-    "bert": ("BertForMaskedLM", "BertConfig", _SIZES),
-    "roberta": ("RobertaForMaskedLM", "RobertaConfig", _SIZES),
-    "deberta": ("DebertaV2ForMaskedLM", "DebertaV2Config", {
-        **_SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8}),
-    "t5": ("T5ForConditionalGeneration", "T5Config", {
-        "vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
-        "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}),
-    "bart": ("BartForConditionalGeneration", "BartConfig", _SEQ2SEQ),
-    "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", {
-        **_SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 64,
-        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}),
-    "vit": ("ViTForImageClassification", "ViTConfig", _VISION),
-    "clip": ("CLIPModel", "CLIPConfig", {
-        "text_config": {**_SIZES, "eos_token_id": 2}, "vision_config": _VISION, "projection_dim": 16}),
-}  # fmt: skip
-CAUSAL = frozenset(
-    [
-        "llama",
-        "qwen2",
-        "qwen3",
-        "gemma2",
-        "gemma3",
-        "mistral",
-        "phi",
-        "phi3",
-        "glm",
-        "cohere",
-        "gpt2",
-        "opt",
-        "falcon",
-        "mixtral",
-        "deepseek_v3",
-    ]
-)
 SEQ2SEQ = frozenset({"t5", "bart"})
 
 
@@ -190,6 +129,6 @@ def counting() -> Iterator[dict[str, int]]:
         return call
 
     names = ("attention", "layer_norm", "rms_norm", "rope", "mlp", "linear_cross_entropy")
-    ours = {name: counted(name, getattr(lz.sync, name)) for name in names}
+    ours: dict[str, Any] = {name: counted(name, getattr(lz.sync, name)) for name in names}
     with mock.patch.multiple(lz.sync, **ours):
         yield calls

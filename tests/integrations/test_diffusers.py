@@ -161,7 +161,8 @@ def test_half_precision(dtype: torch.dtype) -> None:
     def run() -> Tensor:
         arguments = {"hidden_states": IMAGE, "encoder_hidden_states": numbers(2, 5, 16)}
         halves = {name: value.to(dtype) for name, value in arguments.items()}
-        return model(**halves, pooled_projections=numbers(2, 16).to(dtype), timestep=STEP).sample
+        drawn: Tensor = model(**halves, pooled_projections=numbers(2, 16).to(dtype), timestep=STEP).sample
+        return drawn
 
     before = run()
     lz.patch(model)

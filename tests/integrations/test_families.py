@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.integrations.patches import rope
 from tests.integrations import models
 from tests.integrations.models import transformers
 
@@ -92,13 +93,17 @@ def test_generation_with_each_cache_gives_the_same_tokens(family: str, cache: st
     """Greedy, padded on the left, beyond the window of the families that have one."""
     model = models.build(family)
     given = models.text(9, 4)
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
     def generate() -> Tensor:
+        options["disable_compile"] = True
         if cache == "quantized":
             pages = transformers.QuantizedCache("fp8", model.config)
-            return model.generate(**given, **options, past_key_values=pages)
-        return model.generate(**given, **options, cache_implementation=cache)
+            options["past_key_values"] = pages
+        else:
+            options["cache_implementation"] = cache
+        tokens: Tensor = model.generate(**given, **options)
+        return tokens
 
     before = generate()
     lz.patch(model)
@@ -253,6 +258,25 @@ def test_patched_twice_copied_moved_pickled() -> None:
 
 
 @torch.no_grad()
+def test_models_that_share_a_configuration() -> None:
+    """Whichever is unpatched first, the name from before both comes back, and every number is right."""
+    one = models.build("llama")
+    other = type(one)(one.config).eval()
+    before = [models.answer(model, "llama") for model in (one, other)]
+    for first, last in ((one, other), (other, one)):
+        lz.patch(lz.patch(first) and last)
+        for model, theirs in zip((one, other), before, strict=True):
+            close(models.answer(model, "llama"), theirs)
+        lz.unpatch(first)
+        close(models.answer(last, "llama"), before[0] if last is one else before[1])
+        lz.unpatch(last)
+        assert type(one.config._attn_implementation) is str and one.config._attn_implementation == "sdpa"
+        with models.counting() as calls:
+            assert torch.equal(models.answer(first, "llama"), before[0] if first is one else before[1])
+        assert calls == {}
+
+
+@torch.no_grad()
 def test_weights_that_change_count_at_once() -> None:
     """Written in place, loaded, or another tensor: no copy of a weight is asked any more."""
     model = lz.patch(models.build("gemma2"))
@@ -289,6 +313,9 @@ def test_only_the_parts_asked_for() -> None:
     with models.counting() as calls:
         models.answer(model, "llama")
     assert calls == {"rms_norm": 5} and model.config._attn_implementation == "sdpa"
+    assert lz.patch(model, parts=["norm"]) is model
+    with pytest.raises(ValueError, match="unpatched first to patch mlp: it is patched for norm"):
+        lz.patch(model, parts=["norm", "mlp"])
     with pytest.raises(ValueError, match="parts needs some of attention, norm, rope, mlp, loss, got 'norms'"):
         lz.patch(models.build("llama"), parts=["norms"])
     with pytest.raises(ValueError, match="parts needs a collection of names, got the string 'norm'"):
@@ -332,6 +359,25 @@ def test_a_norm_of_another_formula_stays_the_models_own() -> None:
     assert [row.why for row in table.rows if row.module == "OddRMSNorm"] == ["it computes something else"]
     assert [row.op for row in table.rows if row.module == "PixelNorm"] == [None]
     close(models.answer(model, "llama"), before)
+
+
+def test_tables_that_do_not_repeat_stay_the_files_own() -> None:
+    """A call at the first position decides nothing; other columns go to the file's function for good."""
+    own = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+    rotation = rope.rotation_of.__wrapped__(own)
+    q, k = (torch.randn(1, heads, 3, 8, generator=torch.Generator().manual_seed(1)) for heads in (4, 2))
+    angles = torch.arange(24.0).view(1, 3, 8)
+    repeated = torch.cat((angles[..., :4], angles[..., :4]), -1)
+    for tables, repeats in ((torch.zeros(1, 3, 8), None), (angles, False), (repeated, False)):
+        for ours, theirs in zip(
+            rotation(q, k, tables.cos(), tables.sin()), own(q, k, tables.cos(), tables.sin()), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+        assert rotation.repeats is repeats
+    other = rope.rotation_of.__wrapped__(own)
+    with models.counting() as calls:
+        other(q, k, repeated.cos(), repeated.sin())
+    assert calls == {"rope": 1} and other.repeats
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 for package in ("starlette", "uvicorn", "httpx"):
     pytest.importorskip(package, reason=f"needs {package}: pip install 'layerzero-runtime[test]'")
 
@@ -65,7 +67,7 @@ def serve(header_timeout: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
 
 def connect(port: int) -> socket.socket:
     """A connection that says half a request."""
-    opened = socket.create_connection(("127.0.0.1", port), timeout=30)
+    opened = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
     opened.sendall(b"GET /health HTT")
     return opened
 
@@ -78,7 +80,7 @@ def test_health_is_answered_beside_more_silent_connections_than_descriptors() ->
     for port, process in serve("60"):
         silent = [connect(port) for _ in range(400)]
         for _ in range(20):
-            assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code == 200
+            assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=LIMIT_S).status_code == 200
         assert silent[0].recv(1) == b""
         silent[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -86,7 +88,7 @@ def test_health_is_answered_beside_more_silent_connections_than_descriptors() ->
         for one in silent:
             one.close()
         process.terminate()
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=LIMIT_S)
         assert "Too many open files" not in said and len(said) < 2000
 
 
@@ -95,7 +97,7 @@ def test_headers_that_do_not_come_close_the_connection() -> None:
     for port, _ in serve("0.5"):
         silent = connect(port)
         with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
-            until = time.monotonic() + 60
+            until = time.monotonic() + LIMIT_S
             silent.settimeout(0.1)
             closed = False
             while not closed and time.monotonic() < until:
@@ -115,11 +117,11 @@ NOISE = [b"\x16\x03\x01\x02\x00" * 50, b"\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b
 def test_noise_gets_an_answer_or_a_close(noise: bytes) -> None:
     """Within the time that headers have."""
     for port, _ in serve("1"):
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as opened:
+        with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as opened:
             opened.sendall(noise)
             answer = opened.recv(4096)
             assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
-        assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code == 200
+        assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=LIMIT_S).status_code == 200
 
 
 def test_a_bound_fits_the_descriptors() -> None:

@@ -154,6 +154,10 @@ def test_buckets_are_captured_ahead() -> None:
     model = Model()
     runner = lz.StepRunner(model.forward, model.cache, max_model_len=40, max_num_seqs=6, graphs=True)
     assert runner.buckets == (1, 2, 4, 6)
+    runner.capture(buckets=[4])
+    assert runner.captures == 1
+    with pytest.raises(ValueError, match=r"buckets needs some of \(1, 2, 4, 6\), got 3"):
+        runner.capture(buckets=[3])
     runner.capture()
     assert runner.captures == 4
     sequences = opened(model.cache, [3, 4, 5])

@@ -20,11 +20,14 @@ import layerzero as lz
 from layerzero.calls.blocking import last_selection
 from layerzero.native import FAST_PATH
 from layerzero.ops import batching
+from layerzero.scheduler.batch_runs import BatchRuns
+from layerzero.scheduler.core.at_once import GroupCosts
 from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.limits import BatcherStats, BatchLimits
 from layerzero.scheduler.core.pending_call import PENDING_CALL, Caller, PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint, RoundRobin
 from layerzero.scheduler.fast_queue import FAST_QUEUE
+from layerzero.scheduler.inline_runs import InlineRuns
 from layerzero.scheduler.loop_driver import LoopDriver
 from layerzero.scheduler.modes import torch_modes as modes
 from layerzero.selection.record import Selection
@@ -104,14 +107,14 @@ def test_what_is_no_plain_tensor_is_left_to_python() -> None:
 def test_the_modes_mask_is_pythons() -> None:
     """Grad, inference and deterministic mode; anything else is not the compiled twin's to judge."""
     hot = FAST_PATH.module
-    assert hot.modes() == modes.capture()._mask
+    assert hot.modes() == modes.capture().mask
     with torch.no_grad():
-        assert hot.modes() == modes.capture()._mask
+        assert hot.modes() == modes.capture().mask
     with torch.inference_mode():
-        assert hot.modes() == modes.capture()._mask
+        assert hot.modes() == modes.capture().mask
     torch.use_deterministic_algorithms(True)
     try:
-        assert hot.modes() == modes.capture()._mask
+        assert hot.modes() == modes.capture().mask
     finally:
         torch.use_deterministic_algorithms(False)
     with torch.autocast("cpu"):
@@ -295,6 +298,8 @@ class Renamed:
 class Computed:
     """A class whose attribute runs Python's code."""
 
+    __slots__ = ("at_once",)
+
     @property
     def submitted(self) -> int:
         """How many."""
@@ -310,6 +315,9 @@ CLASSES: tuple[type, ...] = (
     BatchLimits,
     BatcherStats,
     RoundRobin,
+    InlineRuns,
+    BatchRuns,
+    GroupCosts,
 )
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 PROGRAM = """
 import time, torch, layerzero as lz
 x, w = torch.randn(4, 16), torch.randn(16, 16)
@@ -22,7 +24,7 @@ time.sleep({delay})
 def test_a_process_ends_cleanly_while_a_kernel_loads(delay: float) -> None:
     """Before the load begins, as it begins and in the middle of it: exit status 0 and no abort."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(delay=delay)], capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", PROGRAM.format(delay=delay)], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr
 
@@ -79,7 +81,7 @@ def test_a_process_returns_its_own_status_while_the_worker_computes(
 ) -> None:
     """However the program ends, torch's work on the device's thread aborts nothing."""
     done = subprocess.run(
-        [sys.executable, "-c", BUSY.format(end=end)], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", BUSY.format(end=end)], capture_output=True, text=True, timeout=LIMIT_S,
         env={**os.environ, "LAYERZERO_NATIVE": native},
     )  # fmt: skip
     assert (done.returncode, "terminate" in done.stderr) == (status, False), done.stderr
@@ -88,7 +90,7 @@ def test_a_process_returns_its_own_status_while_the_worker_computes(
 def test_a_process_returns_its_own_status_while_kernels_are_measured(tmp_path: Path) -> None:
     """A tuning ends behind the call that it measures."""
     done = subprocess.run(
-        [sys.executable, "-c", TUNING], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", TUNING], capture_output=True, text=True, timeout=LIMIT_S,
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
     )  # fmt: skip
     assert (done.returncode, "terminate" in done.stderr) == (3, False), done.stderr

@@ -19,6 +19,7 @@ from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 from tests.kernels import device, kernel
+from tests.waiting import LIMIT_S
 
 RMS = ops_table.get("rms_norm")
 
@@ -156,7 +157,7 @@ def test_without_a_gpu_every_op_runs_on_the_cpu() -> None:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", BLOCKED],
-        env=env, capture_output=True, text=True, check=False, timeout=120,
+        env=env, capture_output=True, text=True, check=False, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     ran = dict(line.split() for line in done.stdout.splitlines())

@@ -22,7 +22,7 @@ from layerzero.spec.settings import Settings
 from tests.native.twins import both_paths as both_paths
 from tests.scheduler.devices import Device, Double
 from tests.scheduler.test_loop_driver import settled
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 OP = Double()
 CALLERS = 6
@@ -222,7 +222,7 @@ def test_a_loop_closed_under_a_batch_ends_cleanly(worker: Worker, caplog: pytest
         asyncio.run(abandoned())
         gate.set()
         (front,) = fronts_seen
-        limit = time.monotonic() + 30
+        limit = time.monotonic() + LIMIT_S
         while front.batcher.inflight_batches and time.monotonic() < limit:
             time.sleep(0.001)
     assert front.batcher.inflight_batches == 0

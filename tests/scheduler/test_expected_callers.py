@@ -128,6 +128,41 @@ def test_callers_of_what_a_worker_launches_stay_one_crowd() -> None:
     assert runs[8:38] == [16] * 30, runs
 
 
+def test_reads_of_a_device_that_is_lost_fail_at_once(worker: Worker) -> None:
+    """Those that wait and those that come, and who waits for news of it gets its batch; until it is back."""
+
+    async def main() -> None:
+        machine, lost = Machine(worker, pass_s=1e6), RuntimeError("its peer is gone")
+        begin = machine.loop.time()
+
+        async def read() -> Any:
+            try:
+                return await machine.read(await machine.step())
+            except RuntimeError as error:
+                await asyncio.sleep(1.0)  # it is there, and does not call
+                return error
+
+        async def twice() -> Any:
+            await machine.step()
+            return await machine.step()  # held for those that read
+
+        readers, held = [asyncio.ensure_future(read()) for _ in range(2)], asyncio.ensure_future(twice())
+        await asyncio.sleep(0.01)
+        assert not held.done() and machine.device.runs == [3]
+        machine.loop.call_soon(machine.readback.lose, lost)
+        out = await asyncio.wait_for(held, 0.5)
+        assert await asyncio.gather(*readers) == [lost] * 2
+        with pytest.raises(RuntimeError, match="its peer is gone"):
+            await machine.read(out)
+        assert machine.loop.time() - begin < 2.0
+        machine.loop.call_soon(machine.readback.lose, None)
+        await asyncio.sleep(0)
+        machine.device.free_at = machine.loop.time()
+        assert float(await machine.read(out)) == 2.0
+
+    run_virtually(main())
+
+
 def test_one_that_never_comes_back_is_waited_for_once(worker: Worker) -> None:
     """A caller that goes away for ten seconds costs the others one grace, not one at each of their steps."""
 

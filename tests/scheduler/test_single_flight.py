@@ -13,6 +13,7 @@ import pytest
 from layerzero.actors.device.worker import Worker
 from layerzero.scheduler.single_flight import Flight, SingleFlight
 from layerzero.spec.errors import SelectionTimeoutError
+from tests.waiting import LIMIT_S
 
 
 class Slow:
@@ -52,7 +53,7 @@ async def join(flight: Flight[Any]) -> Any:
 
 def until(true: Callable[[], bool]) -> None:
     """Wait for a condition that another thread brings about."""
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + LIMIT_S
     while not true():
         assert time.monotonic() < limit
         time.sleep(0.001)

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,10 @@ import torch
 
 import layerzero as lz
 from layerzero.api.graphs import record_finding
-from layerzero.api.tune import publish, stored_rows
 from layerzero.backends.flashinfer import common
 from layerzero.graphs.verdict import CaptureFinding, CaptureProblem
 from layerzero.measure.calls import call, tensor
+from layerzero.measure.tuning import publish, stored_rows
 from layerzero.native import building
 from layerzero.native.compiling import library
 from layerzero.perfdb import BenchmarkCase, Measurement
@@ -33,6 +34,7 @@ from layerzero.spec.hardware import Hardware, hypothetical_gpu
 from layerzero.spec.reasons import Reason
 from layerzero.warmup import archive
 from layerzero.warmup.bundle import Records, environment_of, read_bundle, receipts, write_bundle
+from tests.kernels import kernel
 
 KEY = "B" * 52
 FLASHINFER = "0.7.2.post1"
@@ -102,7 +104,8 @@ def second(first: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> M
 
 def bundle_of(machine: Machine, path: Path, hardware: Hardware = CARD, **records: Any) -> str:
     """What a machine writes; its digest."""
-    return write_bundle(path, machine.here() and hardware, Records(**records))[0]
+    machine.here()
+    return write_bundle(path, hardware, Records(**records))[0]
 
 
 def test_the_next_machine_has_what_the_first_compiled(
@@ -215,15 +218,16 @@ def test_a_file_that_differs_is_kept_and_named(
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="modes of POSIX")
+@pytest.mark.parametrize("exposed", [f"triton_cache_dir/{KEY}", "triton_cache_dir"])
 def test_no_code_goes_into_a_folder_that_others_can_write(
-    first: Machine, second: Machine, tmp_path: Path
+    first: Machine, second: Machine, tmp_path: Path, exposed: str
 ) -> None:
-    """Another user could exchange it there before it runs."""
+    """Another user could exchange it there before it runs, or the folder that it is in."""
     path = tmp_path / "b.lzb"
     bundle_of(first, path)
     folder = second.here().folder / "triton_cache_dir" / KEY
     folder.mkdir(parents=True)
-    folder.chmod(0o777)
+    (second.folder / exposed).chmod(0o777)
     with pytest.raises(PermissionError, match="writable by no other user"):
         read_bundle(path, CARD).install()
     assert list(folder.iterdir()) == []
@@ -262,7 +266,7 @@ def test_flashinfer_takes_what_was_carried(
             folder.mkdir()
         workspace = second.folder / ".cache" / "flashinfer" / FLASHINFER / archs
         environment = SimpleNamespace(FLASHINFER_AOT_DIR=folder, FLASHINFER_WORKSPACE_DIR=workspace)
-        monkeypatch.setitem(__import__("sys").modules, "flashinfer.jit.env", environment)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "flashinfer.jit.env", environment)
         common._use_carried.__wrapped__()
         return environment.FLASHINFER_AOT_DIR  # type: ignore[no-any-return]
 
@@ -272,6 +276,22 @@ def test_flashinfer_takes_what_was_carried(
     assert used("90a") != ours
     ours.chmod(0o700)
     assert used("90a", packaged=True) != ours
+
+
+def test_triton_finds_what_was_carried(first: Machine, second: Machine, tmp_path: Path) -> None:
+    """Its own cache gives a kernel's files, at this machine's paths."""
+    cache = pytest.importorskip("triton.runtime.cache", reason="Triton's own cache is asked")
+    key = hashlib.sha256(b"a kernel").hexdigest()
+    files = {"add.cubin": b"code", "add.json": b"{}", "add.ptx": b"text"}
+    there = cache.get_cache_manager(key)
+    there.put_group("add.json", {name: there.put(data, name) for name, data in files.items()})
+    bundle_of(first, path := tmp_path / "b.lzb")
+    second.here()
+    assert cache.get_cache_manager(key).get_group("add.json") is None
+    read_bundle(path, CARD).install()
+    found = cache.get_cache_manager(key).get_group("add.json")
+    assert {name: Path(at).read_bytes() for name, at in found.items()} == files
+    assert all(Path(at).is_relative_to(second.folder) for at in found.values())
 
 
 # -- the public functions, on the CPU that is here ---------------------------------------------------------
@@ -334,6 +354,22 @@ def test_proofs_measurements_and_decisions_are_known_on_the_next_machine(
         device = runtime.device()
         assert device.proofs.proof_of(device.registry.get(KERNEL)) == proof
         assert len(stored_rows(device)) == 2
+
+
+def test_decisions_for_other_kernels_are_refused_before_anything_is_written(
+    second: Machine, states: Path
+) -> None:
+    """A table that would decide nothing here is no part of this environment."""
+    saved(states, path := states / "b.lzb")
+    second.here()
+    with opened(states / "state-2") as runtime:
+        runtime.add_kernel(kernel("mine.rms_norm"))
+        with pytest.raises(lz.BundleRefusedError) as caught:
+            lz.load_bundle(path)
+    assert [(p.reason, p.field) for p in caught.value.problems] == [
+        (Reason.BUNDLE_ENVIRONMENT_DIFFERS, "kernels")
+    ]
+    assert second.files() == {}
 
 
 def test_what_this_machine_found_itself_counts_before_a_bundle(second: Machine, states: Path) -> None:

@@ -21,6 +21,7 @@ from layerzero.backends.flashinfer.common import (
     TEMPLATES,
     kernel,
     module,
+    modules_on_disk,
     planned_bytes,
 )
 from layerzero.ops import host_copies
@@ -178,6 +179,23 @@ def _module(request: CallSpec) -> str:
     return f"{request.dtype} {request.dim('D')}{' softcap' if 'softcap' in request.features else ''}"
 
 
+_DTYPES = {"float16": "f16", "bfloat16": "bf16"}
+
+
+def _on_disk(template: str, request: CallSpec) -> bool:
+    """Whether a request's module was compiled, and over pages the merge of partial results.
+
+    The name is FlashInfer's own (0.7, jit/attention/modules.py: get_batch_prefill_uri).
+    """
+    dtype, width = _DTYPES[request.dtype], request.dim("D")
+    name = (
+        f"batch_prefill_with_kv_cache_dtype_q_{dtype}_dtype_kv_{dtype}_dtype_o_{dtype}_dtype_idx_i32_"
+        f"head_dim_qk_{width}_head_dim_vo_{width}_posenc_0_use_swa_False_"
+        f"use_logits_cap_{'softcap' in request.features}_f16qk_False{'_sm90' if template == 'fa3' else ''}"
+    )
+    return modules_on_disk([name, *(["cascade"] if request.op == "paged_attention" else [])])
+
+
 _WRAPPER = "BatchPrefillWith{}KVCacheWrapper, backend {}"
 _PREFILL = ESTIMATE.format("beside a causal prefill in benchmarks/results/regret_h200.json")
 _DECODES = ESTIMATE.format("beside the decodes in benchmarks/results/regret_h200.json")
@@ -205,6 +223,7 @@ def _kernel(op: str, template: str, load: Callable[[str], Callable[..., Any]], *
         workspace_bytes=planned_bytes,
         compile_key=_module,
         compile=lambda request: _build(op, run, request),
+        on_disk=functools.partial(_on_disk, template),
         **own,
     )
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,27 @@ def module(name: str = "flashinfer") -> Any:
         imported = importlib.import_module(name)
     _use_carried()
     return imported
+
+
+def cache_folder() -> Path:
+    """The folder of FlashInfer's cache for all its versions, as FlashInfer finds it."""
+    base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()
+    return Path(base) / ".cache" / "flashinfer"
+
+
+def compiled(*names: str) -> Callable[[CallSpec], bool]:
+    """`Kernel.on_disk` of modules of these names."""
+    return lambda _: modules_on_disk(names)
+
+
+def modules_on_disk(names: Iterable[str]) -> bool:
+    """Whether every module was compiled for the installed release: in FlashInfer's cache, or by a bundle."""
+    try:
+        version = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    folders = [*(cache_folder() / version).glob("*/cached_ops"), *carried_folder(version).glob("*")]
+    return all(any((folder / name / f"{name}.so").is_file() for folder in folders) for name in names)
 
 
 def carried_folder(version: str) -> Path:

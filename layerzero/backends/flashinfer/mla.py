@@ -15,11 +15,13 @@ from layerzero.backends.flashinfer.common import (
     TEMPLATES,
     kernel,
     module,
+    modules_on_disk,
     planned_bytes,
 )
 from layerzero.ops.attention.adapters import Result, takes
 from layerzero.ops.attention.arguments import MlaArgs
 from layerzero.ops.rehearsal import dummy_run
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 
 
@@ -67,6 +69,16 @@ def _latent(backend: str) -> Callable[..., Any]:
     return mla_attention
 
 
+def _on_disk(template: str, request: CallSpec) -> bool:
+    """Whether the module was compiled; its name is FlashInfer's (0.7, modules.py: get_batch_mla_uri)."""
+    dtype = {"float16": "f16", "bfloat16": "bf16"}[request.dtype]
+    name = (
+        f"batch_mla_attention_dtype_q_{dtype}_dtype_kv_{dtype}_dtype_o_{dtype}_dtype_idx_i32_"
+        f"head_dim_ckv_512_head_dim_kpe_64_profiler_False_planabi2{'_sm90' if template == 'fa3' else ''}"
+    )
+    return modules_on_disk([name])
+
+
 def _kernel(template: str) -> Kernel:
     run = functools.cache(functools.partial(_latent, template))
     return kernel(
@@ -83,6 +95,7 @@ def _kernel(template: str) -> Kernel:
         workspace_bytes=planned_bytes,
         compile_key=lambda request: request.dtype,
         compile=lambda request: dummy_run(run(), request),
+        on_disk=functools.partial(_on_disk, template),
     )
 
 

@@ -70,16 +70,16 @@ def _decode(
         weight = weight * shrink + tl.sum(weights, 1)
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
         best = largest
-    at = (sequence * tl.num_programs(1) * GROUP + heads) * PARTS + part
-    kept = rows < GROUP
+    offsets = (sequence * tl.num_programs(1) * GROUP + heads) * PARTS + part
+    is_row = rows < GROUP
     if PARTS == 1:
         mixed = tl.where(weight[:, None] > 0.0, mixed / weight[:, None], 0.0)
     else:
-        tl.store(best_ptr + at, best, mask=kept)
-        tl.store(weight_ptr + at, weight, mask=kept)
+        tl.store(best_ptr + offsets, best, mask=is_row)
+        tl.store(weight_ptr + offsets, weight, mask=is_row)
     tl.store(
-        out_ptr + at[:, None] * WIDTH + features[None, :], mixed.to(out_ptr.dtype.element_ty),
-        mask=kept[:, None],
+        out_ptr + offsets[:, None] * WIDTH + features[None, :], mixed.to(out_ptr.dtype.element_ty),
+        mask=is_row[:, None],
     )  # fmt: skip
 
 
@@ -107,10 +107,10 @@ def _processors(device: torch.device) -> int:
 
 def parts_of(programs: int, most_tokens: int, processors: int) -> int:
     """Into how many parts each sequence is cut: a power of two, 1 where `programs` fill the device."""
-    wanted = min(
+    parts = min(
         _PROGRAMS_A_PROCESSOR * processors // max(programs, 1), most_tokens // _LEAST_PART, _MOST_PARTS
     )
-    return 1 << (max(wanted, 1).bit_length() - 1)
+    return 1 << (max(parts, 1).bit_length() - 1)
 
 
 def paged_attention(

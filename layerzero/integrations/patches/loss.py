@@ -17,10 +17,11 @@ from layerzero.integrations.patches.substitute import PLAIN, Substitute, autocas
 # The head whose model computes its loss right now.
 _TRAINING: ContextVar[nn.Module | None] = ContextVar("layerzero_training_head", default=None)
 _FLOATS = (torch.float32, torch.bfloat16)
+_GETTERS = ("shape", "dtype", "device", "layout", "ndim")
 _SHAPE = frozenset(
     {
-        Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.layout.__get__,
-        Tensor.size, Tensor.dim, Tensor.ndim.__get__, Tensor.numel, Tensor.is_floating_point,
+        *(getattr(Tensor, name).__get__ for name in _GETTERS),
+        Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point,
     }
 )  # fmt: skip
 
@@ -37,11 +38,11 @@ class LogitsLater(Tensor):
     def __new__(
         cls, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None
     ) -> LogitsLater:
-        later: LogitsLater = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        later: Any = Tensor._make_wrapper_subclass(
             cls, (*rows.shape[:-1], weight.shape[0]), dtype=dtype or rows.dtype, device=rows.device
         )
         later.rows, later.weight, later.bias, later.computed = rows, weight, bias, None
-        return later
+        return later  # type: ignore[no-any-return]
 
     def now(self) -> Tensor:
         """The logits, computed once."""
@@ -63,7 +64,9 @@ class LogitsLater(Tensor):
         return function(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Raise: below torch's functions the numbers would lose their gradient."""
         raise RuntimeError(
             f"logits that were not computed reached {function}; read them with torch's functions"
@@ -96,7 +99,8 @@ class CausalForward(Substitute):
         """Put the model's forward, its head's and its loss in place."""
         super().install()
         self.head.install()
-        self.module.loss_function = self.loss
+        model: Any = self.module
+        model.loss_function = self.loss
 
     def remove(self) -> None:
         """Restore all three."""
@@ -121,7 +125,8 @@ class HeadForward(Substitute):
         why = self._obstacle(args, kwargs)
         if why:
             return self.decline(why, args, kwargs)
-        rows, weight, bias = args[0], self.module.weight, self.module.bias
+        head: Any = self.module
+        rows, weight, bias = args[0], head.weight, head.bias
         cast = autocast_dtype(rows)
         if cast is not None:
             rows, weight, bias = rows.to(cast), weight.to(cast), None if bias is None else bias.to(cast)

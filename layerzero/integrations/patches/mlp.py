@@ -32,7 +32,8 @@ class MlpForward(Substitute):
 
     def __init__(self, module: nn.Module, up: tuple[str, ...], down: str, activation: str) -> None:
         super().__init__(module)
-        self.up, self.down, self.activation = up, down, activation
+        self.up, self.down = up, down
+        self.activation: Any = activation  # one of the op's names
         self.joins = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +43,8 @@ class MlpForward(Substitute):
         if len(args) != 1 or kwargs:
             return self.decline("arguments", args, kwargs)
         x, inside = args[0], self.module.__dict__["_modules"]
-        ups, down = [inside[name] for name in self.up], inside[self.down]
+        ups: list[Any] = [inside[name] for name in self.up]
+        down: Any = inside[self.down]
         if type(x) is Tensor and x.device.type == "meta":
             return self.original(x)
         why = self._obstacle(x, [*ups, down])
@@ -59,7 +61,7 @@ class MlpForward(Substitute):
             weight, bias = joint, None if bias is None else torch.cat((bias, ups[1].bias))
         return sync.mlp(x, weight, down.weight, bias, down.bias, activation=self.activation)
 
-    def _obstacle(self, x: Any, linears: list[nn.Module]) -> str:
+    def _obstacle(self, x: Any, linears: list[Any]) -> str:
         """Why this call is not for the op; empty where it is."""
         if any(type(linear) is not nn.Linear for linear in linears):
             return "projections"
@@ -81,7 +83,7 @@ class MlpForward(Substitute):
     def remove(self) -> None:
         """Give each projection a weight of its own again, too."""
         super().remove()
-        ups = [self.module._modules[name] for name in self.up]
+        ups: list[Any] = [self.module._modules[name] for name in self.up]
         if len(ups) == 2 and all(type(linear) is nn.Linear for linear in ups):
             first, second = (linear.weight for linear in ups)
             if type(first) in PLAIN and type(second) in PLAIN and _joint(first, second) is not None:
@@ -122,7 +124,7 @@ def is_mlp(module: nn.Module) -> bool:
 
 def substitute(module: nn.Module) -> MlpForward | str:
     """The block on our op, or why it has none."""
-    linears = {name: part for name, part in module._modules.items() if _projects(part)}
+    linears: dict[str, Any] = {name: part for name, part in module._modules.items() if _projects(part)}
     strange = sorted({type(part).__name__ for part in linears.values() if type(part) is not nn.Linear})
     if strange:
         return f"its projections are {', '.join(strange)}, not torch's Linear"
@@ -134,12 +136,13 @@ def substitute(module: nn.Module) -> MlpForward | str:
         return "it has trained parts beside its projections"
     *ups, down = linears
     gated = len(ups) == 2
-    small, weights = {}, []
+    small: dict[str, nn.Module] = {}
+    weights: list[Any] = []
     for index, (name, linear) in enumerate(linears.items()):
         wide = not gated and linear.out_features == 2 * linears[down].in_features
         shape = (C, F) if name == down else (2 * F if wide else F, C)
-        small[name] = _linear(shape, linear.bias is not None, seed=10 * index)
-        weights.append(small[name])
+        weights.append(_linear(shape, linear.bias is not None, seed=10 * index))
+        small[name] = weights[-1]
     rest = {
         name: nn.Identity() if isinstance(part, nn.Dropout) else part
         for name, part in module._modules.items()

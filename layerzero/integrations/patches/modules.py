@@ -27,6 +27,7 @@ class Patch:
     """What was done to one model, kept in it, so that a copy of the model has its own."""
 
     table: PatchTable
+    parts: frozenset[str]
     substitutes: list[Substitute] = field(default_factory=list)
     # What to give each configuration back, and other such things: (object, attribute, value).
     settings: list[tuple[Any, str, Any]] = field(default_factory=list)
@@ -73,6 +74,21 @@ def record_of(model: nn.Module) -> Patch | None:
     """What was done to this model, None if nothing."""
     record: Patch | None = model.__dict__.get(RECORD)
     return record
+
+
+def has_record(model: nn.Module, parts: frozenset[str]) -> bool:
+    """Whether this model is patched, with these parts.
+
+    Raises: ValueError: it is, without some of them.
+    """
+    record = record_of(model)
+    missing = sorted(parts - record.parts) if record is not None else []
+    if record is not None and missing:
+        served = ", ".join(sorted(record.parts))
+        raise ValueError(
+            f"model needs to be unpatched first to patch {missing[0]}: it is patched for {served}"
+        )
+    return record is not None
 
 
 def apply(model: nn.Module, patch: Patch) -> None:

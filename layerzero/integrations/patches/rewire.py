@@ -23,7 +23,7 @@ def reads(function: Any) -> tuple[str, ...]:
     return function.__code__.co_names if isinstance(function, FunctionType) else ()
 
 
-def rewired(function: Any, replaced: dict[str, Any]) -> Callable[..., Any]:
+def rebind(function: Any, replaced: dict[str, Any]) -> Callable[..., Any]:
     """A copy of `function` that reads these names as given; the file itself stays as it is."""
     names = _Globals(function.__globals__, replaced)
     copied = FunctionType(

@@ -62,6 +62,8 @@ class Rotation:
     def _tables(self, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Positions (B, S) and the rows of this call's tables, (B * S, R / 2)."""
         if self.repeats is None:
+            if not sin.any():  # the first position alone: all of its columns are equal
+                return None
             self.repeats = all(torch.equal(self._columns(t, 0), self._columns(t, 1)) for t in (cos, sin))
             if not self.repeats:
                 return None
@@ -72,10 +74,8 @@ class Rotation:
             return stored[1:]
         rows = cos.shape[0] * cos.shape[1]
         positions = torch.arange(rows, device=cos.device).view(cos.shape[:2]).expand(batch, -1).contiguous()
-        tables = (
-            positions,
-            *(self._columns(t, 0).float().reshape(rows, -1) for t in (cos, sin)),
-        )
+        columns, others = (self._columns(t, 0).float().reshape(rows, -1) for t in (cos, sin))
+        tables = (positions, columns, others)
         if version is not None:
             setattr(cos, _TABLES, (version, *tables))
         return tables
@@ -125,7 +125,7 @@ def turning(forward: Callable[..., Any]) -> Callable[..., Any] | None:
         for name in reads(forward)
         if name.startswith(PREFIX) and (rotation := rotation_of(forward.__globals__.get(name)))
     }
-    return rewire.rewired(forward, rotations) if rotations else None
+    return rewire.rebind(forward, rotations) if rotations else None
 
 
 @functools.cache

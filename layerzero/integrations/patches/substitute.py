@@ -1,4 +1,4 @@
-"""What stands at a module's `forward` while its model is patched, and the table of what was replaced."""
+"""What replaces a module's `forward` while its model is patched, and the table of replacements."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ class Substitute:
 
     def install(self) -> None:
         """Put it at the module's `forward`."""
-        self.module.forward = self
+        self.module.__dict__["forward"] = self
 
     def remove(self) -> None:
         """Give the module its forward back; where a library has wrapped this one since, step aside."""
         self.enabled = False
         if self.module.__dict__.get("forward") is self:
-            del self.module.forward
+            del self.module.__dict__["forward"]
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computes without us."""

@@ -21,6 +21,7 @@ from layerzero.spec.settings import Settings
 from tests.clocks import FakeClock
 from tests.crowds import Crowd
 from tests.kernels import device, kernel
+from tests.waiting import LIMIT_S
 
 RMS = ops_table.get("rms_norm")
 
@@ -146,7 +147,7 @@ def test_half_open_admits_the_configured_probes_only() -> None:
     threads = [threading.Thread(target=call) for _ in range(50)]
     for thread in threads:
         thread.start()
-    assert entered.acquire(timeout=10) and entered.acquire(timeout=10)
+    assert entered.acquire(timeout=LIMIT_S) and entered.acquire(timeout=LIMIT_S)
     assert not entered.acquire(timeout=0.3)
     leave.set()
     for thread in threads:

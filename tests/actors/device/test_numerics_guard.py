@@ -18,6 +18,7 @@ from layerzero.selection.plan import signature_of
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 from tests.kernels import device, kernel
+from tests.waiting import LIMIT_S
 
 RMS = ops_table.get("rms_norm")
 SAMPLE = ops_table.get("sample")
@@ -51,7 +52,7 @@ def call(own: LocalDevice, dtype: torch.dtype = torch.float32, seed: int = 0) ->
 
 def settled(own: LocalDevice, counter: str, count: int) -> None:
     """Wait until the guard's thread has said `counter` so often."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + LIMIT_S
     while own.counters.total(counter) < count:
         assert time.monotonic() < end, f"{counter} stays at {own.counters.total(counter)}"
         time.sleep(0.002)

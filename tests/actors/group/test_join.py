@@ -21,6 +21,7 @@ from layerzero.actors.group.join import JoinContext, RankHandle
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
+from layerzero.scheduler.loop_drivers import LoopDrivers
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError
 
 
@@ -175,6 +176,27 @@ def test_a_function_that_raises_on_a_follower_ends_the_gang_for_all() -> None:
     _, errors = rank_group([leads, breaks])
     assert errors[0] is None
     assert isinstance(errors[1], RuntimeError)
+
+
+def test_what_is_read_from_a_failed_groups_device_fails_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before `on_failure` breaks a collective, whose sums are none then; until the group is left."""
+    seen: list[Any] = []
+    monkeypatch.setattr(LoopDrivers, "lose_reads", lambda drivers, error: seen.append(error))
+
+    async def leads(member: RankHandle, seen_: Rank) -> None:
+        member._group.fail("a rank is gone")
+        assert [str(each) for each in seen] == ["the rank group failed: a rank is gone", "a rank is gone"]
+        assert isinstance(seen[0], DeviceLostError) and seen[0].retryable is False
+
+    rank_group([leads], on_failure=seen.append)
+    assert len(seen) == 3 and seen[2] is None
+    seen.clear()
+
+    async def leaves(member: RankHandle, seen_: Rank) -> None:
+        """Leave the rank group at once."""
+
+    rank_group([leaves], on_failure=seen.append)
+    assert seen == []
 
 
 def test_a_function_that_a_follower_lacks_is_named() -> None:

@@ -1,0 +1,163 @@
+"""Attention of vLLM's decode steps by the kernel that is chosen here: vLLM's backend `CUSTOM`.
+
+Installed beside vLLM, `register` is found by it (entry point `vllm.general_plugins`), and
+`--attention-backend CUSTOM` takes it. A batch in which every sequence has one query goes to the kernel of
+`paged_attention` that is chosen for its shape; it is chosen before vLLM captures the shape, among kernels
+that a graph may hold. Everything else (prompts, windows, sinks, quantized keys) stays with vLLM's
+FlashAttention, from which this backend inherits pages, metadata and limits; `why_not` says why, and the
+event `vllm.own_attention` is logged once a reason.
+
+Source: vllm 0.26.0, v1/attention/backend.py and backends/{flash_attn,registry}.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+import layerzero as lz
+from layerzero._util import log
+from layerzero.measure.shapes import paged_call
+from layerzero.ops.checks import dtype_name
+
+OWN_ATTENTION = "vllm.own_attention"
+CHOSEN = "vllm.attention_chosen"
+READY_S = 120.0  # for loading and compiling kernels before the first graph
+
+
+def register() -> None:
+    """Name this backend to vLLM as `CUSTOM`, unless that name is taken; called in each of its processes."""
+    if AttentionBackendEnum.CUSTOM.is_overridden():
+        return
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{ChosenBackend.__name__}")
+
+
+class ChosenBackend(FlashAttentionBackend):  # type: ignore[misc]
+    """FlashAttention's pages and limits; decode steps by a chosen kernel."""
+
+    @staticmethod
+    def get_name() -> str:
+        """vLLM's name of a backend that is not its own."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[ChosenImpl]:
+        """What computes a layer."""
+        return ChosenImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[ChosenBuilder]:
+        """What describes a batch."""
+        return ChosenBuilder
+
+
+class ChosenBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
+    """FlashAttention's metadata. A graph of decode steps holds our kernel: no other batch may replay it."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+class ChosenImpl(FlashAttentionImpl):  # type: ignore[misc]
+    """One layer's attention over vLLM's pages."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._unfit = self._why_never()
+
+    def _why_never(self) -> str:
+        """Why no batch of this layer is ours; empty where decode steps may be."""
+        features = {
+            "alibi slopes": self.alibi_slopes is not None,
+            "attention sinks": self.sinks is not None,
+            "a soft cap": bool(self.logits_soft_cap),
+            "a sliding window": self.sliding_window != (-1, -1),
+            f"attention of kind {self.attn_type}": self.attn_type != AttentionType.DECODER,
+            f"keys in {self.kv_cache_dtype}": self.kv_cache_dtype not in ("auto", "float16", "bfloat16"),
+            "context parallel decoding": self.dcp_world_size > 1,
+            "batch invariance, which vLLM promises": self.batch_invariant_enabled,
+        }
+        return next((name for name, is_asked in features.items() if is_asked), "")
+
+    def why_not(self, metadata: Any) -> str:
+        """Why a batch stays with vLLM's own kernel; empty where ours is taken."""
+        if self._unfit:
+            return self._unfit
+        if metadata.max_query_len != 1 or metadata.seq_lens.shape[0] != metadata.num_actual_tokens:
+            return "sequences with several queries"
+        if metadata.use_cascade:
+            return "a common prefix computed once"
+        if metadata.causal is not True or metadata.mm_prefix_range_tensor is not None:
+            return "a mask other than causal"
+        return "a window of its own" if metadata.rswa_prefix_lens is not None else ""
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """vLLM's call of a layer: query (T, Hq, D), kv_cache (N, Hk, P, 2D), output (T, Hq, D) is written."""
+        reason = "a run that only sizes memory" if attn_metadata is None else self.why_not(attn_metadata)
+        if output_scale is not None or output_block_scale is not None:
+            reason = "a quantized output"
+        if reason:
+            _note_own(reason)
+            result: Tensor = super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+            return result
+        count = attn_metadata.num_actual_tokens
+        k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            heads = self.num_heads, self.num_kv_heads, self.head_size
+            _ready(*heads, k_cache.shape[1], dtype_name(query.dtype))
+        # What is captured was chosen by the same call before: vLLM runs each shape once to warm it up.
+        with nullcontext() if capturing else lz.rehearse_capture():
+            mixed = lz.sync.paged_attention(
+                query[:count], k_cache, v_cache, attn_metadata.block_table, attn_metadata.seq_lens,
+                scale=self.scale,
+            )  # fmt: skip
+        if not capturing:
+            _note_chosen(count, k_cache.shape[1])
+        output[:count].copy_(mixed.view_as(output[:count]))
+        return output
+
+
+@functools.cache
+def _ready(heads: int, key_heads: int, head_size: int, page: int, dtype: str) -> None:
+    """Have the kernels that take such a call loaded and compiled, once."""
+    device = f"cuda:{torch.cuda.current_device()}"
+    call = paged_call(1, heads, key_heads, 512, head_size, page, dtype)
+    report = lz.warmup_blocking([call], device=device, timeout_s=READY_S)
+    if not report.ready:
+        log.warning("vllm.not_warm", calls=[str(warmed) for warmed in report.critical])
+
+
+@functools.cache
+def _note_own(reason: str) -> None:
+    log.info(OWN_ATTENTION, reason=reason)
+
+
+@functools.cache
+def _note_chosen(sequences: int, page: int) -> None:
+    selection = lz.last_selection()
+    assert selection is not None, "this thread has just called"
+    log.info(CHOSEN, sequences=sequences, page=page, kernel=selection.kernel, why=selection.why)

@@ -1,0 +1,77 @@
+// A part of hot.cpp: what `InlineRuns.ready` and `InlineRuns.run` do for a call of an op whose group's calls run at once,
+// where its caller is known to the group and nothing is to be timed or counted anew.
+
+#pragma once
+
+// Whether the callers of this turn may go on, and no batch runs elsewhere.
+bool may_go_on(PyObject* front, PyObject* inline_runs) {
+  Ref used = in_inline.used_us.of(inline_runs), limit = in_inline.limit_us.of(inline_runs);
+  if (!(PyFloat_AsDouble(used.get()) < PyFloat_AsDouble(limit.get()))) return false;
+  if (PyErr_Occurred()) throw PythonError();
+  Ref inflight = in_inline.inflight.of(in_front.runs.of(front).get());
+  return PyList_CheckExact(inflight.get()) && PyList_GET_SIZE(inflight.get()) == 0;
+}
+
+// Whether the caller that submits now is one of those that share the group.
+bool shares(PyObject* front, PyObject* costs) {
+  Ref loop = in_front.loop.of(front), caller = caller_of(front, loop.get());
+  if (!caller) return false;
+  Ref number(PyLong_FromVoidPtr(caller.get())), callers = in_costs.callers.of(costs);
+  const int there = number ? PySet_Contains(callers.get(), number.get()) : -1;
+  if (there < 0) throw PythonError();
+  return there;
+}
+
+void add_to(const Attribute& attribute, PyObject* object, double more) {
+  Ref sum(PyFloat_FromDouble(PyFloat_AsDouble(attribute.of(object).get()) + more));
+  if (!sum || PyErr_Occurred()) throw PythonError();
+  attribute.set(object, sum.get());
+}
+
+// The value of a call, its plan noted; as `AwaitedOp.run_inline`.
+PyObject* value_by_plan(PyObject* plan, PyObject* device, PyObject* const* values, Py_ssize_t count, PyObject* last) {
+  if (PyObject_SetAttr(last, known.plan, plan)) return nullptr;
+  Ref call(PyObject_GetAttr(plan, known.call));
+  if (!call) return nullptr;
+  PyObject* value = PyObject_Vectorcall(call.get(), values, size_t(count), nullptr);
+  if (value != nullptr || !PyErr_ExceptionMatches(PyExc_Exception)) return value;
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  Ref recover(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(device)), "recover"));
+  PyErr_Clear();
+  PyErr_Restore(type, error, trace);
+  if (!recover) return nullptr;
+  Ref next(recovered(recover.get(), device, plan, values, count));  // its result, and the plan of that
+  if (!next) return nullptr;
+  if (!PyTuple_CheckExact(next.get()) || PyTuple_GET_SIZE(next.get()) != 2) {
+    PyErr_SetString(PyExc_TypeError, "recover needs to return a result and a plan");
+    return nullptr;
+  }
+  if (PyObject_SetAttr(last, known.plan, PyTuple_GET_ITEM(next.get(), 1))) return nullptr;
+  return Ref::to(PyTuple_GET_ITEM(next.get(), 0)).release();
+}
+
+// Whether a call of a group (`key`: its group, or the op where it has none) runs now, in its caller's step; it is counted.
+// Throws: PythonError.
+Ref costs_at_once(PyObject* front, PyObject* key) {
+  if (!has(in_front.lane, front) || !in_front.alone.is(front, Py_None)) return Ref();
+  Ref groups = in_front.at_once.of(front);
+  if (PyDict_GET_SIZE(groups.get()) == 0) return Ref();
+  Ref costs = looked_up(groups.get(), key);
+  if (!has(in_costs.untimed, costs.get()) || in_costs.untimed.number(costs.get()) != 0) return Ref();
+  const long long calls = in_costs.until_anew.number(costs.get());
+  if (calls < 2 || !may_go_on(front, in_front.inline_runs.of(front).get()) || !shares(front, costs.get())) return Ref();
+  in_costs.until_anew.set(costs.get(), calls - 1);
+  Ref stats = in_lane.stats.of(in_front.lane.of(front).get());
+  in_rest.ran_at_once.set(stats.get(), in_rest.ran_at_once.number(stats.get()) + 1);
+  return costs;
+}
+
+// (value,) of a call that has run at once.
+PyObject* ran_at_once(PyObject* front, PyObject* costs, PyObject* plan, PyObject* device, PyObject* const* values,
+                      Py_ssize_t count, PyObject* last) {
+  Ref value(value_by_plan(plan, device, values, count, last));
+  if (!value) return nullptr;
+  add_to(in_inline.used_us, in_front.inline_runs.of(front).get(), PyFloat_AsDouble(in_costs.alone_us.of(costs).get()));
+  return PyTuple_Pack(1, value.get());
+}

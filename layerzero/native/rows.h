@@ -1,0 +1,248 @@
+// A part of hot.cpp: `BatchPlans`, the plans of one op's merged calls on one device, and how a batch of known calls runs.
+//
+// `run` does for a batch whose merged call is known what `BatchExecutor._outcomes`, `RowBatching.run` and
+// `LocalDevice.launch_planned` do in Python, and answers NotImplemented, before it has run anything, for every other.
+
+#pragma once
+
+struct BatchPlans {
+  PyObject_HEAD
+  PyObject *device, *recover;
+  std::vector<std::pair<Py_ssize_t, Py_ssize_t>>* operands;  // positions that are joined, and their axes behind the rows
+  Ref* snapshot;                                             // the generation that `known` belongs to
+  std::unordered_map<std::string, Ref, Hash, std::equal_to<>>* known;
+};
+
+PyTypeObject* BatchPlansType = nullptr;
+
+bool merged_key(int modes, PyObject* const* values, Py_ssize_t count, Key& key) {
+  uint64_t alignments = 1;
+  key.add(uint64_t(modes));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!add_value(key, values[i], false)) return false;
+    c10::TensorImpl* impl = plain(values[i]);
+    if (impl == nullptr) continue;
+    if (place_of(impl) != HOST || alignments >> 60) return false;
+    alignments = alignments << 3 | uint64_t(std::countr_zero(reinterpret_cast<uint64_t>(impl->data()) | 64));
+  }
+  return key.add(alignments);
+}
+
+void forget_batches(BatchPlans* self) {
+  std::unordered_map<std::string, Ref, Hash, std::equal_to<>> known;  // what it held dies after the map is whole again
+  std::swap(known, *self->known);
+}
+
+// Whether what is known belongs to the device's present generation; what does not is dropped.
+bool present(BatchPlans* self) {
+  Ref snapshot(PyObject_GetAttr(self->device, known.snapshot));
+  if (!snapshot) throw PythonError();
+  if (snapshot.get() == self->snapshot->get()) return true;
+  forget_batches(self);
+  std::swap(snapshot, *self->snapshot);
+  return false;
+}
+
+// Whether the calls share the memory of every operand that is not joined; what is no tensor, their group says.
+bool share_the_rest(const BatchPlans* self, PyObject* calls, PyObject* first) {
+  for (Py_ssize_t position = 0; position < PyTuple_GET_SIZE(first); ++position) {
+    bool joined = false;
+    for (const auto& [at, tail] : *self->operands) joined |= at == position;
+    PyObject* value = PyTuple_GET_ITEM(first, position);
+    if (joined || !is_tensor(value)) continue;
+    c10::TensorImpl* impl = plain(value);
+    if (impl == nullptr) return false;
+    for (Py_ssize_t i = 1; i < PyList_GET_SIZE(calls); ++i) {
+      PyObject* other = PyTuple_GET_ITEM(PyList_GET_ITEM(calls, i), position);
+      if (other == value) continue;
+      c10::TensorImpl* theirs = plain(other);
+      if (theirs == nullptr || theirs->data() != impl->data()) return false;
+    }
+  }
+  return true;
+}
+
+// The outcomes of a batch from what its launch gave; (out, counts, plan) where Python has to take the output apart.
+PyObject* outcomes_of(PyObject* out, PyObject* counts, PyObject* plan) {
+  const Py_ssize_t size = PyList_GET_SIZE(counts), parts = PyTuple_CheckExact(out) ? PyTuple_GET_SIZE(out) : 1;
+  std::vector<Ref> split_parts;
+  for (Py_ssize_t part = 0; part < parts; ++part) {
+    PyObject* given[] = {PyTuple_CheckExact(out) ? PyTuple_GET_ITEM(out, part) : out, counts, Py_False};
+    Ref pieces(split(nullptr, given, 3));
+    if (!pieces) return nullptr;
+    if (pieces.get() == Py_NotImplemented) return PyTuple_Pack(3, out, counts, plan);
+    split_parts.push_back(std::move(pieces));
+  }
+  Ref outcomes(PyList_New(size));
+  if (!outcomes) return nullptr;
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    Ref value = Ref::to(PyTuple_CheckExact(out) ? nullptr : PyList_GET_ITEM(split_parts[0].get(), i));
+    if (!value) {
+      value = Ref(PyTuple_New(parts));
+      if (!value) return nullptr;
+      for (Py_ssize_t part = 0; part < parts; ++part)
+        PyTuple_SET_ITEM(value.get(), part, Ref::to(PyList_GET_ITEM(split_parts[part].get(), i)).release());
+    }
+    PyObject* pair = PyTuple_Pack(2, value.get(), plan);
+    if (pair == nullptr) return nullptr;
+    PyList_SET_ITEM(outcomes.get(), i, pair);
+  }
+  return outcomes.release();
+}
+
+PyObject* run_batch(BatchPlans* self, PyObject* calls, int mask) {
+  if (self->known->empty() || forward_level() || !present(self)) return not_ours();
+  PyObject* first = PyList_GET_ITEM(calls, 0);
+  if (!PyTuple_CheckExact(first) || PyTuple_GET_SIZE(first) > MAX_PARAMETERS) return not_ours();
+  const Py_ssize_t count = PyTuple_GET_SIZE(first);
+  for (Py_ssize_t i = 1; i < PyList_GET_SIZE(calls); ++i) {
+    PyObject* call = PyList_GET_ITEM(calls, i);
+    if (!PyTuple_CheckExact(call) || PyTuple_GET_SIZE(call) != count) return not_ours();
+  }
+  // The modes of the batch: those in force, or inference mode alone in addition.
+  const int here = modes_here();
+  std::unique_ptr<c10::InferenceMode> inference;
+  if (here < 0) return not_ours();
+  if (here != mask) {
+    if (mask != ((here | INFERENCE) & ~GRAD) || here & INFERENCE) return not_ours();
+    inference = std::make_unique<c10::InferenceMode>(true);
+  }
+  if (!share_the_rest(self, calls, first)) return not_ours();
+  PyObject* values[MAX_PARAMETERS];
+  Ref held[MAX_PARAMETERS], counts(PyList_New(PyList_GET_SIZE(calls)));
+  if (!counts) return nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) values[i] = PyTuple_GET_ITEM(first, i);
+  bool counted = false;
+  for (const auto& [position, tail] : *self->operands) {
+    if (position >= count) return not_ours();
+    if (values[position] == Py_None) {
+      if (!counted) return not_ours();
+      continue;
+    }
+    held[position] = Ref(gathered(calls, position, tail, counted ? nullptr : counts.get()));
+    if (!held[position]) return nullptr;
+    if (held[position].get() == Py_NotImplemented) return not_ours();
+    values[position] = held[position].get();
+    counted = true;
+  }
+  Key key;
+  if (!counted || !merged_key(mask, values, count, key)) return not_ours();
+  const auto found = self->known->find(key.view());
+  if (found == self->known->end()) return not_ours();
+  // A reference of our own: the kernel may run code that forgets the entry.
+  Ref plan = Ref::to(found->second.get()), device = Ref::to(self->device);
+  Ref call(PyObject_GetAttr(plan.get(), known.call));
+  if (!call) return nullptr;
+  Ref out(PyObject_Vectorcall(call.get(), values, size_t(count), nullptr));
+  if (out) return outcomes_of(out.get(), counts.get(), plan.get());
+  Ref next(recovered(self->recover, device.get(), plan.get(), values, count));  // its result, and the plan of that
+  if (!next) return nullptr;
+  if (!PyTuple_CheckExact(next.get()) || PyTuple_GET_SIZE(next.get()) != 2) {
+    PyErr_SetString(PyExc_TypeError, "recover needs to return a result and a plan");
+    return nullptr;
+  }
+  return outcomes_of(PyTuple_GET_ITEM(next.get(), 0), counts.get(), PyTuple_GET_ITEM(next.get(), 1));
+}
+
+// run(calls, mask): the outcomes of a batch under plain modes, (out, counts, plan) where its output is nothing that
+// `split` knows, or NotImplemented where nothing has run.
+PyObject* batches_run(BatchPlans* self, PyObject* const* given, Py_ssize_t count) {
+  if (count != 2 || !PyList_CheckExact(given[0]) || PyList_GET_SIZE(given[0]) < 2) return not_ours();
+  const long mask = PyLong_AsLong(given[1]);
+  if (mask < 0) return PyErr_Occurred() ? nullptr : not_ours();
+  return guarded([&] { return run_batch(self, given[0], int(mask)); });
+}
+
+// remember(args, snapshot, plan): whether `run` will know a batch that becomes this call under the modes in force.
+PyObject* batches_remember(BatchPlans* self, PyObject* const* given, Py_ssize_t count) {
+  if (count != 3 || !PyTuple_CheckExact(given[0]) || PyTuple_GET_SIZE(given[0]) > MAX_PARAMETERS) Py_RETURN_FALSE;
+  return guarded([&]() -> PyObject* {
+    Key key;
+    const int here = modes_here();
+    PyObject* values[MAX_PARAMETERS];
+    const Py_ssize_t size = PyTuple_GET_SIZE(given[0]);
+    for (Py_ssize_t i = 0; i < size; ++i) values[i] = PyTuple_GET_ITEM(given[0], i);
+    if (here < 0 || forward_level() || !merged_key(here, values, size, key)) Py_RETURN_FALSE;
+    present(self);
+    if (given[1] != self->snapshot->get()) Py_RETURN_FALSE;
+    if (self->known->size() >= MAX_ENTRIES) forget_batches(self);
+    Ref plan = Ref::to(given[2]);
+    auto [at, fresh] = self->known->try_emplace(std::string(key.view()));
+    std::swap(at->second, plan);
+    Py_RETURN_TRUE;
+  });
+}
+
+// BatchPlans(device, recover, ((position, axes behind the rows), ...))
+PyObject* batches_new(PyTypeObject* type, PyObject* given, PyObject*) {
+  PyObject *device, *recover, *operands;
+  if (!PyArg_ParseTuple(given, "OOO!", &device, &recover, &PyTuple_Type, &operands)) return nullptr;
+  std::vector<std::pair<Py_ssize_t, Py_ssize_t>> joined;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(operands); ++i) {
+    Py_ssize_t position, tail;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(operands, i), "nn", &position, &tail)) return nullptr;
+    if (position < 0 || position >= MAX_PARAMETERS || tail < 0) {
+      PyErr_Format(PyExc_ValueError, "operands need positions from 0 to %zd, got %zd", MAX_PARAMETERS - 1, position);
+      return nullptr;
+    }
+    joined.emplace_back(position, tail);
+  }
+  auto* self = PyObject_GC_New(BatchPlans, type);
+  if (self == nullptr) return nullptr;
+  self->device = Ref::to(device).release();
+  self->recover = Ref::to(recover).release();
+  self->operands = new std::vector<std::pair<Py_ssize_t, Py_ssize_t>>(std::move(joined));
+  self->snapshot = new Ref();
+  self->known = new std::unordered_map<std::string, Ref, Hash, std::equal_to<>>();
+  PyObject_GC_Track(self);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+int batches_traverse(BatchPlans* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(self->device);
+  Py_VISIT(self->recover);
+  if (self->known == nullptr) return 0;
+  Py_VISIT(self->snapshot->get());
+  for (const auto& [key, plan] : *self->known) Py_VISIT(plan.get());
+  return 0;
+}
+
+int batches_clear(BatchPlans* self) {
+  if (self->known != nullptr) forget_batches(self);
+  return 0;
+}
+
+void batches_dealloc(BatchPlans* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  delete std::exchange(self->known, nullptr);
+  delete std::exchange(self->snapshot, nullptr);
+  delete std::exchange(self->operands, nullptr);
+  Py_CLEAR(self->device);
+  Py_CLEAR(self->recover);
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+PyObject* batches_size(BatchPlans* self, void*) { return PyLong_FromSize_t(self->known->size()); }
+
+PyMethodDef batches_methods[] = {
+    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(batches_run)), METH_FASTCALL,
+     "The outcomes of a known batch, or NotImplemented."},
+    {"remember", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(batches_remember)), METH_FASTCALL,
+     "Whether `run` will know such a batch."},
+    {nullptr, nullptr, 0, nullptr}};
+PyGetSetDef batches_getset[] = {
+    {"size", reinterpret_cast<getter>(batches_size), nullptr, "Merged calls it knows.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyType_Slot batches_slots[] = {{Py_tp_doc, const_cast<char*>("The plans of one op's merged calls on one device.")},
+                               {Py_tp_new, reinterpret_cast<void*>(batches_new)},
+                               {Py_tp_dealloc, reinterpret_cast<void*>(batches_dealloc)},
+                               {Py_tp_traverse, reinterpret_cast<void*>(batches_traverse)},
+                               {Py_tp_clear, reinterpret_cast<void*>(batches_clear)},
+                               {Py_tp_methods, batches_methods},
+                               {Py_tp_getset, batches_getset},
+                               {0, nullptr}};
+PyType_Spec batches_spec = {"layerzero.native.BatchPlans", sizeof(BatchPlans), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, batches_slots};

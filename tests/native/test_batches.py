@@ -1,0 +1,147 @@
+"""Batches that the compiled twin runs in one step: what it may answer, and when Python has to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.native import FAST_PATH
+from layerzero.ops import table as ops_table
+from layerzero.scheduler.batch_executor import BatchExecutor, MergedCalls
+from layerzero.scheduler.modes.torch_modes import capture
+from tests.kernels import kernel
+
+WIDTH, CALLERS = 8, 4
+
+
+@pytest.fixture
+def runtime() -> Iterator[lz.Runtime]:
+    """A runtime of the test's own, with the compiled twin."""
+    FAST_PATH.load()
+    with lz.start(lz.Settings(device="cpu", inference=True)) as opened, torch.no_grad():
+        yield opened
+
+
+def executor_of(runtime: lz.Runtime) -> BatchExecutor:
+    """A new executor of batches on the CPU's device."""
+    return BatchExecutor(runtime.device("cpu"))
+
+
+def rows(weight: Tensor, callers: int = CALLERS) -> list[tuple[Any, ...]]:
+    """Calls of rms_norm that share a weight."""
+    return [(torch.randn(1, WIDTH), weight, 1e-6) for _ in range(callers)]
+
+
+def known(executor: BatchExecutor, calls: list[tuple[Any, ...]], op: str = "rms_norm") -> bool:
+    """Whether the twin answers a batch of these calls by itself."""
+    merged = executor._merged.get(ops_table.get(op))
+    assert isinstance(merged, MergedCalls)
+    return merged.run(calls, _inference()) is not NotImplemented
+
+
+def _inference() -> Any:
+    with torch.inference_mode():
+        return capture()
+
+
+def executed(executor: BatchExecutor, calls: list[tuple[Any, ...]], op: str = "rms_norm") -> list[Any]:
+    """The values of a batch, each with its plan."""
+    return executor.execute(ops_table.get(op), calls, capture(), None)
+
+
+def test_the_second_batch_is_answered_without_python(runtime: lz.Runtime) -> None:
+    """With the same values and the same plan as the first, for each number of rows by itself."""
+    executor, weight = executor_of(runtime), torch.randn(WIDTH)
+    first = executed(executor, rows(weight))
+    calls = rows(weight)
+    assert known(executor, calls) and not known(executor, rows(weight, CALLERS + 1))
+    outcomes = executed(executor, calls)
+    for (value, plan), (x, _, eps) in zip(outcomes, calls, strict=True):
+        torch.testing.assert_close(value, torch.nn.functional.rms_norm(x, (WIDTH,), weight, eps))
+        assert plan is first[0][1]
+
+
+def test_several_operands_and_outputs_are_joined_and_taken_apart(runtime: lz.Runtime) -> None:
+    """`add_rms_norm` joins x and residual, and gives a pair to each caller."""
+    executor, weight = executor_of(runtime), torch.randn(WIDTH)
+    for _ in range(2):
+        calls = [(torch.randn(n, WIDTH), torch.randn(n, WIDTH), weight, 1e-6) for n in (1, 2, 3)]
+        outcomes = executed(executor, calls, "add_rms_norm")
+    assert known(executor, calls, "add_rms_norm")
+    for (value, _), (x, residual, _, eps) in zip(outcomes, calls, strict=True):
+        torch.testing.assert_close(value[1], x + residual)
+        torch.testing.assert_close(
+            value[0], torch.nn.functional.rms_norm(x + residual, (WIDTH,), weight, eps)
+        )
+
+
+def test_what_differs_is_pythons(runtime: lz.Runtime) -> None:
+    """Another weight behind one address of Python's, strides, dtypes, an empty list: nothing of it is run."""
+    executor, weight = executor_of(runtime), torch.randn(WIDTH)
+    executed(executor, rows(weight))
+    calls = rows(weight)
+    assert known(executor, calls)
+    other = (*calls[:-1], (calls[-1][0], torch.randn(WIDTH), 1e-6))
+    assert not known(executor, list(other))
+    assert not known(executor, [(x.double(), w.double(), eps) for x, w, eps in calls])
+    assert not known(executor, [(x, w[::1].view(1, WIDTH), eps) for x, w, eps in calls])
+    assert not known(executor, [(x, w, 1e-5) for x, w, _ in calls])
+    assert not known(executor, calls[:1]) and not known(executor, [])
+    assert not known(executor, [(x[0], w, eps) for x, w, eps in calls])
+
+
+def test_a_new_generation_of_the_device_is_asked_anew(runtime: lz.Runtime) -> None:
+    """A kernel that is locked later serves the batches that follow."""
+    executor, weight = executor_of(runtime), torch.randn(WIDTH)
+    for _ in range(2):
+        executed(executor, rows(weight))
+    assert known(executor, rows(weight))
+    runtime.add_kernel(
+        kernel("t.rms_norm.marked", lambda x, weight, eps: torch.full_like(x, 7.0), launch_us=1.0)
+    )
+    lz.lock("rms_norm", "t.rms_norm.marked")
+    try:
+        assert not known(executor, rows(weight))
+        assert all(float(value[0, 0]) == 7.0 for value, _ in executed(executor, rows(weight)))
+    finally:
+        lz.unlock("rms_norm")
+
+
+def test_a_kernel_that_raises_is_followed_by_the_next_one(runtime: lz.Runtime) -> None:
+    """In a batch of the twin's too: the callers get the next kernel's values, and its plan."""
+    state = {"broken": False}
+
+    def fragile(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if state["broken"]:
+            raise RuntimeError("out of order")
+        return torch.nn.functional.rms_norm(x, (WIDTH,), weight, eps)
+
+    runtime.add_kernel(kernel("t.rms_norm.fragile", fragile, launch_us=1e-6))
+    executor, weight = executor_of(runtime), torch.randn(WIDTH)
+    for _ in range(2):
+        outcomes = executed(executor, rows(weight))
+    assert outcomes[0][1].kernel == "t.rms_norm.fragile"
+    calls = rows(weight)
+    assert known(executor, calls)
+    state["broken"] = True
+    outcomes = executed(executor, calls)
+    for (value, plan), (x, _, eps) in zip(outcomes, calls, strict=True):
+        torch.testing.assert_close(value, torch.nn.functional.rms_norm(x, (WIDTH,), weight, eps))
+        assert plan.kernel != "t.rms_norm.fragile"
+
+
+@pytest.mark.asyncio
+async def test_awaited_callers_get_what_python_alone_gives(runtime: lz.Runtime) -> None:
+    """Rows of one to three each, some of one tensor: the same values with the twin's batches and without."""
+    weight = torch.randn(WIDTH, WIDTH)
+    given = [torch.randn(1 + n % 3, WIDTH) for n in range(7)]
+    for _ in range(4):
+        values = await asyncio.gather(*(lz.linear(x, weight) for x in given))
+    for value, x in zip(values, given, strict=True):
+        torch.testing.assert_close(value, torch.nn.functional.linear(x, weight))
