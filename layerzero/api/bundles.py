@@ -52,8 +52,8 @@ class BundleReport(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         counts = {name: len(getattr(self, name)) for name in Installed.__struct_fields__}
         counts |= {"proofs": self.proofs, "measurements": self.measurements}
-        told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        return f"{self.path} ({self.sha256[:16]}): {told or 'nothing new'}"
+        summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        return f"{self.path} ({self.sha256[:16]}): {summary or 'nothing new'}"
 
 
 def save_bundle(

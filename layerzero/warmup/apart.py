@@ -101,7 +101,7 @@ class ApartCompiler:
         return bool(self._running or self._waiting)
 
     def close(self) -> None:
-        """End the children and begin no more; units that wait are nobody's."""
+        """End the children and begin no more; units that wait belong to no child."""
         with self._lock:
             self._closed = True
             waiting, running = list(self._waiting), list(self._running)

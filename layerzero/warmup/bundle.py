@@ -114,7 +114,7 @@ def environment_of(hardware: Hardware, *, for_this_cpu: bool) -> dict[str, str]:
         **{name: _version(name) for name in LIBRARIES},
     }
     if for_this_cpu:
-        # The whole list would help nobody who compares two.
+        # The whole list would not help a reader who compares two.
         stated[CPU] = f"{hardware.name} ({hashlib.sha256(cpu_flags().encode()).hexdigest()[:12]})"
     return stated
 

@@ -46,7 +46,7 @@ def native_names(*, for_cpu: bool) -> dict[str, bool]:
 
 
 def target_of(name: str) -> Path:
-    """Where a compiled member goes on this machine."""
+    """The place of a compiled member on this machine."""
     kind, _, rest = name.partition("/")
     if kind == "native":
         return files.user_folder("native") / rest
