@@ -34,10 +34,9 @@ class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def triton_cache() -> Path:
     """Triton's cache folder, as Triton finds it."""
-    folder = os.environ.get("TRITON_CACHE_DIR", "").strip()
-    return (
-        Path(folder) if folder else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
-    )
+    if chosen := os.environ.get("TRITON_CACHE_DIR", "").strip():
+        return Path(chosen)
+    return Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
 
 
 def native_names(*, for_cpu: bool) -> dict[str, bool]:
