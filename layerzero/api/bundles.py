@@ -52,8 +52,8 @@ class BundleReport(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         counts = {name: len(getattr(self, name)) for name in Installed.__struct_fields__}
         counts |= {"proofs": self.proofs, "measurements": self.measurements}
-        told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        return f"{self.path} ({self.sha256[:16]}): {told or 'nothing new'}"
+        summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        return f"{self.path} ({self.sha256[:16]}): {summary or 'nothing new'}"
 
 
 def save_bundle(
@@ -106,17 +106,17 @@ def load_bundle(
     _need_kernels(local_device, bundle)
     installed = bundle.install(replace=replace)
     notes: list[str] = []
-    taken: dict[str, Any] = {
+    counts: dict[str, Any] = {
         "proofs": _take_proofs(local_device, bundle, notes),
         "measurements": _take_measurements(local_device, bundle, notes),
         "dispatch_table": _take_decisions(runtime, bundle, notes),
     }
-    bundle.confirm(installed, taken)
+    bundle.confirm(installed, counts)
     runtime.bundles.append(bundle.sha256)
     return BundleReport(
         path=os.fspath(path), sha256=bundle.sha256, device=str(local_device.device),
         members=bundle.members, manifest=bundle.records.manifest, notes=tuple(notes),
-        **msgspec.structs.asdict(installed), **taken,
+        **msgspec.structs.asdict(installed), **counts,
     )  # fmt: skip
 
 
@@ -151,23 +151,23 @@ def _need_kernels(device: LocalDevice, bundle: Bundle) -> None:
 
 def _take_proofs(device: LocalDevice, bundle: Bundle, notes: list[str]) -> int:
     """Know what was proved there; what this machine found itself counts before it."""
-    taken = 0
+    added = 0
     for proof in bundle.records.proofs:
         if _is_of_here(device, proof):
-            taken += device.proofs.take(proof)
-    if taken:
+            added += device.proofs.take(proof)
+    if added:
         device.refresh()
         if device.settings.state_dir is None:
             notes.append("proofs end with this process: Settings.state_dir is not set")
-    return taken
+    return added
 
 
 def _take_measurements(device: LocalDevice, bundle: Bundle, notes: list[str]) -> int:
     """Price with what was measured there, beside what was measured here."""
     if bundle.records.measurements is None:
         return 0
-    known = set(map(msgspec.json.encode, stored_rows(device)))
-    rows = [row for row in bundle.records.measurements.rows if msgspec.json.encode(row) not in known]
+    stored = set(map(msgspec.json.encode, stored_rows(device)))
+    rows = [row for row in bundle.records.measurements.rows if msgspec.json.encode(row) not in stored]
     if not rows:
         return 0
     with ThreadPoolExecutor(1) as thread:  # it has a loop of its own, which the caller may have, too

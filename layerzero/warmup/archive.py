@@ -2,7 +2,7 @@
 
 Everything is checked before anything of it is used: the digest of the whole file where one is pinned, the
 list, each name, each member's size and digest. It is read once, into memory, so what was checked is what is
-used, whoever writes the file meanwhile.
+used, even if another process writes the file meanwhile.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def environment_of(hardware: Hardware, *, for_this_cpu: bool) -> dict[str, str]:
         **{name: _version(name) for name in LIBRARIES},
     }
     if for_this_cpu:
-        # The whole list would help nobody who compares two.
+        # The whole list would not help a reader who compares two.
         stated[CPU] = f"{hardware.name} ({hashlib.sha256(cpu_flags().encode()).hexdigest()[:12]})"
     return stated
 
@@ -157,34 +157,34 @@ class Bundle:
                 raise self._damaged(member.name, error) from error
 
     def _need_environment(self, hardware: Hardware) -> None:
-        wanted = self._archive.head.environment
-        here = environment_of(hardware, for_this_cpu=CPU in wanted)
+        built_for = self._archive.head.environment
+        machine = environment_of(hardware, for_this_cpu=CPU in built_for)
         problems = [
             Rejected(
-                Reason.BUNDLE_ENVIRONMENT_DIFFERS, name, wanted.get(name, "nothing stated"),
-                here.get(name, "no such field"),
+                Reason.BUNDLE_ENVIRONMENT_DIFFERS, name, built_for.get(name, "nothing stated"),
+                machine.get(name, "no such field"),
             )
-            for name in sorted(wanted.keys() | here.keys())
-            if wanted.get(name) != here.get(name)
+            for name in sorted(built_for.keys() | machine.keys())
+            if built_for.get(name) != machine.get(name)
         ]  # fmt: skip
         if problems:
             raise refused(self.path, problems)
 
     def _decoded(self, environment: Environment) -> Records:
-        found: dict[str, Any] = {}
+        sections: dict[str, Any] = {}
         for name, kind in _RECORD_TYPES.items():
             data = self._archive.find(f"{name}.json")
             if data is None:
                 continue
             try:
-                found[name] = files.decode_json(data, kind)
+                sections[name] = files.decode_json(data, kind)
                 if name == "dispatch_table":
-                    found[name].need_whole(name)
+                    sections[name].need_whole(name)
                 elif name == "manifest":
-                    found[name].need_format(name)
+                    sections[name].need_format(name)
             except (msgspec.MsgspecError, CacheCorruptionError, ConfigurationError) as error:
                 raise self._damaged(f"{name}.json", error) from error
-        records = Records(**found)
+        records = Records(**sections)
         stated = [r.environment for r in (records.measurements,) if r is not None]
         stated += [table.hardware for table in (records.dispatch_table,) if table is not None]
         for each in stated:
@@ -208,23 +208,23 @@ class Bundle:
         names it. Raises: OSError: a file cannot be written, or others can write its folder; those before it
         are in place.
         """
-        found: dict[str, list[str]] = {name: [] for name in Installed.__struct_fields__}
+        by_state: dict[str, list[str]] = {name: [] for name in Installed.__struct_fields__}
         names = frozenset(self._archive.names)
         # A list comes behind the files that it names: who finds it finds them.
         for member in sorted(self._compiled, key=lambda m: is_group(m.name)):
             target = target_of(member.name)
             data = content_for(member.name, self._archive.read(member), names)
-            there = _digest_of(target)
+            before = _digest_of(target)
             state = "written"
-            if there == hashlib.sha256(data).hexdigest():
+            if before == hashlib.sha256(data).hexdigest():
                 state = "same"
             elif os.path.lexists(target):
                 state = "replaced" if replace else "kept"
                 log.warning(FILE_REPLACED if replace else FILE_KEPT, path=str(target), bundle=self.sha256)
             if state in ("written", "replaced"):
                 _put(target, data)
-            found[state].append(str(target))
-        return Installed(**{name: tuple(paths) for name, paths in found.items()})
+            by_state[state].append(str(target))
+        return Installed(**{name: tuple(paths) for name, paths in by_state.items()})
 
     @property
     def members(self) -> int:
@@ -274,13 +274,13 @@ def read_bundle(path: str | os.PathLike[str], hardware: Hardware, *, sha256: str
 def receipts() -> tuple[Receipt, ...]:
     """What came from bundles to this machine, the last one first; what does not decode is left out."""
     folder = files.user_folder("bundles")
-    found = []
+    receipts = []
     for path in sorted(folder.glob(f"*{_RECEIPT}")) if folder.is_dir() else ():
         try:
-            found.append(files.decode_json(files.read_bounded(path, 1 << 26), Receipt))
+            receipts.append(files.decode_json(files.read_bounded(path, 1 << 26), Receipt))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             log.warning("bundle.receipt_unreadable", path=str(path), why=str(error))
-    return tuple(sorted(found, key=lambda receipt: -receipt.timestamp))
+    return tuple(sorted(receipts, key=lambda receipt: -receipt.timestamp))
 
 
 def _put(target: Path, data: bytes) -> None:
