@@ -28,8 +28,9 @@ class BundleReport(msgspec.Struct, frozen=True, kw_only=True):
     """A bundle and what of it this machine has now.
 
     `written`, `same`, `unchanged` and `replaced` are files: new here, here before, here with other bytes and
-    left so, and overwritten. `proofs` and `measurements` are how many came that were not known; `dispatch_table`
-    is the file of its decisions, for `Settings.dispatch_table`. `notes` say what ends with the process.
+    left so, and overwritten. `proofs` and `measurements` are how many came that were not known;
+    `dispatch_table` is the file of its decisions, for `Settings.dispatch_table`. `notes` say what ends with
+    the process.
     """
 
     path: str
