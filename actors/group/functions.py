@@ -46,7 +46,7 @@ class GroupFunction:
         """What of one caller's arguments a step message brings."""
         return [arg for index, arg in enumerate(args) if index not in self.unsent] if self.unsent else args
 
-    def sent(
+    def message_columns(
         self, columns: Sequence[Any], calls: Sequence[Args], results: ReplicatedResults
     ) -> tuple[list[Any], list[int]]:
         """What a step message brings of the columns of `calls`, behind each one's request, and which of them
@@ -62,7 +62,7 @@ class GroupFunction:
             sent.append(value)
         return sent, in_parts
 
-    def received(
+    def read_columns(
         self, counts: list[int], columns: list[Any], in_parts: list[int], results: ReplicatedResults
     ) -> list[Any]:
         """The columns of a step message on a follower.
@@ -70,7 +70,7 @@ class GroupFunction:
         Raises: ConsistencyError: rank 0 names rows that this rank has not kept.
         """
         for index in in_parts:
-            columns[index] = results.joined(columns[index])
+            columns[index] = results.join_parts(columns[index])
         for index in self.unsent:
             columns[index] = [None] * len(counts)
         return aligned_columns(columns)
@@ -85,8 +85,8 @@ def group_function(name: str, fn: Function, replicated: bool, unsent: Sequence[s
     columns = [parameter for parameter in parameters if parameter != "counts"]
     if unknown := [parameter for parameter in unsent if parameter not in columns]:
         raise ValueError(f"unsent needs parameters among {', '.join(columns)}, got {', '.join(unknown)}")
-    kept = frozenset(map(columns.index, unsent))
-    return GroupFunction(name, fn, "counts" in parameters, replicated, kept)
+    indices = frozenset(map(columns.index, unsent))
+    return GroupFunction(name, fn, "counts" in parameters, replicated, indices)
 
 
 def aligned_columns(columns: Sequence[Any]) -> list[Any]:
