@@ -425,12 +425,12 @@ def test_only_rows_as_they_were_kept_are_named() -> None:
     pieces = [whole[3:4], whole[4:5], whole[:1], own, whole[1:2]]
     mixed: Any = kept.parts(torch.cat(pieces), pieces)
     assert mixed[:2] == [[4, 3, 2], [4, 0, 1]] and mixed[2].tolist() == [[1, 1]] and mixed[3] == [4, 1, 1]
-    assert kept.joined(mixed).tolist() == [[6, 7], [8, 9], [0, 1], [1, 1], [2, 3]]
+    assert kept.join_parts(mixed).tolist() == [[6, 7], [8, 9], [0, 1], [1, 1], [2, 3]]
     whole[0, 0] = 7
     assert kept.find(whole) is None, "its rows are others now"
     for foreign in ([5, 0, 1], [4, 5, 2]):
         with pytest.raises(ConsistencyError, match="got results of 4"):
-            kept.joined([foreign])
+            kept.join_parts([foreign])
     large = torch.zeros(MAX_VALUES // 8 + 1, dtype=torch.int64)
     for odd in (large, torch.zeros(0, 2), torch.zeros(2, 4).t(), torch.tensor(1)):
         kept.keep(5, odd)
