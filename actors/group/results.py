@@ -50,10 +50,10 @@ class ReplicatedResults:
     def find(self, tensor: Tensor) -> Rows | None:
         """Which kept rows `tensor` is; None where it is no such rows, or where they were written since."""
         step = self._step_by_memory.get(_memory(tensor))
-        kept = None if step is None else self._by_step.get(step)
-        if step is None or kept is None:
+        entry = None if step is None else self._by_step.get(step)
+        if step is None or entry is None:
             return None
-        result, version = kept
+        result, version = entry
         alike = tensor.dtype == result.dtype and tensor.shape[1:] == result.shape[1:]
         if not alike or not tensor.dim() or not tensor.is_contiguous() or _version(tensor) != version:
             return None
@@ -70,15 +70,15 @@ class ReplicatedResults:
         that no host knows are waited for.
         """
         if not self._by_step:
-            found: list[Rows | None] = []
+            places: list[Rows | None] = []
         elif (whole := self.find(column)) is not None:
             return [list(whole)]
         else:
-            found = [self.find(piece) for piece in pieces]
-        if not any(found):
+            places = [self.find(piece) for piece in pieces]
+        if not any(places):
             return column if column.is_cpu else torch.cat(list(map(_to_host, pieces)))
         parts: list[Any] = []
-        for piece, rows in zip(pieces, found, strict=True):
+        for piece, rows in zip(pieces, places, strict=True):
             last = parts[-1] if parts else None
             if rows is None:
                 parts.append(_to_host(piece))
@@ -97,13 +97,13 @@ class ReplicatedResults:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _rows(self, step: int, first: int, count: int) -> Tensor:
-        kept = self._by_step.get(step)
-        if kept is None or first + count > kept[0].shape[0]:
+        entry = self._by_step.get(step)
+        if entry is None or first + count > entry[0].shape[0]:
             steps = ", ".join(map(str, self._by_step)) or "none"
             raise ConsistencyError(
                 f"rank 0's step needs rows {first} to {first + count} of step {step}, got results of {steps}"
             )
-        return kept[0][first : first + count]
+        return entry[0][first : first + count]
 
 
 def _memory(tensor: Tensor) -> int:

@@ -282,7 +282,7 @@ async def scenario(name: str) -> dict[str, Any]:
 
 def plant_version(planted: str) -> None:
     """Let this rank say that it is another version of the library."""
-    plan.VERSION = planted  # type: ignore[attr-defined,misc]
+    plan.VERSION = planted  # type: ignore[attr-defined]
 
 
 def main() -> int:
