@@ -11,8 +11,10 @@ event loop and take turns within each round:
   own kernels and nothing else: no checks, limits, modes, cancelling or errors.
 
 `of_one_by_one` and `of_by_hand` are how many times less an awaited load takes than on the other side, taken
-round by round: wall time, for the Poisson load the mean time from when a request is due to its end. `at_once`
-is the share of awaited calls that ran in their callers' own steps, `mean_batch` how many of the others met.
+round by round: wall time, for the Poisson load the mean time from when a request is due to its end. `cpu` has
+the same of the process's CPU time, which neighbours disturb less; a Poisson load's is no time of a request.
+`at_once` is the share of awaited calls that ran in their callers' own steps, `mean_batch` how many of the
+others met.
 """
 
 from __future__ import annotations
@@ -87,6 +89,7 @@ class Row:
     """One load at one width: seconds by side and round, batches of the awaited side."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    cpu_s: dict[str, list[float]] = field(default_factory=dict)
     batches: int = 0
     calls: int = 0
     at_once: int = 0
@@ -94,13 +97,17 @@ class Row:
     def described(self) -> dict[str, Any]:
         """Medians, and ratios taken round by round."""
 
-        def over(other: str) -> float:
-            pairs = zip(self.seconds[other], self.seconds[AWAITED], strict=True)
+        def over(other: str, seconds: dict[str, list[float]]) -> float:
+            pairs = zip(seconds[other], seconds[AWAITED], strict=True)
             return round(statistics.median([theirs / ours for theirs, ours in pairs]), 3)
 
         return {
-            "of_one_by_one": over(ONE_BY_ONE),
-            "of_by_hand": over(BY_HAND),
+            "of_one_by_one": over(ONE_BY_ONE, self.seconds),
+            "of_by_hand": over(BY_HAND, self.seconds),
+            "cpu": {
+                "of_one_by_one": over(ONE_BY_ONE, self.cpu_s),
+                "of_by_hand": over(BY_HAND, self.cpu_s),
+            },
             "mean_batch": round(self.calls / max(self.batches, 1), 2),
             "at_once": round(self.at_once / max(self.at_once + self.calls, 1), 3),
             "ms": {side: round(statistics.median(own) * 1e3, 3) for side, own in self.seconds.items()},
@@ -135,10 +142,12 @@ async def measured(
             gc.collect()
             stats = runtime.device("cpu").loop_drivers.stats()
             before = stats.batches, stats.done, stats.at_once
+            began_s = time.process_time()
             took = await run(side, turn)
             if turn < 0:
                 continue
             found.seconds.setdefault(side, []).append(took)
+            found.cpu_s.setdefault(side, []).append(time.process_time() - began_s)
             if side == AWAITED:
                 stats = runtime.device("cpu").loop_drivers.stats()
                 found.batches += stats.batches - before[0]
@@ -197,13 +206,16 @@ def main(arguments: list[str] | None = None) -> int:
             asyncio.run(everything(runtime, width))
     show(
         f"Awaited over the others, {options.callers} callers",
-        ("load", "width", "of one by one", "of by hand", "mean batch"),
+        ("load", "width", "of one by one", "of by hand", "of both in CPU time", "mean batch"),
         [
-            (name, width, f"{r['of_one_by_one']:.2f}", f"{r['of_by_hand']:.2f}", f"{r['mean_batch']:.1f}")
+            (
+                name, width, f"{r['of_one_by_one']:.2f}", f"{r['of_by_hand']:.2f}",
+                f"{r['cpu']['of_one_by_one']:.2f}, {r['cpu']['of_by_hand']:.2f}", f"{r['mean_batch']:.1f}",
+            )
             for name, widths in record["loads"].items()
             for width, r in widths.items()
         ],
-    )
+    )  # fmt: skip
     return 0
 
 

@@ -5,7 +5,7 @@ A driver that nobody watches has no `watch`; then a batch has no record, and ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any, Final
@@ -95,7 +95,7 @@ class BatchRecord:
 
     __slots__ = (
         "_answered_ns", "_batch", "_callers", "_end_ns", "_kernel", "_states", "_submitted_s", "_watch",
-        "begin_ns", "error", "op", "rows", "runs", "why",
+        "begin_ns", "error", "op", "rows", "runs", "weight", "why",
     )  # fmt: skip
 
     def __init__(self, watch: BatchWatch, batch: Batch) -> None:
@@ -111,11 +111,14 @@ class BatchRecord:
         self.rows = batch.tokens
         self.runs: list[tuple[int, int, int, DeviceSpan | None]] = []
         self.error: str | None = None
+        self.weight = 1 + _EVENTS_PER_RUN  # how many events it writes at most
         self.begin_ns = monotonic_ns()
 
-    def _take_calls(self, calls: Sequence[PendingCall]) -> None:
+    def _take_calls(self, batch: Batch) -> None:
+        calls = batch.calls
         self._callers = list(map(_CALLER, calls))
-        self._submitted_s = list(map(_SUBMITTED, calls))
+        at = batch.submitted_at  # by far most often callers that went on together call together
+        self._submitted_s = list(map(_SUBMITTED, calls)) if at is None else [at]
 
     def around(self, execute: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         """What runs the batch, timed on its thread; a batch that failed is run again in halves."""
@@ -146,7 +149,8 @@ class BatchRecord:
             return
         self._end_ns = monotonic_ns()
         self._answered_ns = self._watch.loop_ns(now_s)
-        self._take_calls(batch.calls)
+        self._take_calls(batch)
+        self.weight = 1 + _EVENTS_PER_RUN * len(self.runs) + _EVENTS_PER_CALL * len(outcomes)
         if not self._watch.all_done(len(outcomes)):
             self._states = bytes(map(_STATE, batch.calls))
             errors = (type(each.error).__name__ for each in outcomes if isinstance(each, Failed))
@@ -155,18 +159,13 @@ class BatchRecord:
             self._kernel = outcomes[0][1].kernel
         self._watch.timeline.add(self)
 
-    @property
-    def weight(self) -> int:
-        """How many events it writes at most."""
-        return 1 + _EVENTS_PER_RUN * len(self.runs) + _EVENTS_PER_CALL * len(self._callers)
-
     def write(self, trace: Trace) -> None:
         """The batch, its runs on a thread and on a stream, its callers, and the arrows between them."""
         row = (LOOPS, self._watch)
         trace.name_row(row, self._watch.row_name)
         batch, unfinished = self._batch, self._batch is not None
         if batch is not None:
-            self._take_calls(batch.calls)
+            self._take_calls(batch)
             self._states = bytes(map(_STATE, batch.calls))
         end_ns = trace.end_ns if unfinished else self._end_ns
         kernels: dict[str, None] = {}
@@ -189,7 +188,10 @@ class BatchRecord:
             self._write_run(trace, slice_of_batch, *run)
         answered_ns = trace.end_ns if unfinished else max(self._answered_ns, self.begin_ns)
         states = self._states or bytes([DONE]) * len(self._callers)
-        for call in zip(self._callers, self._submitted_s, states, strict=True):
+        submitted_s = self._submitted_s
+        if len(submitted_s) < len(self._callers):
+            submitted_s = submitted_s * len(self._callers)
+        for call in zip(self._callers, submitted_s, states, strict=True):
             self._write_call(trace, slice_of_batch, answered_ns, *call)
 
     def _write_run(

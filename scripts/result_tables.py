@@ -280,8 +280,8 @@ def engine_targets(record: dict[str, Any]) -> Table:
         if cell in ENGINE_ROOFS:
             roof = device_ms / row["roof_ms"]
             promised.append(("device time over the roof", ENGINE_ROOFS[cell], roof, False))
-            ahead = row["step_ms"]["run_ahead, the peer's crowd"] / device_ms
-            promised.append(("run_ahead, the peer's crowd, over the device time", 1.05, ahead, False))
+            ahead = row["step_ms"]["run_ahead, the peer's requests"] / device_ms
+            promised.append(("run_ahead, the peer's requests, over the device time", 1.05, ahead, False))
         for what, needs, measured, least in promised:
             met = measured >= needs if least else measured <= needs
             rows.append([f"{cell}: {what}", f"{'>=' if least else '<='} {needs}", round(measured, 3), met])
@@ -422,6 +422,44 @@ def guessed(record: dict[str, Any]) -> Table:
     return {"columns": columns, "rows": sorted(rows, reverse=True)}
 
 
+def loads(record: dict[str, Any]) -> Table:
+    """Return how awaited loads compare with one call after another and with futures batched by hand."""
+    columns = [
+        "load", "width", "over one by one", "over by hand", "the same in CPU time", "", "mean batch",
+        "at once",
+    ]  # fmt: skip
+    ratios, counts = ("of_one_by_one", "of_by_hand"), ("mean_batch", "at_once")
+    return {
+        "columns": columns,
+        "rows": [
+            [
+                load, int(width), *(row[key] for key in ratios), *(row["cpu"][key] for key in ratios),
+                *(row[key] for key in counts),
+            ]
+            for load, widths in record["loads"].items()
+            for width, row in widths.items()
+        ],
+    }  # fmt: skip
+
+
+def watched(record: dict[str, Any]) -> Table:
+    """Return what a timeline adds to one of 64 callers."""
+    rows = [
+        [what, row["off_us"], row["on_us"], row["ratio"]["median"]] for what, row in record["rows"].items()
+    ]
+    return {"columns": ["call", "without, us", "with, us", "ratio, round by round"], "rows": rows}
+
+
+def since(record: dict[str, Any]) -> Table:
+    """Return what each row costs over what it cost in an older tree."""
+    rows = [
+        [name, row["old_us"], row["new_us"], row["ratio"], *row["quartiles"]]
+        for name, row in record["rows"].items()
+    ]
+    columns = ["row", f"{record['old'][:7]}, us", "now, us", "ratio", "lower quartile", "upper quartile"]
+    return {"columns": columns, "rows": rows}
+
+
 GANG: dict[str, Callable[[dict[str, Any]], Table]] = {
     "ganged": ganged,
     "staged": staged,
@@ -441,6 +479,10 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "styles_h200.json": {"styles": styles, "place": place},
     "decode_h200.json": {"decode": decode, "place": place},
     "engines_h200.json": {"steps": engines, "targets": engine_targets, "place": place},
+    "traffic.json": {"loads": loads, "place": place},
+    "timeline.json": {"watched": watched, "place": place},
+    "since_hot_path.json": {"since": since, "place": place},
+    "since_demo.json": {"since": since, "place": place},
     "gang_h200.json": GANG,
     "gang_h200_pair.json": GANG,
     "gang_decode_h200.json": {"decoded": decoded, "place": place},

@@ -85,8 +85,8 @@ def group_function(name: str, fn: Function, replicated: bool, unsent: Sequence[s
     columns = [parameter for parameter in parameters if parameter != "counts"]
     if unknown := [parameter for parameter in unsent if parameter not in columns]:
         raise ValueError(f"unsent needs parameters among {', '.join(columns)}, got {', '.join(unknown)}")
-    indices = frozenset(map(columns.index, unsent))
-    return GroupFunction(name, fn, "counts" in parameters, replicated, indices)
+    unsent_columns = frozenset(map(columns.index, unsent))
+    return GroupFunction(name, fn, "counts" in parameters, replicated, unsent_columns)
 
 
 def aligned_columns(columns: Sequence[Any]) -> list[Any]:

@@ -70,15 +70,15 @@ class ReplicatedResults:
         that no host knows are waited for.
         """
         if not self._by_step:
-            rows_of: list[Rows | None] = []
+            places: list[Rows | None] = []
         elif (whole := self.find(column)) is not None:
             return [list(whole)]
         else:
-            rows_of = [self.find(piece) for piece in pieces]
-        if not any(rows_of):
+            places = [self.find(piece) for piece in pieces]
+        if not any(places):
             return column if column.is_cpu else torch.cat(list(map(_to_host, pieces)))
         parts: list[Any] = []
-        for piece, rows in zip(pieces, rows_of, strict=True):
+        for piece, rows in zip(pieces, places, strict=True):
             last = parts[-1] if parts else None
             if rows is None:
                 parts.append(_to_host(piece))

@@ -112,6 +112,7 @@ def _routed(op: Op, route: Route) -> Callable[..., Any]:
         except Exception as error:
             return _recover(device, plan, full, error, None)
 
+    call.cache = cache  # type: ignore[attr-defined]
     return call
 
 

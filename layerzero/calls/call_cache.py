@@ -38,6 +38,11 @@ def _parameters(op: Op) -> tuple[tuple[str, ...], tuple[Any, ...], int] | None:
     )
 
 
+def _has_drawn(op: Op, kwargs: dict[str, Any]) -> bool:
+    """Whether a call's seed was drawn for it: the twin would run every later call with that one."""
+    return op.stochastic and kwargs.get("seed") is None
+
+
 class BlockingCallCache:
     """One op's plans of blocking calls while the compiled twin is there, else None.
 
@@ -73,6 +78,8 @@ class BlockingCallCache:
     ) -> None:  # fmt: skip
         """Keep the plan of a call that the current policy governs; the first one has the twin loaded soon."""
         if self.entries is not None:
+            if _has_drawn(self._op, kwargs):
+                return
             self.entries.remember(args, kwargs, full, ACTIVE.devices, device, snapshot, plan)
         elif not FAST_PATH.requested:
             FAST_PATH.requested = True
@@ -119,7 +126,7 @@ class AwaitedCallCache:
         facts, modes = plan.batch_facts, pending.modes
         if self.entries is None or pending.snapshot is not None or SCOPE.get() is not None:
             return False
-        if facts is None or facts.shared_positions is None:
+        if facts is None or facts.shared_positions is None or _has_drawn(self._op, kwargs):
             return False
         if device.capture_modes() is not modes or ACTIVE.devices.get(device.device) is not device:
             return False

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ _NO_SCHEMA_TYPE = frozenset({"ScoreMod | None", "Any"})
 _ADDING_OUTPUT = MappingProxyType({"return_lse": "with_lse"})
 # What an op that writes into its arguments returns of them; its operator returns nothing.
 _GIVEN_BACK = MappingProxyType({"append_kv": "slot_mapping"})
+# In the place of a blocking function's cache where there is none.
+_NO_CACHE = SimpleNamespace(entries=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +126,22 @@ class OperatorSchema:
         Where there is a backend or a mark, `named` gets it as the keyword `backend`, `run` if there is none.
         `finish` is the text of what is made of `out`.
         """
+        positional, by_name = self._as_op()
+        call = ", ".join([*positional, *(f"{name}={value}" for name, value in by_name.items())])
+        packed = f"({''.join(f'{value}, ' for value in positional)})"
+        options = f"{{{', '.join(f'{name!r}: {value}' for name, value in by_name.items())}}}"
         source = [
             f"def {self.name}({', '.join(p.written() for p in self.parameters)}):",
-            f"    if backend is None: out = _run({self._as_op()})",
-            f"    else: out = _named({self._as_op()}, backend=backend)",
+            "    if backend is None:",
+            # What the function itself begins with, without its frame.
+            "        known = _cache.entries",
+            f"        out = NotImplemented if known is None else known.run({packed}, {options})",
+            f"        if out is NotImplemented: out = _run({call})",
+            f"    else: out = _named({call}, backend=backend)",
             f"    return {finish}",
         ]
-        return _made(self.name, source, {"_run": run, "_named": named or run, "_laid_out": laid_out})
+        namespace = {"_run": run, "_named": named or run, "_laid_out": laid_out}
+        return _made(self.name, source, namespace | {"_cache": getattr(run, "cache", _NO_CACHE)})
 
     def packer(self) -> Callable[..., tuple[Any, ...]]:
         """A function with the op's full arguments and a backend that returns the operator's arguments."""
@@ -139,9 +150,10 @@ class OperatorSchema:
         source = [f"def pack({', '.join(names)}):", f"    return ({packed},)"]
         return _made("pack", source, {"_Tensor": Tensor, "_int64": int64})
 
-    def _as_op(self) -> str:
-        """The op's arguments out of the operator's, as the text of a call."""
-        parts = []
+    def _as_op(self) -> tuple[list[str], dict[str, str]]:
+        """The op's arguments out of the operator's, as text: by position, and by name."""
+        positional: list[str] = []
+        by_name: dict[str, str] = {}
         declared = {p.name: p for p in self.parameters}
         for parameter in inspect.signature(self.op.build).parameters.values():
             name = parameter.name
@@ -150,9 +162,11 @@ class OperatorSchema:
             else:
                 rows = f"{name}_rows"
                 value = name if rows not in declared else f"{name} if {rows} is None else {rows}"
-            if value is not None:
-                parts.append(f"{name}={value}" if parameter.kind is parameter.KEYWORD_ONLY else value)
-        return ", ".join(parts)
+            if value is not None and parameter.kind is parameter.KEYWORD_ONLY:
+                by_name[name] = value
+            elif value is not None:
+                positional.append(value)
+        return positional, by_name
 
 
 def schemas_of(op: Op) -> tuple[OperatorSchema, ...]:

@@ -39,6 +39,7 @@ from layerzero.scheduler.core.pending_call import (
 )
 from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint, RoundRobin
 
+SAME_TIME_S = 1e-7  # what the times of calls may be later than the first one, together, to count as one time
 # Weight of the newest batch in the running mean of batch times: about the last eight count.
 _NEWEST = 0.125
 
@@ -391,4 +392,6 @@ class Batcher:
             self._admit()
         batch = Batch(calls, now_s, expected_us)
         batch.tokens = tokens
+        if self.explains and since - oldest * size < SAME_TIME_S:
+            batch.submitted_at = oldest
         return batch

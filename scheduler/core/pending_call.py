@@ -282,7 +282,7 @@ class Batch:
 
     __slots__ = (
         "calls", "expected_us", "launch", "modes", "one_by_one_us", "op", "queue", "ran_us", "record",
-        "snapshot", "started", "tokens", "why",
+        "snapshot", "started", "submitted_at", "tokens", "why",
     )  # fmt: skip
 
     def __init__(self, calls: list[PendingCall], started: float, expected_us: float | None = None) -> None:
@@ -296,6 +296,7 @@ class Batch:
         self.record: BatchObserver | None = None  # of a timeline; `tokens` and `why` are for it
         self.tokens = 0
         self.why = UNEXPLAINED
+        self.submitted_at: float | None = None  # of all its calls, where they came at one time
         self.calls = calls
         self.started = started
         # What its calls are expected to take one by one, and what it is expected to take itself.

@@ -114,6 +114,15 @@ def test_numbers_that_change_with_each_step_compile_no_new_graph() -> None:
     assert counter.frame_count <= 3
 
 
+def test_lengths_that_are_numbers_compile_no_new_graph() -> None:
+    """Tracing asks nothing of a symbol: not even whether it is an int."""
+    slopes = torch.rand(4)
+    run, counter = compiled(lambda slopes, q_len, k_len: lz.sync.alibi(slopes, q_len, k_len), dynamic=True)
+    for length in range(3, 12):
+        torch.testing.assert_close(run(slopes, length, 2 * length), lz.sync.alibi(slopes, length, 2 * length))
+    assert counter.frame_count <= 2
+
+
 def test_gradients_are_those_of_the_eager_model() -> None:
     """Through norms, products, attention and the MLP at once."""
     model, twin = Small(), Small()
