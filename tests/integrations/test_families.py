@@ -364,7 +364,7 @@ def test_a_norm_of_another_formula_stays_the_models_own() -> None:
 def test_tables_that_do_not_repeat_stay_the_files_own() -> None:
     """A call at the first position decides nothing; other columns go to the file's function for good."""
     own = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
-    rotation = rope.rotation_of.__wrapped__(own)
+    rotation: Any = rope.rotation_of.__wrapped__(own)
     q, k = (torch.randn(1, heads, 3, 8, generator=torch.Generator().manual_seed(1)) for heads in (4, 2))
     angles = torch.arange(24.0).view(1, 3, 8)
     repeated = torch.cat((angles[..., :4], angles[..., :4]), -1)
@@ -374,7 +374,7 @@ def test_tables_that_do_not_repeat_stay_the_files_own() -> None:
         ):
             assert torch.equal(ours, theirs)
         assert rotation.repeats is repeats
-    other = rope.rotation_of.__wrapped__(own)
+    other: Any = rope.rotation_of.__wrapped__(own)
     with models.counting() as calls:
         other(q, k, repeated.cos(), repeated.sin())
     assert calls == {"rope": 1} and other.repeats
