@@ -83,7 +83,7 @@ $(PY):
 # missing is compiled when it is imported.
 HELD_BY_test := demo
 HELD_BY_dev := demo docs test
-BULK := site-packages/(.*/tests/|mypy|nodejs|pip/|pygments/lexers/|ray/(data|llm|rllib|serve|train|tune)/$\
+BULK := site-packages/(.*/tests/|accelerate/(commands|test_utils)/|diffusers/(modular_)?pipelines/|mypy|nodejs|pip/|pygments/lexers/|ray/(data|llm|rllib|serve|train|tune)/$\
     |sympy/physics/|transformers/models/(?!auto|bert|llama))
 PIP := $(PY) -m pip --disable-pip-version-check
 $(VENV)/.installed-%: $(SPEC) | $(PY)

@@ -39,7 +39,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "engines_h200.json"
 VLLM = "vLLM"
 FEW, MANY = 8, 104  # tokens of the peer's two runs
 COMING = "run_ahead, requests come and go"
-STAYING = "run_ahead, the peer's crowd"
+STAYING = "run_ahead, the peer's requests"
 
 
 class Peer:

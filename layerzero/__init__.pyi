@@ -16,8 +16,6 @@ from layerzero import sync as sync
 from layerzero.actors.group.cluster import remote_rank_group as remote_rank_group
 from layerzero.actors.group.join import rank_group as rank_group
 from layerzero.api import metrics as metrics
-from layerzero.api.bundles import load_bundle as load_bundle
-from layerzero.api.bundles import save_bundle as save_bundle
 from layerzero.api.config import add_policy as add_policy
 from layerzero.api.config import configure as configure
 from layerzero.api.config import disable as disable
@@ -50,7 +48,9 @@ from layerzero.api.timeline import timeline as timeline
 from layerzero.api.tune import record as record
 from layerzero.api.tune import tune as tune
 from layerzero.api.tune import tune_blocking as tune_blocking
+from layerzero.api.warmup import load_bundle as load_bundle
 from layerzero.api.warmup import readiness_check as readiness_check
+from layerzero.api.warmup import save_bundle as save_bundle
 from layerzero.api.warmup import warmup as warmup
 from layerzero.api.warmup import warmup_blocking as warmup_blocking
 from layerzero.backends.hub import Hub as Hub

@@ -60,8 +60,8 @@ class BatchExecutor:
         try:
             if isinstance(op, Op) and snapshot is None and len(calls) > 1:
                 merged = self._merged_calls(op)
-                outcomes = NotImplemented if merged is None else merged.run(calls, modes)
-                if outcomes is not NotImplemented:
+                outcomes = None if merged is None else merged.run(calls, modes)
+                if outcomes is not None:
                     return outcomes
             with apply_modes(modes):
                 if not isinstance(op, Op):
@@ -110,14 +110,16 @@ class MergedCalls:
         self.native = native
         self._plans = native.BatchPlans(device, LocalDevice.recover, tuple(batching.trailing_axes_of.items()))
 
-    def run(self, calls: Sequence[Args], modes: Modes) -> Any:
-        """The outcomes of a known batch, or NotImplemented where nothing has run."""
+    def run(self, calls: Sequence[Args], modes: Modes) -> list[Any] | None:
+        """The outcomes of a known batch, or None where nothing has run."""
         if modes.stream is not None or modes.autocast:
-            return NotImplemented
-        outcomes = self._plans.run(calls, modes.mask)
-        if outcomes.__class__ is not tuple:
-            return outcomes
-        out, counts, plan = outcomes
+            return None
+        found: Any = self._plans.run(calls, modes.mask)
+        if found is NotImplemented:
+            return None
+        if isinstance(found, list):
+            return found
+        out, counts, plan = found
         return _pair_with_plan(self._batching.split(out, counts, NO_LEADS), plan)
 
     def remember(self, launch: _BatchLauncher, generation: DispatchState) -> None:

@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import environment, write
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -67,9 +69,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds needs to be at least 1, got {options.rounds}")
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from harness import environment, write
-
     trees = {"old": options.old.resolve(), "new": ROOT}
     found: dict[str, list[dict[str, float]]] = {"old": [], "new": []}
     for number in range(options.rounds):

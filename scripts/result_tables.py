@@ -280,8 +280,8 @@ def engine_targets(record: dict[str, Any]) -> Table:
         if cell in ENGINE_ROOFS:
             roof = device_ms / row["roof_ms"]
             promised.append(("device time over the roof", ENGINE_ROOFS[cell], roof, False))
-            ahead = row["step_ms"]["run_ahead, the peer's crowd"] / device_ms
-            promised.append(("run_ahead, the peer's crowd, over the device time", 1.05, ahead, False))
+            ahead = row["step_ms"]["run_ahead, the peer's requests"] / device_ms
+            promised.append(("run_ahead, the peer's requests, over the device time", 1.05, ahead, False))
         for what, needs, measured, least in promised:
             met = measured >= needs if least else measured <= needs
             rows.append([f"{cell}: {what}", f"{'>=' if least else '<='} {needs}", round(measured, 3), met])

@@ -25,12 +25,12 @@ from layerzero.actors.group.functions import (
     CollectiveFunction,
     Function,
     GroupFunction,
+    ReplicatedResults,
     aligned_columns,
     group_function,
 )
 from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
-from layerzero.actors.group.results import ReplicatedResults
 from layerzero.actors.group.step_message import RequestId, check_sendable
 from layerzero.actors.group.steps import Steps
 from layerzero.actors.group.stores import TorchStore
@@ -115,7 +115,7 @@ class RankHandle:
             values: tuple[Any, ...] = ()
             arguments: Sequence[Any] = columns
             if send:
-                values = (counts, *function.sent(columns, batched.calls, self._results))
+                values = (counts, *function.message_columns(columns, batched.calls, self._results))
                 arguments = aligned_columns(columns)
             with self._on_device(), self._scope(self._steps.start_step(function_name, requests, values)):
                 return self._call(function_name, arguments, counts)
@@ -209,7 +209,7 @@ class RankHandle:
                 with self._scope(snapshot):
                     with self._group.fail_on_error():
                         function = self._functions[message.name]
-                        columns = function.received(counts, columns, in_parts, self._results)
+                        columns = function.read_columns(counts, columns, in_parts, self._results)
                     self._call(message.name, columns, counts)
 
     async def propose(self, plan: AgreedPlan) -> AgreedPlan:

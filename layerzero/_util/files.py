@@ -202,14 +202,14 @@ def _need_plain(path: Path, status: os.stat_result) -> None:
         raise OSError(errno.EINVAL, "no plain file", str(path))
 
 
-def read_given(path: str | os.PathLike[str], limit: int = _MAX_GIVEN, *, own: bool = False) -> bytes:
+def read_given(path: str | os.PathLike[str], limit: int = _MAX_GIVEN, *, trusted: bool = False) -> bytes:
     """The bytes of a file that a user named: a link may lead to it, and any user may have written it.
 
-    With `own`, only this user and root may.
-    Raises: OSError: it cannot be read, or is no plain file. ExposedError: others could have written an `own`
-        one. ValueError: it has more than `limit` bytes.
+    A `trusted` one only this user and root may have written.
+    Raises: OSError: it cannot be read, or is no plain file. ExposedError: others could have written a
+        `trusted` one. ValueError: it has more than `limit` bytes.
     """
-    return _read(Path(path), limit, _READ, _need_own if own else _need_plain)
+    return _read(Path(path), limit, _READ, _need_own if trusted else _need_plain)
 
 
 def _read(path: Path, limit: int, flags: int, need: Callable[[Path, os.stat_result], None]) -> bytes:

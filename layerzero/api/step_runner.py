@@ -297,22 +297,22 @@ def _powers_of_two(largest: int) -> list[int]:
     return [*sizes, largest]
 
 
-def _widths(widest: int, asked: Sequence[int] | None) -> tuple[int, ...]:
+def _widths(widest: int, page_counts: Sequence[int] | None) -> tuple[int, ...]:
     """The widths of block tables to capture for, in pages, the widest last.
 
     Raises: ValueError: one is no number from 1 to `widest`.
     """
-    if asked is None:
+    if page_counts is None:
         widths = [widest]
         while (narrower := -(-widths[0] // WIDTH_STEP)) >= NARROWEST:
             widths.insert(0, narrower)
         return tuple(widths)
-    for width in asked:
+    for width in page_counts:
         if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= widest:
             raise ValueError(
                 f"table_widths needs pages from 1 to {widest}, which holds max_model_len, got {width!r}"
             )
-    return tuple(sorted({*asked, widest}))
+    return tuple(sorted({*page_counts, widest}))
 
 
 def _with_names(fn: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:

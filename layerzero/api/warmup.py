@@ -24,7 +24,7 @@ from layerzero.runtime import Runtime
 from layerzero.warmup import Manifest, Warmed, Warmer, manifest_of
 
 if TYPE_CHECKING:
-    from layerzero.api.bundles import BundleReport
+    from layerzero.runtime.bundles import BundleReport
 
 WARMUP_FINISHED = "warmup.finished"
 
@@ -133,7 +133,11 @@ async def warmup(
         was written or warmed. TypeError: neither a manifest nor a bundle. RuntimeClosedError: after close.
     """
     _need_source(manifest, bundle, sha256)
-    loaded = await anyio.to_thread.run_sync(_load, bundle, sha256, device) if bundle is not None else None
+    loaded = (
+        await anyio.to_thread.run_sync(lambda: load_bundle(bundle, sha256=sha256, device=device))
+        if bundle is not None
+        else None
+    )
     job = _WarmupJob(context_runtime(), _calls_of(manifest, loaded), device, progress)
     job.start()
     await anyio.to_thread.run_sync(job.wait, timeout_s, abandon_on_cancel=True)
@@ -165,7 +169,7 @@ def warmup_blocking(
         (True, ['rms_norm x=2x8:float32 eps=1e-06'])
     """
     _need_source(manifest, bundle, sha256)
-    loaded = _load(bundle, sha256, device) if bundle is not None else None
+    loaded = load_bundle(bundle, sha256=sha256, device=device) if bundle is not None else None
     job = _WarmupJob(context_runtime(), _calls_of(manifest, loaded), device, progress, forbid=forbid)
     job.start()
     if job.wait(timeout_s) and whole:
@@ -173,10 +177,45 @@ def warmup_blocking(
     return job.report(loaded)
 
 
-def _load(bundle: str | os.PathLike[str], sha256: str | None, device: str | None) -> BundleReport:
-    from layerzero.api.bundles import load_bundle  # archives are no affair of who brings none
+def save_bundle(
+    path: str | os.PathLike[str], manifest: ManifestSource | None = None, *, device: str | None = None
+) -> BundleReport:
+    """Write what this machine has for a device into one file that the next machine like it can use.
 
-    return load_bundle(bundle, sha256=sha256, device=device)
+    It carries the kernels that were compiled here (FlashInfer's, Triton's, our own), capture proofs,
+    measurements, the dispatch table in force, and the calls of `manifest`, all with their digests. Warm up
+    first. `report.sha256` is what the next machine pins.
+
+    Raises: FileExistsError: another kind of file is at `path`. OSError: it cannot be written.
+    """
+    from layerzero.runtime import bundles  # archives are no affair of who brings none
+
+    calls = None if manifest is None else manifest_of(manifest)
+    return bundles.save(context_runtime(), path, calls, device)
+
+
+def load_bundle(
+    path: str | os.PathLike[str],
+    *,
+    sha256: str | None = None,
+    device: str | None = None,
+    replace: bool = False,
+) -> BundleReport:
+    """Take over what another machine compiled, proved, measured and decided, out of a bundle of its.
+
+    A bundle is code: take it only from who may run code here, and pin its digest with `sha256`. It is checked
+    as a whole before anything is written; where any field of the environment differs (driver, card, CUDA,
+    torch, Python, libraries, our version, the CPU where code is for it) it is refused. A file that is here
+    and differs is kept, or replaced with `replace`; the report names it. Its decisions are put in force where
+    the settings name no dispatch table.
+
+    Raises: BundleRefusedError: it is refused; `problems` are the fields, what they need and what they got.
+        OSError: it cannot be read, a file cannot be written, or others can write its folder. ValueError:
+        `sha256` is no digest.
+    """
+    from layerzero.runtime import bundles
+
+    return bundles.load(context_runtime(), path, sha256=sha256, device=device, replace=replace)
 
 
 def _need_source(manifest: object, bundle: object, sha256: str | None) -> None:

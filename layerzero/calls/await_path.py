@@ -101,7 +101,7 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
             return cached[0]  # it needed no queue
         subject = target.describe(args, kwargs, backend, batching) if cached is None else cached
         # What a cache knows waits in a loop driver; a read-back is no cached call.
-        driver: LoopDriver | None = subject.driver  # type: ignore[assignment]
+        driver: LoopDriver | None = subject.driver
         if driver is None:
             return target.run_inline(subject)
         if (

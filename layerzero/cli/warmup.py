@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 import msgspec
 
-from layerzero.api.bundles import BundleReport, load_bundle, save_bundle
-from layerzero.api.warmup import WarmupReport, readiness_check, warmup_blocking
+from layerzero.api.warmup import WarmupReport, load_bundle, readiness_check, save_bundle, warmup_blocking
 from layerzero.cli.common import output
 from layerzero.cli.common.options import json_option, runtime_of
+from layerzero.runtime.bundles import BundleReport
 from layerzero.spec.errors import BundleRefusedError, ConfigurationError
 from layerzero.warmup import Manifest, Warmed
 
@@ -72,7 +72,7 @@ def warmup(
         {"ready": report.ready, **msgspec.structs.asdict(report), "bundle": loaded, "saved": saved},
         *(["loaded " + str(loaded)] if loaded is not None else []),
         *([f"note: {note}" for note in loaded.notes] if loaded is not None else []),
-        *([f"kept, though it differs: {path}" for path in loaded.kept] if loaded is not None else []),
+        *([f"kept, though it differs: {path}" for path in loaded.unchanged] if loaded is not None else []),
         *([f"replaced: {path}" for path in loaded.replaced] if loaded is not None else []),
         output.Table(f"warm-up {report.version} on {report.device}", _COLUMNS, _rows(report)),
         f"{len(report.critical) + len(report.others)} calls in {report.seconds:.1f} s",

@@ -160,11 +160,11 @@ class Proofs:
         """
         key = proof.kernel, proof.environment
         with self._lock:
-            own = self._proofs.get(key)
-            known = own.cases if own is not None else {}
-            if proof.cases.keys() <= known.keys():
+            local_proof = self._proofs.get(key)
+            local_cases = local_proof.cases if local_proof is not None else {}
+            if proof.cases.keys() <= local_cases.keys():
                 return False
-            proof = msgspec.structs.replace(proof, cases={**proof.cases, **known})
+            proof = msgspec.structs.replace(proof, cases={**proof.cases, **local_cases})
             self._proofs = {**self._proofs, key: proof}
         if self._store is not None:
             self._store.save(proof)

@@ -134,11 +134,11 @@ class GraphedFunction:
         are given. Raises: ValueError: one of `buckets` is none of its own.
         """
         self._rows(args)
-        wanted = self.buckets if buckets is None else tuple(sorted(set(buckets)))
-        if unknown := [bucket for bucket in wanted if bucket not in self.buckets]:
+        sizes = self.buckets if buckets is None else tuple(sorted(set(buckets)))
+        if unknown := [bucket for bucket in sizes if bucket not in self.buckets]:
             raise ValueError(f"buckets needs some of {self.buckets}, got {unknown[0]!r}")
         with self._steps.lock, torch.no_grad():
-            for bucket in reversed(wanted):
+            for bucket in reversed(sizes):
                 self._captured_for(bucket, args)
 
     @property
@@ -183,7 +183,7 @@ class GraphedFunction:
         return step
 
     def _capture(self, bucket: int, device: torch.device, args: tuple[Tensor, ...]) -> CapturedStep:
-        held = _held_bytes(device)
+        bytes_before = _reserved_bytes(device)
         # Buffers outlive the modes they are made under.
         with torch.inference_mode(False), torch.no_grad():
             static = tuple(
@@ -202,11 +202,11 @@ class GraphedFunction:
                 raise ValueError(f"{self._name} needs results of {bucket} rows, got shape {tuple(out.shape)}")
         self.captures += 1
         self._steps.pools[device] = recorded.pool
-        own = sum(t.numel() * t.element_size() for t in (*static, *recorded.outputs))
-        return CapturedStep(static, recorded, max(own, _held_bytes(device) - held))
+        buffer_bytes = sum(t.numel() * t.element_size() for t in (*static, *recorded.outputs))
+        return CapturedStep(static, recorded, max(buffer_bytes, _reserved_bytes(device) - bytes_before))
 
 
-def _held_bytes(device: torch.device) -> int:
+def _reserved_bytes(device: torch.device) -> int:
     """What torch has taken of a GPU's memory; a capture's workspaces and intermediates are in it."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 

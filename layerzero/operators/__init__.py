@@ -140,7 +140,7 @@ def _define(library: torch.library.Library, schema: OperatorSchema, surroundings
     library.impl(name, routed, "AutogradMeta")
     fake = schema.adapter(rules.shapes(op), finish)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    torch.library.register_vmap(f"{NAMESPACE}::{name}", rules.vmapped(schema, overload), lib=library)
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", rules.vmap_rule(schema, overload), lib=library)
     if not op.differentiable:
         return
     library.define(schema.gradient_text(), tags=(torch.Tag.pt2_compliant_tag,))

@@ -63,7 +63,7 @@ def _has_symbols(args: Args) -> bool:
     )
 
 
-def vmapped(schema: OperatorSchema, operator: Callable[..., Any]) -> Callable[..., Any]:
+def vmap_rule(schema: OperatorSchema, operator: Callable[..., Any]) -> Callable[..., Any]:
     """The rule of `torch.vmap`: the mapped axis joins the rows, or each slice is a call of its own.
 
     Raises: ValueError: the op changes its arguments. RuntimeError: it draws without a seed, with

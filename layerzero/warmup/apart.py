@@ -101,7 +101,7 @@ class ApartCompiler:
         return bool(self._running or self._waiting)
 
     def close(self) -> None:
-        """End the children and begin no more; units that wait are nobody's."""
+        """End the children and begin no more; units that wait are not compiled."""
         with self._lock:
             self._closed = True
             waiting, running = list(self._waiting), list(self._running)
@@ -159,8 +159,8 @@ class ApartCompiler:
 
     def _compile(self, job: _Job, compilers: int) -> str:
         """Run the child to its end; what it said where it failed."""
-        asked = os.environ.get("MAX_JOBS", "")
-        jobs = min(compilers, int(asked)) if asked.isdigit() and int(asked) else compilers
+        limit = os.environ.get("MAX_JOBS", "")
+        jobs = min(compilers, int(limit)) if limit.isdigit() and int(limit) else compilers
         child = subprocess.Popen(
             [sys.executable, "-m", "layerzero.warmup.apart"],
             stdin=subprocess.PIPE,
@@ -173,13 +173,13 @@ class ApartCompiler:
         try:
             if self._closed:
                 return "closing"
-            _, said = child.communicate(msgspec.json.encode(job.order), timeout=TIMEOUT_S)
+            _, stderr = child.communicate(msgspec.json.encode(job.order), timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return f"took longer than {TIMEOUT_S:g} s"
         finally:
             _kill(child)
         if child.returncode:
-            last = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+            last = stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
             return f"status {child.returncode}: {last[0]}"
         return ""
 

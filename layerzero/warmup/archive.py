@@ -2,7 +2,7 @@
 
 Everything is checked before anything of it is used: the digest of the whole file where one is pinned, the
 list, each name, each member's size and digest. It is read once, into memory, so what was checked is what is
-used, whoever writes the file meanwhile.
+used, even where another process writes the file meanwhile.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Archive:
         if len(infos) > MAX_MEMBERS:
             raise self._refused(Reason.BUNDLE_UNSAFE, "members", f"at most {MAX_MEMBERS}", str(len(infos)))
         for number, info in enumerate(infos):
-            self._need_plain(info, known=not number or MEMBER.fullmatch(info.filename) is not None)
+            self._need_plain(info, is_member=not number or MEMBER.fullmatch(info.filename) is not None)
         with self._zip.open(infos[0]) as file:
             data = file.read(MAX_HEAD_BYTES + 1)
         if len(data) > MAX_HEAD_BYTES:
@@ -126,11 +126,11 @@ class Archive:
         self._need_listed(head, [info.filename for info in infos[1:]])
         return head
 
-    def _need_plain(self, info: zipfile.ZipInfo, *, known: bool) -> None:
+    def _need_plain(self, info: zipfile.ZipInfo, *, is_member: bool) -> None:
         """Refuse what is no plain file of a name that we know: links, folders, other paths, other coders."""
         kind = stat.S_IFMT(info.external_attr >> 16)
         got = ""
-        if not known:
+        if not is_member:
             got = "another name"
         elif info.is_dir() or kind not in (0, stat.S_IFREG):
             got = "a link, folder or device"
@@ -160,7 +160,7 @@ class Archive:
             )
 
     def _refused(self, reason: Reason, field: str, needs: str, got: str) -> BundleRefusedError:
-        return refused(self.path, [Rejected(reason, field, needs, got[:200])])
+        return refusal(self.path, [Rejected(reason, field, needs, got[:200])])
 
 
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError, ValueError)
@@ -174,7 +174,7 @@ def _quoted(infos: list[zipfile.ZipInfo]) -> str:
     return repr(infos[0].filename[:120]) if infos else "none"
 
 
-def refused(path: str | os.PathLike[str], problems: list[Rejected]) -> BundleRefusedError:
+def refusal(path: str | os.PathLike[str], problems: list[Rejected]) -> BundleRefusedError:
     """The error that refuses a bundle, with every problem by name."""
     text = "; ".join(map(str, problems))
     return BundleRefusedError(f"{path}: {text}", path=str(path), problems=tuple(problems))
@@ -191,16 +191,16 @@ def read_archive(path: str | os.PathLike[str], *, sha256: str | None = None) -> 
     if sha256 is not None and not _DIGEST.fullmatch(sha256.lower()):
         raise ValueError(f"sha256 needs 64 hexadecimal digits, got {sha256!r}")
     try:
-        data = files.read_given(where, MAX_FILE_BYTES, own=sha256 is None)
+        data = files.read_given(where, MAX_FILE_BYTES, trusted=sha256 is None)
     except files.ExposedError as error:
         needs = "no other user who can write it, or a pinned sha256"
         problem = Rejected(Reason.BUNDLE_UNTRUSTED, "file", needs, str(error.strerror))
-        raise refused(where, [problem]) from error
+        raise refusal(where, [problem]) from error
     except ValueError as error:
         needs = f"at most {MAX_FILE_BYTES} bytes"
-        raise refused(where, [Rejected(Reason.BUNDLE_UNSAFE, "file", needs, "more")]) from error
+        raise refusal(where, [Rejected(Reason.BUNDLE_UNSAFE, "file", needs, "more")]) from error
     if sha256 is not None and (got := hashlib.sha256(data).hexdigest()) != sha256.lower():
-        raise refused(where, [Rejected(Reason.BUNDLE_UNTRUSTED, "sha256", sha256.lower(), got)])
+        raise refusal(where, [Rejected(Reason.BUNDLE_UNTRUSTED, "sha256", sha256.lower(), got)])
     return Archive(where, data)
 
 

@@ -28,7 +28,7 @@ from layerzero.selection.dispatch_table import DispatchTable
 from layerzero.spec.errors import BundleRefusedError, CacheCorruptionError, ConfigurationError
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.reasons import Reason, Rejected
-from layerzero.warmup.archive import Archive, read_archive, refused, write_archive
+from layerzero.warmup.archive import Archive, read_archive, refusal, write_archive
 from layerzero.warmup.manifest import Manifest
 from layerzero.warmup.places import compiled_here, content_for, is_group, native_names, target_of
 
@@ -90,11 +90,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle's files here: `written`, the `same` before, `kept` although they differ, and `replaced`."""
+    """A bundle's files here: `written`, the `same` before, `unchanged` though they differ, `replaced`."""
 
     written: tuple[str, ...] = ()
     same: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
 
 
@@ -114,7 +114,7 @@ def environment_of(hardware: Hardware, *, for_this_cpu: bool) -> dict[str, str]:
         **{name: _version(name) for name in LIBRARIES},
     }
     if for_this_cpu:
-        # The whole list would help nobody who compares two.
+        # A digest: the whole list is too long to compare by eye.
         stated[CPU] = f"{hardware.name} ({hashlib.sha256(cpu_flags().encode()).hexdigest()[:12]})"
     return stated
 
@@ -149,7 +149,7 @@ class Bundle:
             if name.startswith("native/") and name.partition("/")[2] not in native_names(for_cpu=for_cpu)
         ]
         if problems:
-            raise refused(self.path, problems)
+            raise refusal(self.path, problems)
         for member in self._compiled:
             try:
                 content_for(member.name, archive.read(member) if is_group(member.name) else b"", names)
@@ -157,39 +157,39 @@ class Bundle:
                 raise self._damaged(member.name, error) from error
 
     def _need_environment(self, hardware: Hardware) -> None:
-        wanted = self._archive.head.environment
-        here = environment_of(hardware, for_this_cpu=CPU in wanted)
+        stated = self._archive.head.environment
+        local = environment_of(hardware, for_this_cpu=CPU in stated)
         problems = [
             Rejected(
-                Reason.BUNDLE_ENVIRONMENT_DIFFERS, name, wanted.get(name, "nothing stated"),
-                here.get(name, "no such field"),
+                Reason.BUNDLE_ENVIRONMENT_DIFFERS, name, stated.get(name, "nothing stated"),
+                local.get(name, "no such field"),
             )
-            for name in sorted(wanted.keys() | here.keys())
-            if wanted.get(name) != here.get(name)
+            for name in sorted(stated.keys() | local.keys())
+            if stated.get(name) != local.get(name)
         ]  # fmt: skip
         if problems:
-            raise refused(self.path, problems)
+            raise refusal(self.path, problems)
 
     def _decoded(self, environment: Environment) -> Records:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, kind in _RECORD_TYPES.items():
             data = self._archive.find(f"{name}.json")
             if data is None:
                 continue
             try:
-                found[name] = files.decode_json(data, kind)
+                values[name] = files.decode_json(data, kind)
                 if name == "dispatch_table":
-                    found[name].need_whole(name)
+                    values[name].need_whole(name)
                 elif name == "manifest":
-                    found[name].need_format(name)
+                    values[name].need_format(name)
             except (msgspec.MsgspecError, CacheCorruptionError, ConfigurationError) as error:
                 raise self._damaged(f"{name}.json", error) from error
-        records = Records(**found)
+        records = Records(**values)
         stated = [r.environment for r in (records.measurements,) if r is not None]
         stated += [table.hardware for table in (records.dispatch_table,) if table is not None]
         for each in stated:
             if differences := each.differences(environment):
-                raise refused(
+                raise refusal(
                     self.path,
                     [
                         Rejected(Reason.BUNDLE_ENVIRONMENT_DIFFERS, "measured on", "this machine", difference)
@@ -199,7 +199,7 @@ class Bundle:
         return records
 
     def _damaged(self, name: str, error: Exception) -> BundleRefusedError:
-        return refused(self.path, [Rejected(Reason.BUNDLE_DAMAGED, name, "to be decoded", str(error)[:200])])
+        return refusal(self.path, [Rejected(Reason.BUNDLE_DAMAGED, name, "to be decoded", str(error)[:200])])
 
     def install(self, *, replace: bool = False) -> Installed:
         """Put the compiled kernels into their places, each whole or not at all.
@@ -208,23 +208,23 @@ class Bundle:
         names it. Raises: OSError: a file cannot be written, or others can write its folder; those before it
         are in place.
         """
-        found: dict[str, list[str]] = {name: [] for name in Installed.__struct_fields__}
+        paths: dict[str, list[str]] = {name: [] for name in Installed.__struct_fields__}
         names = frozenset(self._archive.names)
         # A list comes behind the files that it names: who finds it finds them.
         for member in sorted(self._compiled, key=lambda m: is_group(m.name)):
             target = target_of(member.name)
             data = content_for(member.name, self._archive.read(member), names)
-            there = _digest_of(target)
+            local_digest = _digest_of(target)
             state = "written"
-            if there == hashlib.sha256(data).hexdigest():
+            if local_digest == hashlib.sha256(data).hexdigest():
                 state = "same"
             elif os.path.lexists(target):
-                state = "replaced" if replace else "kept"
+                state = "replaced" if replace else "unchanged"
                 log.warning(FILE_REPLACED if replace else FILE_KEPT, path=str(target), bundle=self.sha256)
             if state in ("written", "replaced"):
                 _put(target, data)
-            found[state].append(str(target))
-        return Installed(**{name: tuple(paths) for name, paths in found.items()})
+            paths[state].append(str(target))
+        return Installed(**{name: tuple(placed) for name, placed in paths.items()})
 
     @property
     def members(self) -> int:
@@ -258,7 +258,7 @@ class Bundle:
         )
         folder = files.own_user_folder("bundles")
         files.write_whole(folder / f"{self.sha256}{_RECEIPT}", msgspec.json.encode(receipt))
-        log.info(INSTALLED, bundle=self.sha256, files=len(paths), kept=len(installed.kept))
+        log.info(INSTALLED, bundle=self.sha256, files=len(paths), unchanged=len(installed.unchanged))
         return receipt
 
 
@@ -274,13 +274,13 @@ def read_bundle(path: str | os.PathLike[str], hardware: Hardware, *, sha256: str
 def receipts() -> tuple[Receipt, ...]:
     """What came from bundles to this machine, the last one first; what does not decode is left out."""
     folder = files.user_folder("bundles")
-    found = []
+    decoded = []
     for path in sorted(folder.glob(f"*{_RECEIPT}")) if folder.is_dir() else ():
         try:
-            found.append(files.decode_json(files.read_bounded(path, 1 << 26), Receipt))
+            decoded.append(files.decode_json(files.read_bounded(path, 1 << 26), Receipt))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             log.warning("bundle.receipt_unreadable", path=str(path), why=str(error))
-    return tuple(sorted(found, key=lambda receipt: -receipt.timestamp))
+    return tuple(sorted(decoded, key=lambda receipt: -receipt.timestamp))
 
 
 def _put(target: Path, data: bytes) -> None:

@@ -34,19 +34,21 @@ class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def triton_cache() -> Path:
     """Triton's cache folder, as Triton finds it."""
-    given = os.environ.get("TRITON_CACHE_DIR", "").strip()
-    return Path(given) if given else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+    folder = os.environ.get("TRITON_CACHE_DIR", "").strip()
+    return (
+        Path(folder) if folder else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+    )
 
 
 def native_names(*, for_cpu: bool) -> dict[str, bool]:
     """The file names of our own modules on this machine; True for those made for this very CPU."""
     sources = [library(name) for name in building.SOURCES]
     modules = {module.target().name: "-march=native" in module.flags for module in sources}
-    return {name: own for name, own in modules.items() if for_cpu or not own}
+    return {name: for_this_cpu for name, for_this_cpu in modules.items() if for_cpu or not for_this_cpu}
 
 
 def target_of(name: str) -> Path:
-    """Where a compiled member goes on this machine."""
+    """The path of a compiled member on this machine."""
     kind, _, rest = name.partition("/")
     if kind == "native":
         return files.user_folder("native") / rest
@@ -93,16 +95,16 @@ def _flashinfer_modules() -> Iterator[tuple[str, bytes]]:
         version = importlib.metadata.version(FLASHINFER)
     except importlib.metadata.PackageNotFoundError:
         return
-    found: dict[str, Path] = {}
+    by_name: dict[str, Path] = {}
     carried = carried_folder(version)
     compiled = cache_folder() / version
     for path in (*carried.glob("*/*/*.so"), *compiled.glob("*/cached_ops/*/*.so")):
         archs = path.parents[1].name if path.is_relative_to(carried) else path.parents[2].name
         name = f"flashinfer/{version}/{archs}/{path.parent.name}/{path.name}"
         if MEMBER.fullmatch(name):
-            found.setdefault(name, path)
-    for name, path in sorted(found.items()):
-        yield name, files.read_given(path, _MAX_FILE, own=True)
+            by_name.setdefault(name, path)
+    for name, path in sorted(by_name.items()):
+        yield name, files.read_given(path, _MAX_FILE, trusted=True)
 
 
 def _triton_kernels() -> Iterator[tuple[str, bytes]]:
@@ -113,7 +115,7 @@ def _triton_kernels() -> Iterator[tuple[str, bytes]]:
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             name = f"triton/{folder.name}/{path.name}"
             if path.is_file() and not path.is_symlink() and MEMBER.fullmatch(name):
-                members[name] = files.read_given(path, _MAX_FILE, own=True)
+                members[name] = files.read_given(path, _MAX_FILE, trusted=True)
         yield from _with_bare_lists(members).items()
 
 

@@ -94,7 +94,9 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     names = {
         "vllm": module("vllm"), "vllm.v1": module("vllm.v1"),
         "vllm.v1.attention": module("vllm.v1.attention"),
-        "vllm.v1.attention.backend": module("backend", AttentionCGSupport=AttentionCGSupport, AttentionType=kinds),
+        "vllm.v1.attention.backend": module(
+            "backend", AttentionCGSupport=AttentionCGSupport, AttentionType=kinds
+        ),
         "vllm.v1.attention.backends": module("backends"),
         "vllm.v1.attention.backends.flash_attn": module(
             "flash_attn", FlashAttentionBackend=object, FlashAttentionImpl=OwnImpl,

@@ -42,7 +42,7 @@ def known(executor: BatchExecutor, calls: list[tuple[Any, ...]], op: str = "rms_
     """Whether the twin answers a batch of these calls by itself."""
     merged = executor._merged.get(ops_table.get(op))
     assert isinstance(merged, MergedCalls)
-    return merged.run(calls, _inference()) is not NotImplemented
+    return merged.run(calls, _inference()) is not None
 
 
 def _inference() -> Any:

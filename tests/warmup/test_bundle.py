@@ -118,7 +118,7 @@ def test_the_next_machine_has_what_the_first_compiled(
     bundle = read_bundle(path, CARD, sha256=digest)
     assert bundle.records.manifest == MANIFEST and second.files() == {}, "reading writes nothing"
     installed = bundle.install()
-    assert len(installed.written) == 5 and not (*installed.same, *installed.kept, *installed.replaced)
+    assert len(installed.written) == 5 and not (*installed.same, *installed.unchanged, *installed.replaced)
     native = library("layerzero_hot").target().name
     cubin = second.folder / "triton_cache_dir" / KEY / "rows.cubin"
     assert second.files() == {
@@ -208,7 +208,7 @@ def test_a_file_that_differs_is_kept_and_named(
     there = second.here().put(name, b"compiled here")
     with caplog.at_level(logging.WARNING, "layerzero"):
         installed = read_bundle(path, CARD).install()
-    assert installed.kept == (str(there),) and there.read_bytes() == b"compiled here"
+    assert installed.unchanged == (str(there),) and there.read_bytes() == b"compiled here"
     assert [m.split()[0] for m in caplog.messages] == ["bundle.file_kept"]
     caplog.clear()
     with caplog.at_level(logging.WARNING, "layerzero"):
@@ -245,7 +245,7 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(
     link = second.here().folder / "triton_cache_dir" / KEY / "rows.cubin"
     link.parent.mkdir(parents=True, mode=0o700)
     link.symlink_to(precious)
-    assert read_bundle(path, CARD).install().kept == (str(link),)
+    assert read_bundle(path, CARD).install().unchanged == (str(link),)
     read_bundle(path, CARD).install(replace=True)
     assert precious.read_bytes() == b"mine" and not link.is_symlink()
 

@@ -48,7 +48,7 @@ def cache_folder() -> Path:
     return Path(base) / ".cache" / "flashinfer"
 
 
-def compiled(*names: str) -> Callable[[CallSpec], bool]:
+def compilation_of(*names: str) -> Callable[[CallSpec], bool]:
     """`Kernel.on_disk` of modules of these names."""
     return lambda _: modules_on_disk(names)
 

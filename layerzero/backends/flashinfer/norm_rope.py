@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.flashinfer.common import ESTIMATE, LOAD_BYTES, SOURCE, compiled, kernel, module
+from layerzero.backends.flashinfer.common import ESTIMATE, LOAD_BYTES, SOURCE, compilation_of, kernel, module
 from layerzero.ops.paged.append import copy_if_aliased
 from layerzero.ops.quantize.quantize import quantize_reference
 from layerzero.spec.call_spec import CallSpec
@@ -190,24 +190,24 @@ _rows = functools.partial(_kernel, efficiency=(0.1, 0.7, 8.0), measured=ESTIMATE
 KERNELS: tuple[Kernel, ...] = (
     _rows(
         "flashinfer.rms_norm.rmsnorm", _rms_norm, source=SOURCE.format("rmsnorm"), limits=("C >= 2",),
-        on_disk=compiled("norm"), contiguous=True, alignment=LOAD_BYTES,
+        on_disk=compilation_of("norm"), contiguous=True, alignment=LOAD_BYTES,
     ),
     _rows(
         "flashinfer.add_rms_norm.fused_add_rmsnorm", _add_rms_norm, source=SOURCE.format("fused_add_rmsnorm"),
-        limits=("C >= 2",), on_disk=compiled("norm"), contiguous=True, alignment=LOAD_BYTES,
+        limits=("C >= 2",), on_disk=compilation_of("norm"), contiguous=True, alignment=LOAD_BYTES,
     ),
     _rows(
         "flashinfer.rope.cos_sin_cache", _rope, source=SOURCE.format("cos_sin_cache"),
-        features="interleaved partial_rotary", limits=(_HEADS, "R % 16 == 0"), on_disk=compiled("rope"),
+        features="interleaved partial_rotary", limits=(_HEADS, "R % 16 == 0"), on_disk=compilation_of("rope"),
     ),
     _kernel(
         "flashinfer.mlp.act_and_mul", _mlp, (0.8, 0.7, 25.0), ESTIMATE.format("by its two products"),
         source=SOURCE.format("act_and_mul"), features="bias act_swiglu act_geglu", contiguous=True,
-        workspace_bytes=_hidden_bytes, on_disk=compiled("silu_and_mul", "gelu_and_mul"),
+        workspace_bytes=_hidden_bytes, on_disk=compilation_of("silu_and_mul", "gelu_and_mul"),
     ),
     _rows(
         "flashinfer.append_kv.page", _append, source=SOURCE.format("page"),
-        limits=("D == Dv else HEAD_DIMS_DIFFER", _HEADS), layouts="NHD HND", on_disk=compiled("page"),
+        limits=("D == Dv else HEAD_DIMS_DIFFER", _HEADS), layouts="NHD HND", on_disk=compilation_of("page"),
     ),
     # The product over bare codes overflows float16.
     _kernel(
@@ -216,6 +216,6 @@ KERNELS: tuple[Kernel, ...] = (
         source="flashinfer-python 0.7.2.post1, bmm_fp8 through cuBLAS",
         features="quant_fp8_e4m3 scale_per_row bias inputs_quantized",
         limits=("K % 32 == 0", "C % 32 == 0"), workspace_bytes=_product_bytes,
-        on_disk=compiled("gemm"),
+        on_disk=compilation_of("gemm"),
     ),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.common import DISTRIBUTIONS, compiled, kernel, module
+from layerzero.backends.flashinfer.common import DISTRIBUTIONS, compilation_of, kernel, module
 from layerzero.backends.flashinfer.planning import ROW_STATES_BYTES, row_states_buffer
 from layerzero.ops.sampling.draw import Count, Number, is_constant
 from layerzero.spec.call_spec import CallSpec
@@ -116,7 +116,7 @@ _kernel = functools.partial(
     tie_break_order=36,
     distributions=(*DISTRIBUTIONS, "triton>=3.6"),
     workspace_bytes=_filter_bytes,
-    on_disk=compiled("sampling"),
+    on_disk=compilation_of("sampling"),
 )
 
 KERNELS: tuple[Kernel, ...] = (

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not declared
 
 import layerzero as lz
-from layerzero.actors.group import results
+from layerzero.actors.group import functions
 from layerzero.actors.group.join import RankHandle
 from layerzero.actors.group.step_message import MAX_VALUES, decode, unpack
 from layerzero.api import readback
@@ -227,7 +227,7 @@ def test_tokens_are_the_same_whether_each_is_read_first_or_behind(monkeypatch: p
 
 def test_a_caller_that_holds_its_token_for_long_goes_on_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks keep the results of some steps only; a later step brings the token, and the text is the same."""
-    monkeypatch.setattr(results, "MAX_KEPT_STEPS", 2)
+    monkeypatch.setattr(functions, "MAX_KEPT_STEPS", 2)
     found: list[int] = []
 
     async def lead(rank: Rank) -> None:
@@ -414,7 +414,7 @@ def test_bad_arguments_of_batched_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_only_rows_as_they_were_kept_are_named() -> None:
     """Rows of a result, one by one or together; not what was written since, looks otherwise or is a copy."""
-    kept = results.ReplicatedResults()
+    kept = functions.ReplicatedResults()
     whole = torch.arange(12).view(6, 2)
     kept.keep(4, whole)
     assert kept.find(whole) == (4, 0, 6) and kept.find(whole[2:5]) == (4, 2, 3)
@@ -425,12 +425,12 @@ def test_only_rows_as_they_were_kept_are_named() -> None:
     pieces = [whole[3:4], whole[4:5], whole[:1], own, whole[1:2]]
     mixed: Any = kept.parts(torch.cat(pieces), pieces)
     assert mixed[:2] == [[4, 3, 2], [4, 0, 1]] and mixed[2].tolist() == [[1, 1]] and mixed[3] == [4, 1, 1]
-    assert kept.joined(mixed).tolist() == [[6, 7], [8, 9], [0, 1], [1, 1], [2, 3]]
+    assert kept.join_parts(mixed).tolist() == [[6, 7], [8, 9], [0, 1], [1, 1], [2, 3]]
     whole[0, 0] = 7
     assert kept.find(whole) is None, "its rows are others now"
     for foreign in ([5, 0, 1], [4, 5, 2]):
         with pytest.raises(ConsistencyError, match="got results of 4"):
-            kept.joined([foreign])
+            kept.join_parts([foreign])
     large = torch.zeros(MAX_VALUES // 8 + 1, dtype=torch.int64)
     for odd in (large, torch.zeros(0, 2), torch.zeros(2, 4).t(), torch.tensor(1)):
         kept.keep(5, odd)

@@ -50,7 +50,7 @@ def test_the_last_place_is_what_a_look_at_all_would_find(seed: int) -> None:
                     if call.caller is not None and waiting.get(call.caller) is call:
                         del waiting[call.caller]
                 batcher.on_turn(now_s)
-            if (batch := batcher.next_batch(now_s)) is not None:
-                running.append(batch)
+            if (taken := batcher.next_batch(now_s)) is not None:
+                running.append(taken)
         check(batcher)
     assert batcher.stats.batches

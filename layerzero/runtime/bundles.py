@@ -1,38 +1,36 @@
-"""Warm-up bundles for users: `save_bundle` on the machine that is warm, `load_bundle` on the next one."""
+"""What a runtime puts into a warm-up bundle, and what it takes over from one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.calls.blocking import context_runtime
 from layerzero.graphs.proof import CaptureProof
 from layerzero.graphs.proof import environment_of as proved_in
-from layerzero.measure.calls import Call, Workload
 from layerzero.measure.tuning import publish, stored_rows
 from layerzero.perfdb import Environment
-from layerzero.runtime import Runtime
 from layerzero.selection.dispatch_table import DispatchTable, capabilities_hash
 from layerzero.spec.reasons import Reason, Rejected
-from layerzero.warmup import Manifest, manifest_of
-from layerzero.warmup.archive import refused
-from layerzero.warmup.bundle import Bundle, Installed, Measurements, Records, read_bundle
-from layerzero.warmup.bundle import write_bundle as write
+from layerzero.warmup import Manifest
+from layerzero.warmup.archive import refusal
+from layerzero.warmup.bundle import Bundle, Installed, Measurements, Records, read_bundle, write_bundle
+
+if TYPE_CHECKING:
+    from layerzero.runtime.runtime import Runtime
 
 
 class BundleReport(msgspec.Struct, frozen=True, kw_only=True):
     """A bundle and what of it this machine has now.
 
-    `written`, `same`, `kept` and `replaced` are files: new here, here before, here with other bytes and left
-    so, and overwritten. `proofs` and `measurements` are how many came that were not known; `dispatch_table`
-    is the file of its decisions, for `Settings.dispatch_table`. `notes` say what ends with the process.
+    `written`, `same`, `unchanged` and `replaced` are files: new here, here before, here with other bytes and
+    left so, and overwritten. `proofs` and `measurements` are how many came that were not known;
+    `dispatch_table` is the file of its decisions, for `Settings.dispatch_table`. `notes` say what ends with
+    the process.
     """
 
     path: str
@@ -41,7 +39,7 @@ class BundleReport(msgspec.Struct, frozen=True, kw_only=True):
     members: int
     written: tuple[str, ...] = ()
     same: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
     proofs: int = 0
     measurements: int = 0
@@ -52,28 +50,17 @@ class BundleReport(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         counts = {name: len(getattr(self, name)) for name in Installed.__struct_fields__}
         counts |= {"proofs": self.proofs, "measurements": self.measurements}
-        told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        return f"{self.path} ({self.sha256[:16]}): {told or 'nothing new'}"
+        text = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        return f"{self.path} ({self.sha256[:16]}): {text or 'nothing new'}"
 
 
-def save_bundle(
-    path: str | os.PathLike[str],
-    manifest: Manifest | Workload | str | Path | Iterable[Call] | None = None,
-    *,
-    device: str | None = None,
+def save(
+    runtime: Runtime, path: str | os.PathLike[str], manifest: Manifest | None, device: str | None
 ) -> BundleReport:
-    """Write what this machine has for a device into one file that the next machine like it can use.
-
-    It carries the kernels that were compiled here (FlashInfer's, Triton's, our own), capture proofs,
-    measurements, the dispatch table in force, and the calls of `manifest`, all with their digests. Warm up
-    first. `report.sha256` is what the next machine pins.
-
-    Raises: FileExistsError: another kind of file is at `path`. OSError: it cannot be written.
-    """
-    runtime = context_runtime()
+    """Write what a runtime's machine has for a device; what `layerzero.save_bundle` says."""
     local_device = runtime.device(device)
-    records = _records(local_device, None if manifest is None else manifest_of(manifest))
-    digest, names = write(path, local_device.hardware, records)
+    records = _records(local_device, manifest)
+    digest, names = write_bundle(path, local_device.hardware, records)
     return BundleReport(
         path=os.fspath(path), sha256=digest, device=str(local_device.device), members=len(names),
         proofs=len(records.proofs), manifest=records.manifest,
@@ -81,42 +68,31 @@ def save_bundle(
     )  # fmt: skip
 
 
-def load_bundle(
+def load(
+    runtime: Runtime,
     path: str | os.PathLike[str],
     *,
-    sha256: str | None = None,
-    device: str | None = None,
-    replace: bool = False,
+    sha256: str | None,
+    device: str | None,
+    replace: bool,
 ) -> BundleReport:
-    """Take over what another machine compiled, proved, measured and decided, out of a bundle of its.
-
-    A bundle is code: take it only from who may run code here, and pin its digest with `sha256`. It is checked
-    as a whole before anything is written; where any field of the environment differs (driver, card, CUDA,
-    torch, Python, libraries, our version, the CPU where code is for it) it is refused. A file that is here
-    and differs is kept, or replaced with `replace`; the report names it. Its decisions are put in force where
-    the settings name no dispatch table.
-
-    Raises: BundleRefusedError: it is refused; `problems` are the fields, what they need and what they got.
-        OSError: it cannot be read, a file cannot be written, or others can write its folder. ValueError:
-        `sha256` is no digest.
-    """
-    runtime = context_runtime()
+    """Take a bundle over; what `layerzero.load_bundle` says."""
     local_device = runtime.device(device)
     bundle = read_bundle(path, local_device.hardware, sha256=sha256)
     _need_kernels(local_device, bundle)
     installed = bundle.install(replace=replace)
     notes: list[str] = []
-    taken: dict[str, Any] = {
+    records: dict[str, Any] = {
         "proofs": _take_proofs(local_device, bundle, notes),
         "measurements": _take_measurements(local_device, bundle, notes),
         "dispatch_table": _take_decisions(runtime, bundle, notes),
     }
-    bundle.confirm(installed, taken)
+    bundle.confirm(installed, records)
     runtime.bundles.append(bundle.sha256)
     return BundleReport(
         path=os.fspath(path), sha256=bundle.sha256, device=str(local_device.device),
         members=bundle.members, manifest=bundle.records.manifest, notes=tuple(notes),
-        **msgspec.structs.asdict(installed), **taken,
+        **msgspec.structs.asdict(installed), **records,
     )  # fmt: skip
 
 
@@ -146,28 +122,28 @@ def _need_kernels(device: LocalDevice, bundle: Bundle) -> None:
     if table is not None and table.capabilities != capabilities_hash(device.registry.all()):
         needs, got = "those that its dispatch table was solved for", "others, or of other limits"
         problem = Rejected(Reason.BUNDLE_ENVIRONMENT_DIFFERS, "kernels", needs, got)
-        raise refused(bundle.path, [problem])
+        raise refusal(bundle.path, [problem])
 
 
 def _take_proofs(device: LocalDevice, bundle: Bundle, notes: list[str]) -> int:
     """Know what was proved there; what this machine found itself counts before it."""
-    taken = 0
+    count = 0
     for proof in bundle.records.proofs:
         if _is_of_here(device, proof):
-            taken += device.proofs.take(proof)
-    if taken:
+            count += device.proofs.take(proof)
+    if count:
         device.refresh()
         if device.settings.state_dir is None:
             notes.append("proofs end with this process: Settings.state_dir is not set")
-    return taken
+    return count
 
 
 def _take_measurements(device: LocalDevice, bundle: Bundle, notes: list[str]) -> int:
     """Price with what was measured there, beside what was measured here."""
     if bundle.records.measurements is None:
         return 0
-    known = set(map(msgspec.json.encode, stored_rows(device)))
-    rows = [row for row in bundle.records.measurements.rows if msgspec.json.encode(row) not in known]
+    stored = set(map(msgspec.json.encode, stored_rows(device)))
+    rows = [row for row in bundle.records.measurements.rows if msgspec.json.encode(row) not in stored]
     if not rows:
         return 0
     with ThreadPoolExecutor(1) as thread:  # it has a loop of its own, which the caller may have, too
