@@ -70,7 +70,7 @@ class AwaitedOp:
         op, built = self._op, None
         if backend is None and batching is None and SCOPE.get() is None and _FORWARD._current_level < 0:
             try:
-                signature, full = op.build(*args, **kwargs)
+                signature, full = built = op.build(*args, **kwargs)
                 if foreign.may_be_foreign(full[0]) and foreign.has_transformed(full):
                     return _traced(full, backend)
                 device = ACTIVE.devices[full[0].device]
@@ -78,9 +78,9 @@ class AwaitedOp:
                 bits = modes.bits & device.mode_mask if device.capturing is None else device.mode()
                 plan = device.snapshot.tables[self.name].by_signature[bits][signature]
             except KeyError:
-                built = signature, full  # no plan yet; built once, since a seed is drawn in there
+                pass  # no plan yet; what is built stays, since a seed is drawn in there
             except (AttributeError, TypeError):
-                pass  # a wrong argument: below it is named
+                built = None  # a wrong argument: below it is named
             else:
                 driver = None if bits & CAPTURE else device.loop_drivers.current()
                 return Described(device, driver, full, plan.expected_us, plan, modes)

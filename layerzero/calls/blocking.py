@@ -88,23 +88,23 @@ def _routed(op: Op, route: Route) -> Callable[..., Any]:
             result = cache.entries.run(args, kwargs)
             if result is not NotImplemented:
                 return result
-        full = None
         try:
             signature, full = build(*args, **kwargs)
-            is_foreign = may_be_foreign(full[0]) and foreign.has_transformed(full)
-            if backend is None and not is_foreign and scoped() is None:
-                device = active.devices[full[0].device]
-                bits = device.mode()
-                snapshot = device.snapshot
-                plan = snapshot.tables[name].by_signature[bits][signature]
-            elif not is_foreign:
-                return _run_uncached(op, signature, full, backend)
-        except (KeyError, AttributeError, TypeError) as error:
-            if full is not None and isinstance(error, KeyError):  # built once: a seed is drawn in there
-                return _run_uncached(op, signature, full, backend)
+        except (AttributeError, TypeError) as error:
             return _first_call(op, route, args, kwargs, backend, error)
-        if is_foreign:
+        if may_be_foreign(full[0]) and foreign.has_transformed(full):
             return route(full, backend)
+        try:
+            if backend is not None or scoped() is not None:
+                return _run_uncached(op, signature, full, backend)
+            device = active.devices[full[0].device]
+            bits = device.mode()
+            snapshot = device.snapshot
+            plan = snapshot.tables[name].by_signature[bits][signature]
+        except KeyError:  # built once: a seed is drawn in there
+            return _run_uncached(op, signature, full, backend)
+        except (AttributeError, TypeError) as error:
+            return _first_call(op, route, args, kwargs, backend, error)
         last.plan = plan
         cache.remember(args, kwargs, full, device, snapshot, plan)
         try:
