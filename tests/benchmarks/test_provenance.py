@@ -19,7 +19,6 @@ OLDER = frozenset(
         "accuracy_h200.json",
         "accuracy_h200_flash_attn_2.json",
         "baked_cpu.json",
-        "cluster_cpu.json",
         "embedding_demo.json",
         "embedding_demo_h200.json",
         "gang.json",

@@ -172,7 +172,7 @@ def test_rows_are_asked_for_by_any_of_their_ids(tree: Path, capsys: pytest.Captu
 
 def test_parts_are_all_and_each_once(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Several runs may share the work; a part that there is not is named with status 2."""
-    gone = [{"rows": ["A1"], **EDIT, "old": f"gone {number}"} for number in range(5)]
+    gone: list[dict[str, object]] = [{"rows": ["A1"], **EDIT, "old": f"gone {number}"} for number in range(5)]
     entries(tree, *gone)
     told = [outcome(tree, "--check", "--part", f"{number}/3")[1] for number in (1, 2, 3)]
     assert [len(part) for part in told] == [2, 2, 1]
