@@ -96,7 +96,8 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
         **kwargs: Any,
     ) -> Any:
         plain = priority == 1 and timeout is None
-        cached = cache.find(args, kwargs, last if plain else None) if backend is batching is None else None
+        unnamed = backend is batching is None
+        cached: Any = cache.find(args, kwargs, last if plain else None) if unnamed else None
         if cached.__class__ is tuple:
             return cached[0]  # it needed no queue
         subject = target.describe(args, kwargs, backend, batching) if cached is None else cached

@@ -76,7 +76,7 @@ def _framework(name: str) -> Any:
     return diffusers
 
 
-def _models(model: object) -> Iterator[tuple[str, Any]]:
+def _models(model: Any) -> Iterator[tuple[str, Any]]:
     """Each model of a framework in `model`, the outermost ones, with its framework.
 
     Raises: TypeError: there is none.

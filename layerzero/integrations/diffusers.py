@@ -152,7 +152,7 @@ def _patch_attention(model: nn.Module, done: Patch, verdicts: Verdicts) -> None:
     backend = register()
     shared: set[int] = set()
     for module in model.modules():
-        processor = getattr(module, "processor", None)
+        processor: Any = getattr(module, "processor", None)
         if processor is None or not callable(processor):
             if type(module).__name__.endswith("Attention"):
                 verdicts.add("attention", module, None, "it has no attention processor")
@@ -167,8 +167,8 @@ def _patch_attention(model: nn.Module, done: Patch, verdicts: Verdicts) -> None:
             continue
         shared.add(id(processor))
         if hasattr(processor, "_attention_backend"):
-            done.settings.append((processor, "_attention_backend", processor._attention_backend))
-            processor._attention_backend = backend
+            done.settings.append((processor, "_attention_backend", processor._attention_backend))  # pyright: ignore[reportFunctionMemberAccess]
+            processor._attention_backend = backend  # pyright: ignore[reportFunctionMemberAccess]
         elif not isinstance(processor, nn.Module) and (ours := processor_class(kind)) is not None:
             done.settings.append((processor, "__class__", kind))
             processor.__class__ = ours

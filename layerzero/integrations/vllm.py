@@ -117,7 +117,7 @@ class ChosenImpl(FlashAttentionImpl):  # type: ignore[misc]
         reason = "a run that only sizes memory" if attn_metadata is None else self.why_not(attn_metadata)
         if output_scale is not None or output_block_scale is not None:
             reason = "a quantized output"
-        if reason:
+        if attn_metadata is None or reason:
             _note_own(reason)
             result: Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale

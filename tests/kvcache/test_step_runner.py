@@ -181,7 +181,7 @@ def test_a_table_that_grows_is_captured_once_for_each_width() -> None:
         torch.testing.assert_close(runner(ranges, ids), model.plain(ranges, ids))
         seen.append(runner.captures)
     assert seen == [1] * 8 + [2] * 16 + [3] * 36
-    ranges = [other.extend(1)]  # a short one again: its graph is there
+    ranges, ids = [other.extend(1)], torch.tensor([3])  # a short one again: its graph is there
     torch.testing.assert_close(runner(ranges, ids), model.plain(ranges, ids))
     assert runner.captures == runner.kept == 3 and runner.evictions == 0
 

@@ -70,6 +70,7 @@ def test_the_second_batch_is_answered_without_python(runtime: lz.Runtime) -> Non
 def test_several_operands_and_outputs_are_joined_and_taken_apart(runtime: lz.Runtime) -> None:
     """`add_rms_norm` joins x and residual, and gives a pair to each caller."""
     executor, weight = executor_of(runtime), torch.randn(WIDTH)
+    calls, outcomes = [], []
     for _ in range(2):
         calls = [(torch.randn(n, WIDTH), torch.randn(n, WIDTH), weight, 1e-6) for n in (1, 2, 3)]
         outcomes = executed(executor, calls, "add_rms_norm")
@@ -124,6 +125,7 @@ def test_a_kernel_that_raises_is_followed_by_the_next_one(runtime: lz.Runtime) -
 
     runtime.add_kernel(kernel("t.rms_norm.fragile", fragile, launch_us=1e-6))
     executor, weight = executor_of(runtime), torch.randn(WIDTH)
+    outcomes = []
     for _ in range(2):
         outcomes = executed(executor, rows(weight))
     assert outcomes[0][1].kernel == "t.rms_norm.fragile"
@@ -141,6 +143,7 @@ async def test_awaited_callers_get_what_python_alone_gives(runtime: lz.Runtime) 
     """Rows of one to three each, some of one tensor: the same values with the twin's batches and without."""
     weight = torch.randn(WIDTH, WIDTH)
     given = [torch.randn(1 + n % 3, WIDTH) for n in range(7)]
+    values: list[torch.Tensor] = []
     for _ in range(4):
         values = await asyncio.gather(*(lz.linear(x, weight) for x in given))
     for value, x in zip(values, given, strict=True):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -204,7 +204,7 @@ def test_vmap_joins_rows_and_otherwise_takes_slices() -> None:
     x, many = torch.randn(3, 5, 8), torch.randn(3, 8)
     q = torch.randn(3, 2, 4, 7, 8)
     slopes = torch.rand(2, 4)
-    for run, given in (
+    runs: tuple[tuple[Any, Any], ...] = (
         (lambda x: lz.sync.rms_norm(x, weight), (x,)),
         (lambda x, w: lz.sync.rms_norm(x, w), (x, many)),
         (lambda x: lz.sync.add_rms_norm(x, x, weight), (x,)),
@@ -212,9 +212,10 @@ def test_vmap_joins_rows_and_otherwise_takes_slices() -> None:
         (lambda q: lz.sync.attention(q, q, q, alibi_slopes=slopes, return_lse=True), (q,)),
         (lambda q: lz.sync.attention(q, q, q, attn_mask=torch.ones(2, 1, 7, 7).tril().bool()), (q,)),
         (lambda x: lz.sync.quantize(x)[1], (x,)),
-    ):
+    )
+    for run, given in runs:
         wanted = [run(*(g[i] for g in given)) for i in range(3)]
-        for got, *slices in zip(parts(torch.vmap(run)(*given)), *map(parts, wanted), strict=True):
+        for got, *slices in zip(parts(torch.vmap(cast(Any, run))(*given)), *map(parts, wanted), strict=True):
             torch.testing.assert_close(got, torch.stack(slices))
     with pytest.raises(ValueError, match=r"append_kv changes its arguments, and torch\.vmap needs"):
         pools = torch.zeros(3, 4, 8, 2, 6)

@@ -38,6 +38,7 @@ def chosen() -> str:
 
 def test_only_the_implementations_that_sdpa_kernel_names_are_taken() -> None:
     """By a reason code, in a call that was made before outside, and never afterwards."""
+    told: Any = None
     for _ in range(3):
         lz.sync.attention(Q, Q, Q, is_causal=True)
         outside = chosen()

@@ -124,7 +124,7 @@ def test_traces_and_transforms_leave_nothing_behind(runtime: Runtime) -> None:
     torch.func.jvp(lambda x: lz.sync.rms_norm(x, weight), (x,), (x,))
     assert lz.sync.rms_norm(x.to("meta"), weight.to("meta")).is_meta
     assert spy.state() == before
-    traced = torch.jit.trace(lambda x, weight: lz.sync.rms_norm(x, weight), (x, weight))
+    traced: Any = torch.jit.trace(lambda x, weight: lz.sync.rms_norm(x, weight), (x, weight))
     assert "layerzero::rms_norm" in str(traced.graph)
     torch.testing.assert_close(traced(x[:2], weight), lz.sync.rms_norm(x[:2], weight))
 
