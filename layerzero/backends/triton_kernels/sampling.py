@@ -63,7 +63,7 @@ def _load(row_ptr, start, vocab, BLOCK: tl.constexpr):
     return token_ids, tl.load(row_ptr + token_ids, mask=token_ids < vocab, other=float("-inf")).to(tl.float32)
 
 
-# Loops sum batcher by batcher and across batchers only at their end: a sum across batchers is a barrier.
+# Loops sum lane by lane and across lanes only at their end: a sum across lanes is a barrier.
 
 
 @triton.jit
