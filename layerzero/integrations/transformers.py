@@ -182,7 +182,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers calls it: (B, H, S, D) in, (B, S, H, D) out.
 
-    What the op has no meaning for goes to the model's own implementation, and so does a traced call.
+    What the op has no meaning for goes to the model's own implementation.
     """
     queries = query.shape[2]
     causal_by_model = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -190,7 +190,7 @@ def forward(
     if isinstance(name, PatchedName) and name.masked:
         causal_by_model = False
     causal = bool(causal_by_model) and attention_mask is None and queries > 1
-    if torch.compiler.is_compiling() or query.device.type == "meta":
+    if query.device.type == "meta":
         return _original_attention(
             module, query, key, value, attention_mask, causal, dropout, scaling, kwargs
         )

@@ -314,3 +314,25 @@ def test_a_model_is_built_with_the_implementation_by_name(tmp_path: Path) -> Non
     """Importing the integration is enough; nothing has to be patched before."""
     ended = children.run(FROM_CONFIG, folder=tmp_path)
     assert ended.stdout.strip() == "attention", ended.stderr
+
+
+def test_a_model_with_the_implementation_by_name_is_one_graph_of_our_operators() -> None:
+    """No break, the eager numbers, and attention is the operator in both layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    graphs: list[str] = []
+
+    def kept(graph: torch.fx.GraphModule, example: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, max_position_embeddings=64)
+    model: Any = LlamaForCausalLM(config).eval()
+    ids = torch.arange(18).view(2, 9)
+    with torch.no_grad():
+        plain = model(ids).logits
+        model.set_attn_implementation("layerzero")
+        compiled = torch.compile(model, fullgraph=True, backend=kept)(ids).logits
+    torch.testing.assert_close(compiled, plain)
+    assert len(graphs) == 1 and graphs[0].count("layerzero.attention") == 2, graphs
