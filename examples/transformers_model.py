@@ -34,7 +34,7 @@ def main() -> None:
     llama.train()
     loss = llama(input_ids=prompt, labels=prompt).loss
     loss.backward()
-    print(f"loss {loss.item():.3f}, without the logits of all tokens at once")
+    print(f"loss {loss:.3f}, without the logits of all tokens at once")
 
     lz.unpatch(llama.eval())
     print(f"same tokens after unpatch: {torch.equal(before, llama.generate(prompt, **options))}")

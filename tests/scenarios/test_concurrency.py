@@ -240,14 +240,19 @@ def test_settings_do_not_change_under_a_call() -> None:
         assert (settings.max_keys, lz.get_config().max_keys) == (4096, 8)
 
 
-def test_a_tensor_that_moved_is_not_run_where_it_was() -> None:
-    """CS-017 and CS-020: a bound callable refuses operands of another device by name."""
+def test_a_tensor_that_moved_is_not_run_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CS-017 and CS-020: operands of two devices are refused by name, bound or not, and so are those of
+    another device than the one that a callable was bound for."""
+    weight = torch.ones(8)
     with lz.start(lz.Settings(warm="off")):
-        bound = lz.bind("rms_norm", torch.randn(3, 8))
-        with pytest.raises((ValueError, lz.NoKernelFoundError), match="meta"):
-            bound(torch.randn(3, 8, device="meta"))
-        with pytest.raises((ValueError, lz.NoKernelFoundError), match="meta"):
-            layerzero.sync.rms_norm(torch.randn(3, 8, device="meta"))
+        bound = lz.bind("rms_norm", torch.randn(3, 8), weight)
+        for call in (bound, layerzero.sync.rms_norm):
+            with pytest.raises(ValueError, match="weight needs to be on meta like x, got cpu"):
+                call(torch.randn(3, 8, device="meta"), weight)
+            assert call(torch.randn(3, 8, device="meta"), weight.to("meta")).is_meta, "only shapes"
+        monkeypatch.setattr(bound.binding._device, "device", torch.device("cuda", 0))
+        with pytest.raises(ValueError, match="needs tensors on cuda:0, got cpu"):
+            bound(torch.randn(4, 8), weight)
 
 
 def test_a_decision_may_ask_for_itself() -> None:
