@@ -15,8 +15,6 @@ for package in ("safetensors", "tokenizers"):
 from server.fields import BadRequest, UnknownModel  # noqa: E402  the skips come first
 from server.protocol import Ask, Constraint, read  # noqa: E402
 
-from tests.profiles import many_examples  # noqa: E402
-
 MESSAGES = [{"role": "user", "content": "a"}]
 SCHEMA = {"type": "object"}
 
@@ -195,7 +193,6 @@ NAMES = [
 ]  # fmt: skip
 
 
-@many_examples
 @given(st.booleans(), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
 def test_no_value_is_more_than_refused(chat: bool, fields: dict[str, Any]) -> None:
     """Whatever JSON a field holds, it is read or refused by name; never another error."""

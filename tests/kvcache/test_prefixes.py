@@ -19,7 +19,6 @@ from layerzero.kvcache import (
     PagesExhaustedError,
     PrefixCache,
 )
-from tests.profiles import many_examples
 
 SPEC = KVCacheSpec(num_kv_heads=1, head_dim=1)
 
@@ -38,7 +37,6 @@ def filled(prefixes: PrefixCache, tokens: Sequence[int]) -> PagedSequence:
     return sequence
 
 
-@many_examples
 @given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), max_size=12), st.integers(1, 4))
 def test_keys_agree_as_far_as_the_texts_do(first: list[int], second: list[int], size: int) -> None:
     """A page's key stands for all tokens up to its end; how the text grew does not matter."""

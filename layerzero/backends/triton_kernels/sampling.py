@@ -63,7 +63,7 @@ def _load(row_ptr, start, vocab, BLOCK: tl.constexpr):
     return token_ids, tl.load(row_ptr + token_ids, mask=token_ids < vocab, other=float("-inf")).to(tl.float32)
 
 
-# Loops sum lane by lane and across lanes only at their end: a sum across lanes is a barrier.
+# Loops sum column by column and across columns only at their end: a sum across columns is a barrier.
 
 
 @triton.jit

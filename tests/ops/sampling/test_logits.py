@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import layerzero as lz
-from tests.profiles import many_examples
 
 VOCAB = 37  # no multiple of a mask's word
 
@@ -91,7 +90,6 @@ def adjusted(rows: list[dict[str, Any]], logits: torch.Tensor) -> torch.Tensor:
     )
 
 
-@many_examples
 @given(ROWS)
 def test_rows_of_different_requests_are_adjusted_as_the_formula_says(rows: list[dict[str, Any]]) -> None:
     """Every row by its own parameters, whoever stands beside it; the input stays what it was."""
@@ -132,7 +130,6 @@ def test_min_p_keeps_what_is_likely_enough_at_its_temperature() -> None:
         assert left.isfinite().tolist() == [[True, True, False]]
 
 
-@many_examples
 @given(st.integers(1, 5), st.integers(0, VOCAB), st.integers(0, 999))
 def test_logprobs_are_those_of_the_softmax(rows: int, top: int, seed: int) -> None:
     """The token's and the likeliest tokens' probabilities; all of them together are one."""
