@@ -326,13 +326,19 @@ def test_a_model_with_the_implementation_by_name_is_one_graph_of_our_operators()
         graphs.append(graph.code)
         return graph
 
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+    }
     config = LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, max_position_embeddings=64)
     model: Any = LlamaForCausalLM(config).eval()
     ids = torch.arange(18).view(2, 9)
     with torch.no_grad():
         plain = model(ids).logits
         model.set_attn_implementation("layerzero")
-        compiled = torch.compile(model, fullgraph=True, backend=kept)(ids).logits
-    torch.testing.assert_close(compiled, plain)
+        compiled: Any = torch.compile(model, fullgraph=True, backend=kept)
+        logits = compiled(ids).logits
+    torch.testing.assert_close(logits, plain)
     assert len(graphs) == 1 and graphs[0].count("layerzero.attention") == 2, graphs

@@ -245,7 +245,7 @@ def test_a_tensor_that_moved_is_not_run_where_it_was(monkeypatch: pytest.MonkeyP
     another device than the one that a callable was bound for."""
     weight = torch.ones(8)
     with lz.start(lz.Settings(warm="off")):
-        bound = lz.bind("rms_norm", torch.randn(3, 8), weight)
+        bound: Any = lz.bind("rms_norm", torch.randn(3, 8), weight)
         for call in (bound, layerzero.sync.rms_norm):
             with pytest.raises(ValueError, match="weight needs to be on meta like x, got cpu"):
                 call(torch.randn(3, 8, device="meta"), weight)

@@ -288,15 +288,16 @@ def test_a_request_cancelled_between_its_launch_and_its_read_costs_nobody_else(
 
 def test_a_stop_token_is_found_one_step_late_and_its_step_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text ends where it ends without running ahead; one row more was computed, for nobody."""
-    requests = Requests()
-    stop = text(3, STEPS)[2]
+    requests, stop = Requests(), text(3, STEPS)[2]
+    # The device computes no step of the first request before the next one is launched.
+    gates = Gates(lambda step, launched: step > 2 or min(launched) > step + 1)
 
     async def lead(rank: Rank) -> None:
         await requests.run(rank, 3, stop=stop)
         assert requests.pages.free_pages == PAGES
         await requests.run(rank, 5)
 
-    ranks, errors = run_ranks(monkeypatch, lead)
+    ranks, errors = run_ranks(monkeypatch, lead, gates)
     assert errors == [None, None]
     assert requests.tokens == {3: text(3, 3), 5: text(5, STEPS)}
     assert [rank.launched for rank in ranks] == [4 + STEPS] * RANKS
