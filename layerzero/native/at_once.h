@@ -41,12 +41,8 @@ PyObject* value_by_plan(PyObject* plan, PyObject* device, PyObject* const* value
   PyErr_Clear();
   PyErr_Restore(type, error, trace);
   if (!recover) return nullptr;
-  Ref next(recovered(recover.get(), device, plan, values, count));  // its result, and the plan of that
+  Ref next = recovered_pair(recover.get(), device, plan, values, count);
   if (!next) return nullptr;
-  if (!PyTuple_CheckExact(next.get()) || PyTuple_GET_SIZE(next.get()) != 2) {
-    PyErr_SetString(PyExc_TypeError, "recover needs to return a result and a plan");
-    return nullptr;
-  }
   if (PyObject_SetAttr(last, known.plan, PyTuple_GET_ITEM(next.get(), 1))) return nullptr;
   return Ref::to(PyTuple_GET_ITEM(next.get(), 0)).release();
 }

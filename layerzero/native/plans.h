@@ -84,6 +84,14 @@ PyObject* recovered(PyObject* recover, PyObject* device, PyObject* plan, PyObjec
   return result;
 }
 
+// The same where `recover` returns a result and the plan of it: the pair, or nothing and an error.
+Ref recovered_pair(PyObject* recover, PyObject* device, PyObject* plan, PyObject* const* values, Py_ssize_t count) {
+  Ref pair(recovered(recover, device, plan, values, count));
+  if (!pair || (PyTuple_CheckExact(pair.get()) && PyTuple_GET_SIZE(pair.get()) == 2)) return pair;
+  PyErr_SetString(PyExc_TypeError, "recover needs to return a result and a plan");
+  return Ref();
+}
+
 PyObject* run_known(Plans* self, PyObject* args, PyObject* kwargs) {
   if (self->by_place->empty()) return not_ours();
   const int modes = modes_here();

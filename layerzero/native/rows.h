@@ -135,12 +135,8 @@ PyObject* run_batch(BatchPlans* self, PyObject* calls, int mask) {
   if (!call) return nullptr;
   Ref out(PyObject_Vectorcall(call.get(), values, size_t(count), nullptr));
   if (out) return outcomes_of(out.get(), counts.get(), plan.get());
-  Ref next(recovered(self->recover, device.get(), plan.get(), values, count));  // its result, and the plan of that
+  Ref next = recovered_pair(self->recover, device.get(), plan.get(), values, count);
   if (!next) return nullptr;
-  if (!PyTuple_CheckExact(next.get()) || PyTuple_GET_SIZE(next.get()) != 2) {
-    PyErr_SetString(PyExc_TypeError, "recover needs to return a result and a plan");
-    return nullptr;
-  }
   return outcomes_of(PyTuple_GET_ITEM(next.get(), 0), counts.get(), PyTuple_GET_ITEM(next.get(), 1));
 }
 
