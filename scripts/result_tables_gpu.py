@@ -1,0 +1,190 @@
+"""The tables of what was measured on GPUs; scripts/result_tables.py adds them to the records."""
+
+from typing import Any
+
+Table = dict[str, list[Any]]
+
+
+def on_gpu(record: dict[str, Any]) -> Table:
+    """Return tokens a second of each side by depth and context on the GPU."""
+    columns = [
+        "layers, context", "side", "tokens/s", "of by hand", "over one by one", "mean batch",
+        "us an await beyond by hand",
+    ]  # fmt: skip
+    rows = []
+    for layers, contexts in record["rows"].items():
+        for context, here in contexts.items():
+            for side, row in here["sides"].items():
+                numbers = [
+                    row.get(key) for key in ("tokens_per_s", "of_by_hand", "over_one_by_one", "mean_batch")
+                ]
+                beyond = row.get("us_an_await_beyond_by_hand")
+                shown = side.replace("by hand", "by hand, launched op by op, without a graph")
+                rows.append([f"{layers}, {context}", shown, *numbers, beyond])
+    return {"columns": columns, "rows": rows}
+
+
+def targets_on_gpu(record: dict[str, Any]) -> Table:
+    """Return what was promised on the GPU beside what was measured."""
+    rows = [[row["what"], row["needs"], row["got"], row["met"]] for row in record["verdicts"]]
+    return {"columns": ["tokens/s over by hand", "needs", "measured", "met"], "rows": rows}
+
+
+def styles(record: dict[str, Any]) -> Table:
+    """Return tokens a second and the mean batch for each way of writing a request."""
+    columns = ["between two steps a request", "tokens/s", "of reading at once", "mean batch"]
+    keys = ("tokens_per_s", "of_reading_at_once", "mean_batch")
+    rows = [[style, *(row[key] for key in keys)] for style, row in record["rows"].items()]
+    return {"columns": columns, "rows": rows}
+
+
+def engines(record: dict[str, Any]) -> Table:
+    """Return a step's time beside an engine's, the same graph by hand, and what memory bandwidth allows."""
+    columns = [
+        "requests x context, side",
+        "ms a step",
+        "tokens/s",
+        "of vLLM",
+        "of weights and keys read once",
+    ]
+    rows = []
+    for cell, row in record["rows"].items():
+        steps = row["step_ms"]
+        for side, step in sorted(steps.items(), key=lambda pair: -pair[1]):
+            times = [round(steps["vLLM"] / step, 3), round(step / row["roof_ms"], 2)]
+            rows.append([f"{cell}, {side}", round(step, 2), row["tokens_per_s"][side], *times])
+    return {"columns": columns, "rows": rows}
+
+
+# Device time of a step over weights and keys read once.
+ENGINE_ROOFS = {"64x128": 1.35, "64x2048": 1.15}
+
+
+def engine_targets(record: dict[str, Any]) -> Table:
+    """Return what was promised beside an engine, and what was measured."""
+    rows = []
+    for cell, row in record["rows"].items():
+        promised = [
+            (f"{side}, over vLLM, tokens/s", row["needs"], over, True)
+            for side, over in row["over_vllm"].items()
+            if side.startswith("run_ahead")
+        ]
+        device_ms = row["device"]["device_us_a_step"] / 1e3
+        if cell in ENGINE_ROOFS:
+            roof = device_ms / row["roof_ms"]
+            promised.append(("device time over the roof", ENGINE_ROOFS[cell], roof, False))
+            ahead = row["step_ms"]["run_ahead, the peer's requests"] / device_ms
+            promised.append(("run_ahead, the peer's requests, over the device time", 1.05, ahead, False))
+        for what, needs, measured, least in promised:
+            met = measured >= needs if least else measured <= needs
+            rows.append([f"{cell}: {what}", f"{'>=' if least else '<='} {needs}", round(measured, 3), met])
+    return {"columns": ["what", "needs", "measured", "met"], "rows": rows}
+
+
+def decode(record: dict[str, Any]) -> Table:
+    """Return how long a graph's call of each kernel takes the device, beside reading keys and values once."""
+    ids = sorted({
+        kernel
+        for row in record["rows"].values()
+        for kernel, found in row["kernels"].items()
+        if "captured_us" in found
+    })  # fmt: skip
+    rows = [
+        [shape, row["roof_us"], *(row["kernels"].get(kernel, {}).get("captured_us") for kernel in ids)]
+        for shape, row in record["rows"].items()
+    ]
+    return {"columns": ["sequences x context", "keys and values once, us", *ids], "rows": rows}
+
+
+def plugged(record: dict[str, Any]) -> Table:
+    """Return a step's time of vLLM with its own attention and with this library's."""
+    rows = [
+        [cell, *row["step_ms"].values(), row["over_own"], row["needs"], row["met"], row["tokens_alike"]]
+        for cell, row in record["rows"].items()
+    ]
+    columns = [
+        "requests x context", "vLLM's choice: ms a step", "CUSTOM: ms a step", "of its speed", "needs", "met",
+        "tokens alike",
+    ]  # fmt: skip
+    return {"columns": columns, "rows": rows}
+
+
+def _said(record: dict[str, Any], part: str, what: str) -> list[tuple[int, dict[str, Any]]]:
+    """Return the rows of one part that have a number, each with the ranks it ran with."""
+    return [
+        (said.get("ranks", record["gpus"]), row)
+        for name, said in record["parts"].items()
+        if name.partition(",")[0] == part
+        for row in said.get("rows", ())
+        if row["what"] == what and "tokens_per_s" in row
+    ]
+
+
+def ganged(record: dict[str, Any]) -> Table:
+    """Return tokens per second of a rank group beside one device and beside plain torch.distributed."""
+    ways = ("gang", "by hand over torch.distributed", "one device", "by hand on one device")
+    rows = [
+        [
+            ranks,
+            "graphs" if row.get("captured") else "launches",
+            row["requests"],
+            row["context"],
+            *(row["tokens_per_s"][way] for way in ways),
+            row["gang_over_by_hand"],
+            row["gang_over_one_device"],
+        ]
+        for ranks, row in _said(record, "generate", "generation")
+    ]
+    columns = [
+        "GPUs", "steps are", "requests", "context", "rank group", *ways[1:],
+        "rank group over by hand", "rank group over one device",
+    ]  # fmt: skip
+    return {"columns": columns, "rows": rows}
+
+
+def decoded(record: dict[str, Any]) -> Table:
+    """Return what a step takes over a rank group and over plain torch.distributed, both reading behind."""
+    ways = ("rank group, reading behind", "torch.distributed, reading behind")
+    rows = []
+    for ranks, row in _said(record, "decode", "decoding"):
+        made_of = row["made_of"][ways[0]]
+        parts = [made_of.get(name) for name in ("device_ms", "message_us", "launch_us", "others_us")]
+        rows.append(
+            [ranks, row["requests"], row["context"], *(row["step_ms"][way] for way in ways), *parts,
+             row["over_by_hand"]]
+        )  # fmt: skip
+    columns = [
+        "GPUs", "requests", "context", "rank group: ms a step", "torch.distributed: ms a step",
+        "of ours, the device: ms", "rank 0's message: us", "launch: us", "wait for the others: us",
+        "rank group over torch.distributed",
+    ]  # fmt: skip
+    return {"columns": columns, "rows": rows}
+
+
+def staged(record: dict[str, Any]) -> Table:
+    """Return tokens per second of pipeline stages beside one device."""
+    rows = [
+        [ranks, row["requests"], row["context"], *row["tokens_per_s"].values(), row["over_one_device"]]
+        for ranks, row in _said(record, "stages", "stages")
+    ]
+    return {
+        "columns": ["GPUs", "requests", "context", "stages", "one device", "over one device"],
+        "rows": rows,
+    }
+
+
+def guessed(record: dict[str, Any]) -> Table:
+    """Return the speed of speculation over plain decoding, with both models on one GPU and apart."""
+    ways = ("speculated", "draft on another GPU", "speculated over the gang")
+    rows = [
+        [
+            row["acceptance"]["speculated"],
+            row["tokens_per_s"]["plain"],
+            *(row["over_plain"].get(way) for way in ways),  # no second GPU, no draft on it
+        ]
+        for _, row in _said(record, "speculate", "speculation")
+    ]
+    columns = [
+        "drafts accepted", "plain tokens/s", "one GPU", "draft on another GPU", "target over a rank group",
+    ]  # fmt: skip
+    return {"columns": columns, "rows": sorted(rows, reverse=True)}
