@@ -5,7 +5,7 @@ Installed beside vLLM, `register` is found by it (entry point `vllm.general_plug
 `paged_attention` that is chosen for its shape; it is chosen before vLLM captures the shape, among kernels
 that a graph may hold. Everything else (prompts, windows, sinks, quantized keys) stays with vLLM's
 FlashAttention, from which this backend inherits pages, metadata and limits; `why_not` says why, and the
-event `vllm.own_attention` is logged once a reason.
+event `vllm.own_attention` is logged once a reason, and each such call is counted (`own_attention`).
 
 Source: vllm 0.26.0, v1/attention/backend.py and backends/{flash_attn,registry}.py.
 """
@@ -28,6 +28,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 import layerzero as lz
 from layerzero._util import log
+from layerzero.calls.blocking import context_device
 from layerzero.measure.shapes import paged_call
 from layerzero.ops.checks import dtype_name
 
@@ -119,6 +120,8 @@ class ChosenImpl(FlashAttentionImpl):  # type: ignore[misc]
             reason = "a quantized output"
         if attn_metadata is None or reason:
             _note_own(reason)
+            if attn_metadata is not None:
+                context_device((query,)).counters.add("own_attention", argument=reason)
             result: Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )

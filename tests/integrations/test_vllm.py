@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.runtime import ACTIVE
 
 HEADS, KEY_HEADS, WIDTH, PAGE, PAGES = 4, 2, 16, 16, 3
 CLASSES: dict[str, str] = {}  # what vLLM was told
@@ -127,6 +128,11 @@ def batch(lengths: list[int]) -> tuple[Tensor, Tensor, Metadata]:
     return query, pages, Metadata(count, torch.tensor(lengths, dtype=torch.int32), tables)
 
 
+def counted() -> float:
+    """How many calls have stayed with vLLM."""
+    return sum(device.counters.total("own_attention") for device in ACTIVE.devices.values())
+
+
 def run(impl: Any, query: Tensor, pages: Tensor, metadata: Metadata | None) -> Tensor:
     """A call as vLLM makes it."""
     output = torch.full_like(query, 5.0)
@@ -168,11 +174,13 @@ def test_other_batches_stay_with_vllm(
     for name, value in change.items():
         setattr(metadata, name, value)
     impl = plugin.ChosenImpl(HEADS, WIDTH, 0.25, KEY_HEADS)
+    before = counted()
     with caplog.at_level(logging.INFO, "layerzero"):
         outputs = [run(impl, query, pages, metadata) for _ in range(2)]
     assert all((output == -7.0).all() for output in outputs)
     assert reason in impl.why_not(metadata)
     assert caplog.text.count("vllm.own_attention") == 1 and reason in caplog.text
+    assert counted() - before == 2
 
 
 @pytest.mark.parametrize(
