@@ -69,7 +69,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     # How many parts a sequence is cut into follows from the batch: a row's last bits may, too.
     _kernel(
-        "triton.paged_attention.decode", _from("paged", "paged_attention"), (0.1, 0.86, 19.0),
+        "triton.paged_attention.decode", _from("paged", "paged_attention"), (0.1, 0.98, 29.0),
         "benchmarks/results/decode_h200.json", features="causal gqa scale", layouts="NHD HND",
         dtypes="float16 bfloat16", last_stride1=True, alignment=16, batch_invariant=False,
         limits=("D in [64, 128, 256]", "D == Dv else HEAD_DIMS_DIFFER", "G <= 64"),
