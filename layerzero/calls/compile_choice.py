@@ -94,26 +94,32 @@ class compile_choice:
         """The call in torch's operators, by the kernel that is chosen now; NotImplemented if it has none."""
         example = _example(full)
         if example is None:
-            return self._note(op, "", "a size follows from data")
+            return self._declined(op, "", "a size follows from data")
         try:
             selection, kernel = _chosen(op, example)
         except NoKernelFoundError as error:
-            return self._note(op, "", f"no kernel takes the call: {str(error).splitlines()[0]}")
+            return self._declined(op, "", f"no kernel takes the call: {str(error).splitlines()[0]}")
         if not _is_torch(kernel):
-            return self._note(op, kernel.id, "is not made of torch's operators: chosen where the graph runs")
+            return self._declined(
+                op, kernel.id, "is not made of torch's operators: chosen where the graph runs"
+            )
         try:
             result = _traceable(op, selection, kernel)(*full)
         except Exception as error:
-            return self._note(op, kernel.id, f"cannot be traced: {type(error).__name__}: {error}")
+            return self._declined(op, kernel.id, f"cannot be traced: {type(error).__name__}: {error}")
         self._note(op, kernel.id, selection.why, inlined=True)
         return result
 
-    def _note(self, op: Op, kernel: str, why: str, *, inlined: bool = False) -> Any:
+    def _declined(self, op: Op, kernel: str, why: str) -> Any:
+        """NotImplemented, and why the graph holds the operator."""
+        self._note(op, kernel, why, inlined=False)
+        return NotImplemented
+
+    def _note(self, op: Op, kernel: str, why: str, *, inlined: bool) -> None:
         choice = CompiledChoice(op.name, kernel, inlined, why)
         if choice not in self.choices:
             self.choices.append(choice)
             log.info(_CHOSEN, op=op.name, kernel=kernel, inlined=inlined, why=why)
-        return NotImplemented
 
     def _run_by(self, op: Op, kernel: Kernel, operator: Callable[..., Any]) -> Callable[..., Any]:
         """What Inductor times for a kernel: it, where it accepts the call, else the operator itself."""
