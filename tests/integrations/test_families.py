@@ -378,6 +378,12 @@ def test_tables_that_do_not_repeat_stay_the_files_own() -> None:
     with models.counting() as calls:
         other(q, k, repeated.cos(), repeated.sin())
     assert calls == {"rope": 1} and other.repeats
+    # The same file's function serves every model of its class: each pair of tables is looked at, and cosines
+    # that come with other sines are another pair.
+    cos, sin = repeated.cos(), repeated.sin()
+    for pair in ((angles.cos(), angles.sin()), (cos, sin), (cos, -sin), (cos, sin)):
+        for ours, theirs in zip(other(q, k, *pair), own(q, k, *pair), strict=True):
+            close(ours, theirs)
 
 
 @torch.no_grad()

@@ -18,16 +18,18 @@ from layerzero.integrations.patches.substitute import Substitute
 from layerzero.ops.rope.rope import rope_reference
 
 PREFIX = "apply_rotary"
-# Positions, and both tables in float32: on the tensor of cosines, for the layers that get it after the first.
+# The sines, the versions of both, positions, and both tables in float32: on the tensor of cosines, for the
+# layers that get it after the first.
 _TABLES = "_layerzero_tables"
-Tables = tuple[int, Tensor, Tensor, Tensor]
+Tables = tuple[Tensor, tuple[int, int], Tensor, Tensor, Tensor]
 
 
 class Rotation:
     """In place of a file's function: q and k (B, H, S, D), cos and sin (B, S, R), turned by `rope`.
 
-    The op's tables have one column for the two features that turn together. That the model's tables repeat
-    each is looked at the first time.
+    The op's tables have one column for the two features that turn together. That tables repeat each is looked
+    at once for every pair of them, but in a capture, where nothing can be read; a first pair that does not
+    leaves the file its function for good.
     """
 
     def __init__(
@@ -60,25 +62,31 @@ class Rotation:
         return fits and width and q.dtype is k.dtype is cos.dtype and self.repeats is not False
 
     def _tables(self, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Positions (B, S) and the rows of this call's tables, (B * S, R / 2)."""
-        if self.repeats is None:
-            if not sin.any():  # the first position alone: all of its columns are equal
-                return None
-            self.repeats = all(torch.equal(self._columns(t, 0), self._columns(t, 1)) for t in (cos, sin))
-            if not self.repeats:
-                return None
+        """Positions (B, S) and the rows of this call's tables, (B * S, R / 2); None where columns differ."""
         # A tensor made in inference mode counts no writes: nothing is remembered about it.
-        version = None if cos.is_inference() else cos._version
+        versions = None if cos.is_inference() or sin.is_inference() else (cos._version, sin._version)
         stored: Tables | None = getattr(cos, _TABLES, None)
-        if stored is not None and stored[0] == version and stored[1].shape[0] == batch:
-            return stored[1:]
+        if stored is not None and stored[0] is sin and stored[1] == versions and stored[2].shape[0] == batch:
+            return stored[2:]
+        if not self._repeat(cos, sin):
+            return None
         rows = cos.shape[0] * cos.shape[1]
         positions = torch.arange(rows, device=cos.device).view(cos.shape[:2]).expand(batch, -1).contiguous()
         columns, others = (self._columns(t, 0).float().reshape(rows, -1) for t in (cos, sin))
         tables = (positions, columns, others)
-        if version is not None:
-            setattr(cos, _TABLES, (version, *tables))
+        if versions is not None:
+            setattr(cos, _TABLES, (sin, versions, *tables))
         return tables
+
+    def _repeat(self, cos: Tensor, sin: Tensor) -> bool:
+        """Whether both columns of each turned pair are equal."""
+        if self.repeats is None and not sin.any():  # the first position alone: all of its columns are equal
+            return False
+        if self.repeats and cos.is_cuda and torch.cuda.is_current_stream_capturing():
+            return True
+        repeat = all(torch.equal(self._columns(t, 0), self._columns(t, 1)) for t in (cos, sin))
+        self.repeats = repeat if self.repeats is None else self.repeats
+        return repeat
 
     def _columns(self, table: Tensor, which: int) -> Tensor:
         """The first or the second of the two columns of each turned pair."""
