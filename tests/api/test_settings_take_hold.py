@@ -66,7 +66,7 @@ class Case:
 INLINE = {"inline_limit_us": 1e9}
 # What queues and joins, and nothing at once: how many calls that takes is learned from their times.
 QUEUED = {**INLINE, "max_inline_us": 0.0}
-FULL = {**INLINE, "queue_full_policy": "reject", "max_batch_size": 1}
+FULL = {**QUEUED, "queue_full_policy": "reject", "max_batch_size": 1}
 CASES: list[tuple[str, Case]] = [
     ("device", Case("cpu", "cuda:1", default_device)),
     ("policy", Case(None, "{folder}/policy.yaml", which)),

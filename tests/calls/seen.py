@@ -122,7 +122,7 @@ def sizes(at: Site) -> Any:
 
 
 def refused(at: Site) -> Any:
-    """Whether the queue had no room for some of eight callers; how many depends on who runs at once."""
+    """Whether the queue had no room for some of eight callers."""
     return any(isinstance(result, lz.OverloadedError) for result in at.run(crowd()))
 
 
