@@ -25,7 +25,7 @@ from layerzero.calls.scope import SCOPE
 from layerzero.planner.block import Block
 from layerzero.planner.choices import Choices, Judge
 from layerzero.planner.plan_file import SavedPlan, chosen_before, refuse_block, save_plans
-from layerzero.planner.program import Program
+from layerzero.planner.program import HeldTensors, Program
 from layerzero.planner.record import PlanRecord, digest_of, make_record
 from layerzero.planner.search import BEAM, Solution, search
 from layerzero.planner.timing import measure_plans
@@ -134,6 +134,7 @@ class PlannedBlock:
         self._beam = beam
         self._measure = measure
         self._path = path
+        self._weights = HeldTensors()
         self._saved = {(plan.block, plan.modes): plan for plan in saved}
         self._entries: OrderedDict[Any, _Entry] = OrderedDict()
         self._last: _Entry | None = None
@@ -240,7 +241,7 @@ class PlannedBlock:
         placed = place(block, tensors)
         decision = self._decide(placed, making, tensors)
         state = context_snapshot(making.device, "", None)
-        program = Program(placed, making.device, state, decision.solution)
+        program = Program(placed, making.device, state, decision.solution, self._weights)
         held_bytes = sum(each.own_bytes for each in program.held)
         record = msgspec.structs.replace(decision.record, held_bytes=held_bytes)
         saved = SavedPlan.of(
@@ -317,7 +318,10 @@ class PlannedBlock:
             solution = search(choices.problem(kinds, favour), self._beam)
             if solution is not None:
                 solutions.setdefault(_fusions_of(solution), solution)
-        runs = {name: Program(placed, device, state, solution).run for name, solution in solutions.items()}
+        runs = {
+            name: Program(placed, device, state, solution, self._weights).run
+            for name, solution in solutions.items()
+        }
         measured_us = measure_plans(runs, tensors, device.device, launch)
         best = min(measured_us, key=lambda name: measured_us[name])
         fastest = _decision(placed, choices, solutions[best], decision.record.op_by_op_us, state)

@@ -138,6 +138,19 @@ def test_weights_that_change_are_seen() -> None:
             torch.testing.assert_close(got, wanted)
 
 
+def test_plans_for_other_sizes_share_what_they_hold() -> None:
+    """Joined weights are made once for all sizes of a block, and stay what they are when another comes."""
+    first, second = weight(16, WIDTH), weight(16, WIDTH, seed=2)
+    with lz.start(scoped=True):
+        planned = lz.plan(two_products(first, second, None, None), rows(3))
+        before = planned._last.program.held if planned._last is not None else ()
+        planned(rows(5))
+        after = planned._last.program.held if planned._last is not None else ()
+    assert len(planned.records) == 2
+    assert len(before) == 1
+    assert before == after
+
+
 def test_weights_that_lie_side_by_side_take_no_more_memory() -> None:
     """Views of one tensor are joined without a copy, so that a plan holds nothing of its own."""
     whole = weight(48, WIDTH)
