@@ -30,13 +30,13 @@ class HeldTensor:
     def __init__(self, sources: Sequence[Tensor], make: Callable[[], Tensor]) -> None:
         self.sources = tuple(sources)
         self._make = make
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self.tensor = make()
 
     def remake(self) -> None:
         """Take over what the weights hold now, where it is not their memory."""
         if self.own_bytes:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 self.tensor.copy_(self._make())
 
     @property
@@ -101,10 +101,10 @@ class Program:
     def _read_versions(self) -> list[int]:
         return [source._version for source in self._watched]
 
-    def refresh_weights(self) -> None:
-        """Make anew what was made of weights, where one has changed."""
+    def refresh_weights(self, *, always: bool = False) -> None:
+        """Make anew what was made of weights, where one has changed or `always`."""
         versions = [source._version for source in self._watched]
-        if versions != self._versions:
+        if always or versions != self._versions:
             for each in self.held:
                 each.remake()
             self._versions = versions
