@@ -379,7 +379,7 @@ def test_a_kernel_out_of_service_is_named(tmp_path: Path) -> None:
 
 
 def test_a_capture_runs_what_was_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside a capture a plan from the rehearsal is run though a kernel came since; without one it is said."""
+    """Inside a capture a rehearsed plan is run though a kernel came since; without one it is said."""
     block, other = feed_forward(), rows(9)
     with lz.start(scoped=True) as runtime, torch.no_grad():
         device = runtime.device()
