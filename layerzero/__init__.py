@@ -94,6 +94,7 @@ _HOMES = {
         "DeadlineExceededError",
         "DeviceLostError",
         "KernelExecutionError",
+        "KernelStillLoadingError",
         "LayerZeroError",
         "ModeChangedError",
         "NoKernelAvailableError",

@@ -90,6 +90,7 @@ from layerzero.spec.errors import CudaGraphUnsafeError as CudaGraphUnsafeError
 from layerzero.spec.errors import DeadlineExceededError as DeadlineExceededError
 from layerzero.spec.errors import DeviceLostError as DeviceLostError
 from layerzero.spec.errors import KernelExecutionError as KernelExecutionError
+from layerzero.spec.errors import KernelStillLoadingError as KernelStillLoadingError
 from layerzero.spec.errors import LayerZeroError as LayerZeroError
 from layerzero.spec.errors import ModeChangedError as ModeChangedError
 from layerzero.spec.errors import NoKernelAvailableError as NoKernelAvailableError

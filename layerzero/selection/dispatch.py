@@ -29,7 +29,12 @@ from layerzero.selection.plan import Plan, reference_plan
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.record import Selection, empty_selection
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.errors import CudaGraphUnsafeError, NoKernelFoundError, SelectionTimeoutError
+from layerzero.spec.errors import (
+    CudaGraphUnsafeError,
+    KernelStillLoadingError,
+    NoKernelFoundError,
+    SelectionTimeoutError,
+)
 from layerzero.spec.kernel import Kernel
 
 
@@ -244,6 +249,8 @@ class PlanTable:
                 f"selection for {self.op.name} needs less than {self._timeout_s} s, and has not finished",
                 request=request,
             )
+        if isinstance(pending.error, KernelStillLoadingError) and REHEARSAL.waits:
+            return self.plan_for(request)  # its owner does not wait for a kernel that loads; this thread does
         if pending.plan is None:
             assert pending.error is not None
             raise pending.error

@@ -7,13 +7,14 @@ LayerZeroError
 ├─ KernelExecutionError      a kernel failed and nothing could take over   .kernel, __cause__
 ├─ BackendNotAvailableError  a named backend is missing or broken     .backend
 ├─ CudaGraphUnsafeError      a call under capture has no ready, capture-safe plan
+├─ KernelStillLoadingError   a rehearsal that does not wait met a kernel that is not loaded
 ├─ ConfigurationError        a setting, environment variable or call of the configuration surface
 │  └─ PolicyValidationError  a policy that contradicts the schema or the registry
 │     └─ PolicyLoadError     a policy file that cannot be read        .path .line
 ├─ SelectionTimeoutError     a selection or a lock took longer than allowed
 ├─ CacheCorruptionError      a stored file does not decode to what was written   .path
 ├─ BundleRefusedError        a warm-up bundle is not used, and nothing of it was written   .path .problems
-├─ OverloadedError                the queue is full                         .retry_after
+├─ OverloadedError           the queue is full                         .retry_after
 ├─ DeadlineExceededError     a call's deadline passed before it ran
 ├─ ModeChangedError          torch's modes differ across an await
 ├─ DeviceLostError           the device or its process is gone        .retryable
@@ -81,6 +82,10 @@ class BackendNotAvailableError(LayerZeroError):
 
 class CudaGraphUnsafeError(LayerZeroError):
     """A call under CUDA graph capture needs a plan that is ready and proved capture-safe."""
+
+
+class KernelStillLoadingError(LayerZeroError):
+    """The only kernels for a call load behind it, and its caller said that it does not wait."""
 
 
 class ConfigurationError(LayerZeroError):

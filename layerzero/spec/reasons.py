@@ -130,6 +130,11 @@ class Reason(StrEnum):
     BLOCK_MASK_UNSUPPORTED = "BLOCK_MASK_UNSUPPORTED", Category.FEATURE, "takes no block mask"
     XPOS_UNSUPPORTED = "XPOS_UNSUPPORTED", Category.FEATURE, "has no XPos scale"
     BIAS_UNSUPPORTED = "BIAS_UNSUPPORTED", Category.FEATURE, "takes no bias"
+    FEATURE_REQUIRED = (
+        "FEATURE_REQUIRED",
+        Category.FEATURE,
+        "takes only calls that ask for what it is made for",
+    )
     WEIGHT_REQUIRED = "WEIGHT_REQUIRED", Category.FEATURE, "needs a weight"
     ACTIVATION_UNSUPPORTED = "ACTIVATION_UNSUPPORTED", Category.FEATURE, "has not this activation"
     INTERLEAVED_UNSUPPORTED = "INTERLEAVED_UNSUPPORTED", Category.FEATURE, "has no interleaved rotation"
