@@ -247,6 +247,8 @@ async def append_kv(
     slot_mapping: Tensor,
     *,
     layout: Literal["NHD", "HND"] = "NHD",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -257,7 +259,10 @@ async def append_kv(
     Args: k (T, Hk, D) and v (T, Hk, Dv), of one dtype. k_cache (N, P, Hk, D) and v_cache (N, P, Hk, Dv), or
         heads before tokens with `layout="HND"`, are changed; a pool of another dtype takes the numbers
         rounded to it. slot_mapping (T,), int32 or int64, is each token's place: page * P + its position in
-        the page.
+        the page. A pool of float8_e4m3fn, float8_e5m2 or int8 takes codes: k_scale and v_scale, float32, of
+        shape () or (Hk,), are what the numbers are divided by before they are rounded, halves to even, what
+        lies beyond the format clamped, NaN to 0; of the pool's shape without its last axis they are changed,
+        too: each token's head gets the scale that takes its largest magnitude to the format's.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
@@ -265,7 +270,9 @@ async def append_kv(
     there.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a slot that the pool
         does not have, or that two tokens share, within a call or across the callers of a batch: nothing of
-        theirs is written. KernelExecutionError: a kernel raised; what it wrote is unknown.
+        theirs is written. FormatError, which is both, with a reason code: codes and scales do not fit, a
+        scale is zero, negative or NaN, the pool was written in another format.
+        KernelExecutionError: a kernel raised; what it wrote is unknown.
     Source: arXiv 2309.06180, section 4.3; the places are what vLLM and SGLang call slot mapping.
     """
 
@@ -517,6 +524,8 @@ async def mla_attention(
     scale: float,
     is_causal: bool = True,
     return_lse: Literal[False] = False,
+    ckv_scale: Tensor | None = None,
+    kpe_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -530,12 +539,15 @@ async def mla_attention(
         query a sequence without it; ckv_cache (N, P, C) and kpe_cache (N, P, R); block_tables (B, M) and
         seq_lens (B,) as in `paged_attention`. scale has no default: it follows from the head size before
         absorption, (128 + 64)**-0.5 for DeepSeek-V3. is_causal is aligned at the last query and the last key.
+        Pools of float8_e4m3fn, float8_e5m2 or int8 hold codes; ckv_scale and kpe_scale, float32, are () for
+        the pool or (N, P) for each token.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
     Returns: (T, H, C) in q_nope's dtype; with return_lse also the natural log of the softmax's denominator,
         float32 (T, H). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; page ids and lengths on the CPU.
+        FormatError, which is both: codes and scales as in `paged_attention`.
     Source: arXiv 2405.04434.
     """
 
@@ -552,6 +564,8 @@ async def mla_attention(
     scale: float,
     is_causal: bool = True,
     return_lse: Literal[True],
+    ckv_scale: Tensor | None = None,
+    kpe_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -570,6 +584,8 @@ async def mla_attention(
     scale: float,
     is_causal: bool = True,
     return_lse: bool = False,
+    ckv_scale: Tensor | None = None,
+    kpe_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -646,6 +662,8 @@ async def paged_attention(
     softcap: float | None = None,
     layout: Literal["NHD", "HND"] = "NHD",
     return_lse: Literal[False] = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -660,13 +678,18 @@ async def paged_attention(
         and what a table holds behind that is never read. All metadata is int32 or int64.
         is_causal is aligned at the last query and the last key. scale defaults to D**-0.5; window=(left,
         right) keys around the diagonal, -1 is unbounded; softcap c turns scores s into c * tanh(s / c).
+        A pool of float8_e4m3fn, float8_e5m2 or int8 holds codes; k_scale and v_scale, float32, are what they
+        are multiplied by: () for the pool, (Hk,) for each head, or the pool's shape without its last axis for
+        each token's head.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
     Returns: (T, Hq, Dv) in q's dtype; with return_lse also the natural log of the softmax's denominator,
         float32 (T, Hq). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a page id that is out of
-        range or twice in one sequence, and a length that the tables cannot hold.
+        range or twice in one sequence, and a length that the tables cannot hold. FormatError, which is both,
+        with a reason code: codes and scales do not fit, a scale is zero, negative or NaN, the pool was
+        written by `append_kv` in another format.
     Source: arXiv 2309.06180.
     """
 
@@ -685,6 +708,8 @@ async def paged_attention(
     softcap: float | None = None,
     layout: Literal["NHD", "HND"] = "NHD",
     return_lse: Literal[True],
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -705,6 +730,8 @@ async def paged_attention(
     softcap: float | None = None,
     layout: Literal["NHD", "HND"] = "NHD",
     return_lse: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,

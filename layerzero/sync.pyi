@@ -94,6 +94,8 @@ def append_kv(
     slot_mapping: Tensor,
     *,
     layout: Literal["NHD", "HND"] = "NHD",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Write new tokens' keys and values, of any number of sequences, into their places in a pool of pages.
@@ -101,13 +103,18 @@ def append_kv(
     Args: k (T, Hk, D) and v (T, Hk, Dv), of one dtype. k_cache (N, P, Hk, D) and v_cache (N, P, Hk, Dv), or
         heads before tokens with `layout="HND"`, are changed; a pool of another dtype takes the numbers
         rounded to it. slot_mapping (T,), int32 or int64, is each token's place: page * P + its position in
-        the page.
+        the page. A pool of float8_e4m3fn, float8_e5m2 or int8 takes codes: k_scale and v_scale, float32, of
+        shape () or (Hk,), are what the numbers are divided by before they are rounded, halves to even, what
+        lies beyond the format clamped, NaN to 0; of the pool's shape without its last axis they are changed,
+        too: each token's head gets the scale that takes its largest magnitude to the format's.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
     Returns: `slot_mapping`. Awaited before `paged_attention` over the same pool, it says that the tokens are
     there.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a slot that the pool
         does not have, or that two tokens share, within a call or across the callers of a batch: nothing of
-        theirs is written. KernelExecutionError: a kernel raised; what it wrote is unknown.
+        theirs is written. FormatError, which is both, with a reason code: codes and scales do not fit, a
+        scale is zero, negative or NaN, the pool was written in another format.
+        KernelExecutionError: a kernel raised; what it wrote is unknown.
     Source: arXiv 2309.06180, section 4.3; the places are what vLLM and SGLang call slot mapping.
     """
 
@@ -318,6 +325,8 @@ def mla_attention(
     scale: float,
     is_causal: bool = True,
     return_lse: Literal[False] = False,
+    ckv_scale: Tensor | None = None,
+    kpe_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Attend absorbed queries to the latent vectors that all heads share: softmax(scale * s) ckv.
@@ -328,10 +337,13 @@ def mla_attention(
         query a sequence without it; ckv_cache (N, P, C) and kpe_cache (N, P, R); block_tables (B, M) and
         seq_lens (B,) as in `paged_attention`. scale has no default: it follows from the head size before
         absorption, (128 + 64)**-0.5 for DeepSeek-V3. is_causal is aligned at the last query and the last key.
+        Pools of float8_e4m3fn, float8_e5m2 or int8 hold codes; ckv_scale and kpe_scale, float32, are () for
+        the pool or (N, P) for each token.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
     Returns: (T, H, C) in q_nope's dtype; with return_lse also the natural log of the softmax's denominator,
         float32 (T, H). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; page ids and lengths on the CPU.
+        FormatError, which is both: codes and scales as in `paged_attention`.
     Source: arXiv 2405.04434.
     """
 
@@ -348,6 +360,8 @@ def mla_attention(
     scale: float,
     is_causal: bool = True,
     return_lse: Literal[True],
+    ckv_scale: Tensor | None = None,
+    kpe_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -363,6 +377,8 @@ def mla_attention(
     scale: float,
     is_causal: bool = True,
     return_lse: bool = False,
+    ckv_scale: Tensor | None = None,
+    kpe_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def mlp(
@@ -426,6 +442,8 @@ def paged_attention(
     softcap: float | None = None,
     layout: Literal["NHD", "HND"] = "NHD",
     return_lse: Literal[False] = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Attend the queries of several sequences to their keys and values in a shared pool of pages.
@@ -437,11 +455,16 @@ def paged_attention(
         and what a table holds behind that is never read. All metadata is int32 or int64.
         is_causal is aligned at the last query and the last key. scale defaults to D**-0.5; window=(left,
         right) keys around the diagonal, -1 is unbounded; softcap c turns scores s into c * tanh(s / c).
+        A pool of float8_e4m3fn, float8_e5m2 or int8 holds codes; k_scale and v_scale, float32, are what they
+        are multiplied by: () for the pool, (Hk,) for each head, or the pool's shape without its last axis for
+        each token's head.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
     Returns: (T, Hq, Dv) in q's dtype; with return_lse also the natural log of the softmax's denominator,
         float32 (T, Hq). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a page id that is out of
-        range or twice in one sequence, and a length that the tables cannot hold.
+        range or twice in one sequence, and a length that the tables cannot hold. FormatError, which is both,
+        with a reason code: codes and scales do not fit, a scale is zero, negative or NaN, the pool was
+        written by `append_kv` in another format.
     Source: arXiv 2309.06180.
     """
 
@@ -460,6 +483,8 @@ def paged_attention(
     softcap: float | None = None,
     layout: Literal["NHD", "HND"] = "NHD",
     return_lse: Literal[True],
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -477,6 +502,8 @@ def paged_attention(
     softcap: float | None = None,
     layout: Literal["NHD", "HND"] = "NHD",
     return_lse: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def quantize(

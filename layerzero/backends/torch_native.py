@@ -96,11 +96,9 @@ def cross_entropy(
     return (loss.view(target.shape) if reduction == "none" else loss).to(logits.dtype)
 
 
-def append_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str
-) -> Tensor:
+def append_kv(*args: Any) -> Tensor:
     """One copy by index a pool, over its tokens where they are adjacent."""
-    args = (k, v, k_cache, v_cache, slot_mapping, layout)
+    k, v, k_cache, v_cache, slot_mapping, layout, *_ = args
     if layout != "NHD" or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         return append.append_kv_reference(*args)
     append.validate_values(args)

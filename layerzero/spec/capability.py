@@ -63,7 +63,12 @@ FEATURE_REASONS: Mapping[str, Reason] = {
         Reason.FEATURE_UNSUPPORTED,
     ),
     **dict.fromkeys(
-        ("kv_float64", "kv_float32", "kv_float16", "kv_bfloat16"), Reason.KV_DTYPE_MISMATCH
+        ("kv_float64", "kv_float32", "kv_float16", "kv_bfloat16", "kv_float8_e4m3fn", "kv_float8_e5m2",
+         "kv_int8"),
+        Reason.KV_DTYPE_MISMATCH,
+    ),
+    **dict.fromkeys(
+        ("kv_scale_per_tensor", "kv_scale_per_head", "kv_scale_per_token"), Reason.SCALE_LAYOUT_MISMATCH
     ),
     **dict.fromkeys(
         ("quant_int4", "quant_mxfp4", "quant_nvfp4", "quant_int8", "quant_fp8_e4m3", "quant_fp8_e5m2"),

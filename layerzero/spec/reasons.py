@@ -63,6 +63,8 @@ class Reason(StrEnum):
         "does not take this quantized format",
     )
     SCALE_LAYOUT_MISMATCH = "SCALE_LAYOUT_MISMATCH", Category.DTYPE, "needs scales laid out differently"
+    SCALE_DTYPE_MISMATCH = "SCALE_DTYPE_MISMATCH", Category.DTYPE, "needs scales of another dtype"
+    SCALE_VALUE_INVALID = "SCALE_VALUE_INVALID", Category.DTYPE, "needs finite scales above zero"
     KV_DTYPE_MISMATCH = "KV_DTYPE_MISMATCH", Category.DTYPE, "needs a KV cache of another dtype"
 
     HEAD_DIM_TOO_LARGE = "HEAD_DIM_TOO_LARGE", Category.SHAPE, "head size above its limit"

@@ -47,8 +47,8 @@ def as_tuple(out: Any) -> tuple[Tensor, ...]:
 
 def results(op: Op, run: Any, args: Args) -> tuple[Tensor, ...]:
     """The outputs of `run` for a call, then the operands that it writes, as copies of the given ones."""
-    own = tuple(a.clone() if at in op.writes else a for at, a in enumerate(args))
-    return (*as_tuple(run(*own)), *(own[at] for at in op.writes))
+    own = tuple(a.clone() if at in op.written(args) else a for at, a in enumerate(args))
+    return (*as_tuple(run(*own)), *(own[at] for at in op.written(args)))
 
 
 def truth(op: Op, args: Args) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ PARENTS = {
     "UnknownOpError": "LayerZeroError",
     "KernelExecutionError": "LayerZeroError",
     "BackendNotAvailableError": "LayerZeroError",
+    "FormatError": "LayerZeroError",
     "CudaGraphUnsafeError": "LayerZeroError",
     "ConfigurationError": "LayerZeroError",
     "PolicyValidationError": "ConfigurationError",

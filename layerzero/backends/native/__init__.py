@@ -32,7 +32,7 @@ def _paged() -> Callable[..., Any]:
 
     def paged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
         """One walk over each sequence's pages; what it cannot trust it refuses before it reads."""
-        q, k, v, tables, lens, cu, is_causal, scale, window, softcap, layout, return_lse = args
+        q, k, v, tables, lens, cu, is_causal, scale, window, softcap, layout, return_lse, *_scales = args
         out, lse = _results(q, v.shape[3], return_lse)
         window_left, right = window_bounds(is_causal, window)
         factor = q.shape[2] ** -0.5 if scale is None else scale
@@ -66,7 +66,7 @@ def _latent() -> Callable[..., Any]:
 
     def mla_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Keys are put together from both pools; their first part is the values."""
-        q, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse = args
+        q, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse, *_scales = args
         out, lse = _results(q, q.shape[2], return_lse)
         if not native(out, lse, q, q_pe, ckv, kpe, tables, lens, cu, scale, 0 if is_causal else -1):
             _refused("mla_attention", args)
@@ -80,7 +80,7 @@ def _append() -> Callable[..., Any]:
 
     def append_kv(*args: Any) -> Tensor:
         """One copy a token and pool, after a look at all slots."""
-        k, v, k_cache, v_cache, _, layout = args
+        k, v, k_cache, v_cache, _, layout, *_scales = args
         slot_mapping: Tensor = args[4]
         if not native(k, v, k_cache, v_cache, slot_mapping, layout == "HND"):
             _refused("append_kv", args)
