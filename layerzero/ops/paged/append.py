@@ -175,7 +175,7 @@ def append_kv_reference(
         codes, own = kv_formats.encode_rows(rows, pool.dtype, scale if scale.dim() < 2 else None)
         by_token.view(torch.uint8)[page, token] = codes.view(torch.uint8)
         if own is not None:
-            (scale if tokens == 1 else scale.transpose(1, 2))[page, token] = own
+            (scale if tokens == 1 else scale.transpose(1, 2))[page, token] = own.to(scale.dtype)
     return slot_mapping
 
 

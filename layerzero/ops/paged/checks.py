@@ -183,9 +183,10 @@ def gather_numbers(
     tokens = gather_pages(pool, pages, length, layout)
     if scale is None:
         return tokens
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
     if scale.dim() > 1:
-        scale = gather_pages(scale.unsqueeze(-1), pages, length, layout).squeeze(-1)
-    return kv_formats.decode(tokens, scale, 1, torch.float64 if dtype == torch.float64 else None)
+        return tokens.to(wide) * gather_pages(scale.unsqueeze(-1), pages, length, layout).to(wide)
+    return kv_formats.decode(tokens, scale, 1, wide)
 
 
 def validate_codes(
