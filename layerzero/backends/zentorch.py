@@ -101,7 +101,7 @@ def _quantized_linear() -> Callable[..., Any]:
     _refuse_stale_weights(operators().zentorch_linear_unary)
 
     def quantized_linear(
-        x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str
+        x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any
     ) -> Tensor:
         """`zentorch_dynamic_qlinear`, which quantizes rows as `quantize` does.
 
