@@ -18,13 +18,17 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from layerzero._util import foreign
+from layerzero.formats.elements import ELEMENTS, Element, encode_values
+from layerzero.formats.errors import FormatError
+from layerzero.formats.rounding import SMALLEST_SCALE
 from layerzero.ops import checks
-from layerzero.ops.quantize.quantize import FORMAT_OF, FORMATS, SMALLEST_SCALE, encode
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.errors import FormatError
 from layerzero.spec.reasons import Reason
 
-CODE_DTYPES = tuple(FORMAT_OF)
+ELEMENT_OF: Mapping[torch.dtype, Element] = MappingProxyType(
+    {ELEMENTS[name].storage: ELEMENTS[name] for name in ("int8", "e4m3", "e5m2")}
+)
+CODE_DTYPES = tuple(ELEMENT_OF)
 # What a request says of coded keys and values, beside their scales' granularity: a feature for each format.
 CODE_FEATURES: Mapping[str, torch.dtype] = MappingProxyType(
     {f"kv_{checks.dtype_name(dtype)}": dtype for dtype in CODE_DTYPES}
@@ -35,7 +39,7 @@ SCALE_FEATURES = tuple(f"kv_scale_per_{granularity}" for granularity in GRANULAR
 
 def is_coded(tensor: Tensor) -> bool:
     """Whether its elements are codes that mean nothing without a scale."""
-    return tensor.dtype in FORMAT_OF
+    return tensor.dtype in ELEMENT_OF
 
 
 def scale_shape(shape: tuple[int, ...], heads: int | None, granularity: str) -> tuple[int, ...]:
@@ -58,27 +62,20 @@ def check_scale(name: str, scale: Any, codes_name: str, codes: Tensor, heads: in
     """The granularity of `scale` beside `codes`; empty where the codes are numbers themselves.
 
     Raises: FormatError: a scale without codes or codes without a scale, another dtype than float32, a shape
-        that is none of the granularities', another device.
+        that is none of the granularities'. ValueError: another device.
     """
+    stored = checks.dtype_name(codes.dtype)
     if not is_coded(codes):
         if scale is not None:
-            got = checks.dtype_name(codes.dtype)
-            raise FormatError(
-                f"{name} needs None beside {codes_name} of {got}, which holds numbers, got a scale",
-                reason=Reason.SCALE_LAYOUT_MISMATCH,
-            )
+            needs = f"None beside {codes_name} of {stored}, which holds numbers"
+            raise FormatError(name, needs, "a scale", Reason.SCALE_LAYOUT_MISMATCH)
         return ""
     if not isinstance(scale, Tensor):
-        raise FormatError(
-            f"{name} needs a float32 tensor of scales beside {codes_name} of "
-            f"{checks.dtype_name(codes.dtype)}, got {type(scale).__name__}",
-            reason=Reason.SCALE_LAYOUT_MISMATCH,
-        )
+        needs, got = f"a float32 tensor of scales beside {codes_name} of {stored}", type(scale).__name__
+        raise FormatError(name, needs, got, Reason.SCALE_LAYOUT_MISMATCH, kind=TypeError)
     if scale.dtype != torch.float32:
-        raise FormatError(
-            f"{name} needs dtype float32, got {checks.dtype_name(scale.dtype)}",
-            reason=Reason.SCALE_DTYPE_MISMATCH,
-        )
+        got = checks.dtype_name(scale.dtype)
+        raise FormatError(name, "dtype float32", got, Reason.SCALE_DTYPE_MISMATCH, kind=TypeError)
     shapes = {
         granularity: scale_shape(tuple(codes.shape), heads, granularity)
         for granularity in GRANULARITIES
@@ -86,11 +83,8 @@ def check_scale(name: str, scale: Any, codes_name: str, codes: Tensor, heads: in
     }
     granularity = next((each for each, shape in shapes.items() if tuple(scale.shape) == shape), "")
     if not granularity:
-        needs = ", ".join(f"{shape} by {each}" for each, shape in shapes.items())
-        raise FormatError(
-            f"{name} needs one of the shapes {needs}, got {tuple(scale.shape)}",
-            reason=Reason.SCALE_LAYOUT_MISMATCH,
-        )
+        needs = "one of the shapes " + ", ".join(f"{shape} by {each}" for each, shape in shapes.items())
+        raise FormatError(name, needs, tuple(scale.shape), Reason.SCALE_SHAPE_MISMATCH)
     checks.need_same_device(codes_name, codes, **{name: scale})
     return granularity
 
@@ -106,10 +100,8 @@ def check_scales(names: tuple[str, str], scales: tuple[Any, Any], codes: tuple[T
         for name, scale, codes_name, tensor in zip(names, scales, codes_names, codes, strict=True)
     )
     if first != second:
-        raise FormatError(
-            f"{names[1]} needs scales by {first} like {names[0]}, got scales by {second}",
-            reason=Reason.SCALE_LAYOUT_MISMATCH,
-        )
+        needs, got = f"scales by {first or 'nothing'} like {names[0]}", f"scales by {second or 'nothing'}"
+        raise FormatError(names[1], needs, got, Reason.SCALE_LAYOUT_MISMATCH)
     return {f"kv_scale_per_{first}": True} if first else {}
 
 
@@ -123,10 +115,9 @@ def need_valid_scale(name: str, scale: Tensor | None) -> None:
         return
     for position, value in enumerate(scale.reshape(-1).tolist()):
         if not (value > 0.0 and math.isfinite(value)):
+            reason = Reason.SCALE_NOT_POSITIVE if value <= 0.0 else Reason.SCALE_NOT_FINITE
             where = f" at {position}" if scale.dim() else ""
-            raise FormatError(
-                f"{name} needs finite scales above 0, got {value}{where}", reason=Reason.SCALE_VALUE_INVALID
-            )
+            raise FormatError(name, "finite scales above 0", f"{value}{where}", reason)
 
 
 def broadcast_scale(scale: Tensor, rank: int, heads: int | None) -> Tensor:
@@ -154,12 +145,13 @@ def encode_rows(rows: Tensor, codes: torch.dtype, scale: Tensor | None) -> tuple
 
     scale () or (H,) is used as given; with None each row's largest magnitude becomes the format's.
     """
-    form, wide = FORMATS[FORMAT_OF[codes]], rows.float()
+    element, wide = ELEMENT_OF[codes], rows.float()
     if scale is not None:
-        return encode(wide / broadcast_scale(scale, 3, 1), form), None
-    largest = torch.full((), form.max_value, device=rows.device)
+        return encode_values(wide / broadcast_scale(scale, 3, 1), element), None
+    # By a tensor: a GPU multiplies by the reciprocal of a number, and the scales would be others.
+    largest = torch.full((), element.max_value, device=rows.device)
     own = (wide.abs().amax(-1) / largest).clamp_min(SMALLEST_SCALE)
-    return encode(wide / own.unsqueeze(-1), form), own
+    return encode_values(wide / own.unsqueeze(-1), element), own
 
 
 def code_bytes(spec: CallSpec) -> int:
@@ -193,7 +185,7 @@ def note_format(name: str, codes: Tensor, scale: Tensor | None) -> None:
     )  # fmt: skip
 
 
-def need_format(name: str, codes: Tensor, scale: Tensor | None) -> None:
+def need_format(name: str, codes: Tensor, scale: Tensor) -> None:
     """Refuse a pool that was written in another format or with scales of another granularity.
 
     What somebody else wrote is not known, and read as it is given.
@@ -204,11 +196,8 @@ def need_format(name: str, codes: Tensor, scale: Tensor | None) -> None:
     written = _WRITTEN.get(codes.data_ptr())
     if written is None or written[0].expired():
         return
-    granularity = "" if scale is None else granularity_of(scale)
+    granularity = granularity_of(scale)
     if (codes.dtype, granularity) != written[1:]:
-        raise FormatError(
-            f"{name} needs {checks.dtype_name(written[1])} with scales by {written[2]}, as it was written, "
-            f"got {checks.dtype_name(codes.dtype)}"
-            + (f" with scales by {granularity}" if granularity else ""),
-            reason=Reason.KV_DTYPE_MISMATCH,
-        )
+        needs = f"{checks.dtype_name(written[1])} with scales by {written[2]}, as it was written"
+        got = f"{checks.dtype_name(codes.dtype)} with scales by {granularity}"
+        raise FormatError(name, needs, got, Reason.KV_DTYPE_MISMATCH)

@@ -6,7 +6,6 @@ LayerZeroError
 ├─ UnknownOpError            no op has that name; also a ValueError
 ├─ KernelExecutionError      a kernel failed and nothing could take over   .kernel, __cause__
 ├─ BackendNotAvailableError  a named backend is missing or broken     .backend
-├─ FormatError               codes or scales of another format than needed   .reason
 ├─ CudaGraphUnsafeError      a call under capture has no ready, capture-safe plan
 ├─ ConfigurationError        a setting, environment variable or call of the configuration surface
 │  └─ PolicyValidationError  a policy that contradicts the schema or the registry
@@ -78,17 +77,6 @@ class BackendNotAvailableError(LayerZeroError):
     def __init__(self, message: str, *, backend: str, **context: Any) -> None:
         super().__init__(message, backend=backend, **context)
         self.backend = backend
-
-
-class FormatError(LayerZeroError, ValueError, TypeError):
-    """Codes, scales or a checkpoint of another number format than what is needed; `reason` is the code.
-
-    It is a ValueError and a TypeError, as the errors of other arguments are one or the other.
-    """
-
-    def __init__(self, message: str, *, reason: Any, **context: Any) -> None:
-        super().__init__(f"{message} ({reason.value})", reason=reason, **context)
-        self.reason = reason
 
 
 class CudaGraphUnsafeError(LayerZeroError):

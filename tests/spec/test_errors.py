@@ -13,7 +13,6 @@ PARENTS = {
     "UnknownOpError": "LayerZeroError",
     "KernelExecutionError": "LayerZeroError",
     "BackendNotAvailableError": "LayerZeroError",
-    "FormatError": "LayerZeroError",
     "CudaGraphUnsafeError": "LayerZeroError",
     "ConfigurationError": "LayerZeroError",
     "PolicyValidationError": "ConfigurationError",

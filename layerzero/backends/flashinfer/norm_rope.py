@@ -150,7 +150,7 @@ def _fp8_product() -> Callable[..., Any]:
     library = module("flashinfer.gemm")
     module("flashinfer.gemm.gemm_base").get_gemm_module()
 
-    def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
+    def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
         """`bmm_fp8` through cuBLAS over codes; both scales follow the product, each row having its own."""
         codes, spread = quantize_reference(x, "fp8_e4m3", "row", 0, None)
         rows = codes.view(1, -1, codes.shape[-1])

@@ -19,7 +19,6 @@ from layerzero.ops.attention.checks import window_bounds
 from layerzero.ops.op import Args
 from layerzero.spec.kernel import Kernel
 
-
 _NO_SCALES = (None, None)
 
 

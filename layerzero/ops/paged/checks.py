@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.formats.errors import FormatError
 from layerzero.ops import checks, kv_formats
 from layerzero.ops.op import Args
 from layerzero.spec.call_spec import OutputSpec
-from layerzero.spec.errors import FormatError
 from layerzero.spec.reasons import Reason
 
 LAYOUTS = ("NHD", "HND")
@@ -29,8 +29,10 @@ def check_cache(name: str, pool: Any, q: Tensor, rank: int) -> Tensor:
     checks.need_tensor(name, pool, rank=rank, floating=False)
     if pool.dtype not in POOL_DTYPES:
         allowed_dtypes = ", ".join(checks.dtype_name(dtype) for dtype in POOL_DTYPES)
-        got = checks.dtype_name(pool.dtype)
-        raise FormatError(f"{name} needs one of {allowed_dtypes}, got {got}", reason=Reason.KV_DTYPE_MISMATCH)
+        raise FormatError(
+            name, f"one of {allowed_dtypes}", checks.dtype_name(pool.dtype), Reason.KV_DTYPE_MISMATCH,
+            kind=TypeError,
+        )  # fmt: skip
     checks.need_same_device("q", q, **{name: pool})
     if 0 in pool.shape[1:]:
         raise ValueError(
