@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from layerzero.formats.elements import ELEMENTS, Element, decode_codes, encode_values, pack_pairs, unpack_pairs
+from layerzero.formats.elements import (
+    ELEMENTS,
+    Element,
+    decode_codes,
+    encode_values,
+    pack_pairs,
+    unpack_pairs,
+)
 from layerzero.formats.quantized_tensor import QuantizedTensor
 from layerzero.formats.table import FORMATS, Format, format_of
 

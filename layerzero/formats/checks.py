@@ -96,9 +96,7 @@ def check_zero_point(name: str, zero_point: Any, form: Format, scale: Tensor) ->
     if zero_point.dtype != torch.uint8:
         raise FormatError(name, "dtype uint8", _dtype(zero_point.dtype), mismatch, kind=TypeError)
     if zero_point.shape != scale.shape:
-        raise FormatError(
-            name, f"shape {tuple(scale.shape)} like scale", tuple(zero_point.shape), mismatch
-        )
+        raise FormatError(name, f"shape {tuple(scale.shape)} like scale", tuple(zero_point.shape), mismatch)
 
 
 def check_second_scale(name: str, scale: Any, form: Format, shape: tuple[int, ...]) -> None:
@@ -111,7 +109,10 @@ def check_second_scale(name: str, scale: Any, form: Format, shape: tuple[int, ..
     need_tensor(name, scale)
     if not form.two_level:
         raise FormatError(
-            name, f"None for {form.name}, whose scales have one level", "a tensor", Reason.SCALE_LAYOUT_MISMATCH
+            name,
+            f"None for {form.name}, whose scales have one level",
+            "a tensor",
+            Reason.SCALE_LAYOUT_MISMATCH,
         )
     if scale.dtype != torch.float32:
         raise FormatError(

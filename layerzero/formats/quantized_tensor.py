@@ -189,7 +189,9 @@ class QuantizedTensor:
         names = [field.name for field in fields(cls)]
         missing = [name for name in names[:3] if prefix + name not in state]
         if missing:
-            raise KeyError(f"state needs {', '.join(prefix + name for name in missing)}, got {', '.join(state)}")
+            raise KeyError(
+                f"state needs {', '.join(prefix + name for name in missing)}, got {', '.join(state)}"
+            )
         return cls(**{name: state[prefix + name] for name in names if prefix + name in state})
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -222,7 +224,9 @@ def _second_scale(x: Tensor, form: Format) -> Tensor:
     """So that the largest first-level scale is the largest of its dtype: NVFP4 as ModelOpt makes it."""
     top = torch.finfo(form.scales[0]).max * form.element.max_value
     largest = x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
-    return (largest / top).clamp_min(rounding.SMALLEST_SCALE) if bool(largest > 0) else torch.ones_like(largest)
+    return (
+        (largest / top).clamp_min(rounding.SMALLEST_SCALE) if bool(largest > 0) else torch.ones_like(largest)
+    )
 
 
 def _with_zero_points(x: Tensor, form: Format, granularity: str, size: int) -> tuple[Any, ...]:

@@ -59,7 +59,9 @@ class Format:
         """
         if group_size < 1 or not (self.open_groups or group_size in self.group_sizes):
             sizes = "an int >= 1" if self.open_groups else " or ".join(map(str, self.group_sizes))
-            raise FormatError("group_size", f"{sizes} for {self.name}", group_size, Reason.QUANT_GROUP_UNSUPPORTED)
+            raise FormatError(
+                "group_size", f"{sizes} for {self.name}", group_size, Reason.QUANT_GROUP_UNSUPPORTED
+            )
         if width % group_size:
             needs = f"to divide {name}'s last axis of {width}"
             raise FormatError("group_size", needs, group_size, Reason.GROUP_DOES_NOT_DIVIDE)
@@ -121,10 +123,14 @@ def format_of(codes: torch.dtype, name: str | None = None, argument: str = "code
     found = _BY_DTYPE.get(codes) if name is None else FORMATS.get(name)
     stored = str(codes).removeprefix("torch.")
     if found is None and name is not None:
-        raise FormatError("format", f"one of {', '.join(FORMATS)}", repr(name), Reason.QUANT_FORMAT_UNSUPPORTED)
+        raise FormatError(
+            "format", f"one of {', '.join(FORMATS)}", repr(name), Reason.QUANT_FORMAT_UNSUPPORTED
+        )
     if found is None and codes == torch.uint8:
         packed = ", ".join(form.name for form in FORMATS.values() if form.packed > 1)
-        raise FormatError("format", f"one of {packed} for packed codes", "none", Reason.QUANT_FORMAT_UNSUPPORTED)
+        raise FormatError(
+            "format", f"one of {packed} for packed codes", "none", Reason.QUANT_FORMAT_UNSUPPORTED
+        )
     if found is None:
         needs = f"dtype {', '.join(str(dtype).removeprefix('torch.') for dtype in _BY_DTYPE)}"
         raise FormatError(argument, needs, stored, Reason.QUANT_FORMAT_UNSUPPORTED, kind=TypeError)

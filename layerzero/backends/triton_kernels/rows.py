@@ -115,7 +115,11 @@ def quantize(
     width = group_size if granularity == "group" else x.shape[-1]
     codes = torch.empty(x.shape, dtype=FORMATS[form].element.storage, device=x.device)
     shape = (*x.shape[:-1], x.shape[-1] // width)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device) if scale is None else scale.float().contiguous()
+    scales = (
+        torch.empty(shape, dtype=torch.float32, device=x.device)
+        if scale is None
+        else scale.float().contiguous()
+    )
     mantissa, min_exponent = _ROUNDING[form]
     block = triton.next_power_of_2(width)
     _quantize[(x.numel() // width,)](
@@ -164,7 +168,10 @@ def add_rms_norm_quantize(
     width = x.shape[-1]
     group = group_size if granularity == "group" else width
     block = triton.next_power_of_2(width)
-    codes, total = torch.empty(x.shape, dtype=FORMATS[form].element.storage, device=x.device), torch.empty_like(x)
+    codes, total = (
+        torch.empty(x.shape, dtype=FORMATS[form].element.storage, device=x.device),
+        torch.empty_like(x),
+    )
     scale = torch.empty((*x.shape[:-1], width // group), dtype=torch.float32, device=x.device)
     mantissa, min_exponent = _ROUNDING[form]
     _add_rms_norm_quantize[(x.numel() // width,)](

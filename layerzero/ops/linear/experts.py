@@ -113,7 +113,11 @@ def _weight(
     scale, zero_point, second, block_size = parts
     if scale is None:
         checks.need_tensor(name, weight, rank=3)
-        for other, value in ((f"{end}_zero_point", zero_point), (f"{end}_tensor_scale", second), ("format", form_name)):
+        for other, value in (
+            (f"{end}_zero_point", zero_point),
+            (f"{end}_tensor_scale", second),
+            ("format", form_name),
+        ):
             if value is not None:
                 raise ValueError(f"{other} needs {end}_scale beside it, got none")
         if block_size:

@@ -17,7 +17,9 @@ from layerzero.spec.reasons import Reason
 INPUTS = ("float", "dynamic", "int8", "fp8_e4m3")
 
 
-def need_codes(name: str, value: Any, form: str | None, *, rank: int | None = None) -> tuple[Format, tuple[int, ...]]:
+def need_codes(
+    name: str, value: Any, form: str | None, *, rank: int | None = None
+) -> tuple[Format, tuple[int, ...]]:
     """(format, shape of the numbers) of codes (..., C) of that format, or of the one that their dtype says.
 
     Raises: ValueError, TypeError: by name.
@@ -45,6 +47,9 @@ def weight_features(
     Raises: FormatError, TypeError: by name.
     """
     checks.need_int("block_size", block_size, low=0)
+    for name, part in zip(names, (scale, zero_point, tensor_scale), strict=True):
+        if part is not None or name == names[0]:
+            checks.need_tensor(name, part, floating=False)
     granularity, size = format_checks.check_scale(names[0], scale, form, shape, block_size)
     format_checks.check_zero_point(names[1], zero_point, form, scale)
     format_checks.check_second_scale(names[2], tensor_scale, form, shape)

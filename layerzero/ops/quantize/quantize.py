@@ -113,7 +113,7 @@ def need_scale(name: str, value: Any, *shapes: tuple[int, ...], form: Format) ->
 
     Raises: FormatError, TypeError: by name.
     """
-    checks.need_tensor(name, value)
+    checks.need_tensor(name, value, floating=False)
     return format_checks.need_scale_of(name, value, form, shapes)
 
 
@@ -215,7 +215,6 @@ def _check_dequantize(args: Args) -> CallSpec:
     codes, scale, dtype, name, zero_point, tensor_scale, block_size = args
     form, shape = need_codes("codes", codes, name)
     checks.need_choice("dtype", dtype, FLOAT_NAMES)
-    checks.need_tensor("scale", scale)
     features, size = weight_features(form, shape, scale, zero_point, tensor_scale, block_size)
     checks.need_same_device("codes", codes, scale=scale, zero_point=zero_point, tensor_scale=tensor_scale)
     width = shape[-1]

@@ -57,7 +57,6 @@ def _check(args: Args) -> CallSpec:
         raise ValueError(f"weight needs at least 1 row, got shape {tuple(weight.shape)}")
     if x.shape[-1] != inner:
         raise ValueError(f"x needs a last axis of {inner} like weight's (C, K), got {x.shape[-1]}")
-    checks.need_tensor("scale", scale, floating=False)
     features, size = weight_features(form, shape, scale, zero_point, tensor_scale, block_size)
     features.add(inputs_feature(inputs, form))
     if bias is not None:
@@ -89,9 +88,9 @@ def rounded_rows(x: Tensor, inputs: str, weight: torch.dtype, format: str | None
     if granularity == "block":  # a row at a time: a block of one row
         row_count, width = x.numel() // x.shape[-1], x.shape[-1]
         rows = x.reshape(row_count, 1, width)
-        return restore(*round_to_format(rows, form, granularity, size), form, granularity, size, dtype=kind).view(
-            x.shape
-        )
+        return restore(
+            *round_to_format(rows, form, granularity, size), form, granularity, size, dtype=kind
+        ).view(x.shape)
     return restore(*round_to_format(x, form, granularity, size), form, granularity, size, dtype=kind)
 
 
