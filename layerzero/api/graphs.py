@@ -112,7 +112,7 @@ def _candidates(selection: Selection, kernel: str | None) -> tuple[str, ...]:
 
 def _case_findings(op: Op, run: Callable[..., Any], args: Args, others: Args) -> tuple[CaptureFinding, ...]:
     unique: dict[CaptureFinding, None] = {}
-    for observation in observe(run, args, others, writes=op.writes):
+    for observation in observe(run, args, others, writes=op.written(args)):
         unique |= dict.fromkeys(find_problems(observation))
     return tuple(unique)
 

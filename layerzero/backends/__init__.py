@@ -38,6 +38,7 @@ _OPS_OF = {
     "reference": " ".join(table.FILES),
     "torch_native": "add_layer_norm add_rms_norm append_kv cross_entropy embedding layer_norm linear "
     "linear_cross_entropy mlp rms_norm",
+    "torch_experts": "fused_experts select_experts",
     "torch_flex": "attention",
     "torch_moe": "moe",
     "torch_quantized": "dequantize quantize quantized_linear",

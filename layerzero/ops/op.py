@@ -157,6 +157,10 @@ class Op:
     stochastic: bool = False
     wide_outputs: frozenset[int] = field(default_factory=frozenset)
 
+    def written(self, args: Args) -> tuple[int, ...]:
+        """The positions of the tensors that a call changes: `writes` without those that it leaves out."""
+        return tuple(position for position in self.writes if args[position] is not None)
+
     @property
     def rowwise(self) -> bool:
         """Whether its batching rule joins rows that do not touch each other."""

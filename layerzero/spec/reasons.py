@@ -63,6 +63,14 @@ class Reason(StrEnum):
         "does not take this quantized format",
     )
     SCALE_LAYOUT_MISMATCH = "SCALE_LAYOUT_MISMATCH", Category.DTYPE, "needs scales laid out differently"
+    SCALE_SHAPE_MISMATCH = "SCALE_SHAPE_MISMATCH", Category.DTYPE, "its scale has another shape"
+    SCALE_DTYPE_MISMATCH = "SCALE_DTYPE_MISMATCH", Category.DTYPE, "its scale has another dtype"
+    SCALE_NOT_POSITIVE = "SCALE_NOT_POSITIVE", Category.DTYPE, "its scale is zero or negative"
+    SCALE_NOT_FINITE = "SCALE_NOT_FINITE", Category.DTYPE, "its scale is NaN or infinite"
+    ZERO_POINT_MISMATCH = "ZERO_POINT_MISMATCH", Category.DTYPE, "its zero point does not fit"
+    QUANT_GROUP_UNSUPPORTED = "QUANT_GROUP_UNSUPPORTED", Category.DTYPE, "its format has no such group"
+    GROUP_DOES_NOT_DIVIDE = "GROUP_DOES_NOT_DIVIDE", Category.DTYPE, "its group does not divide the axis"
+    PACKED_LAYOUT_MISMATCH = "PACKED_LAYOUT_MISMATCH", Category.DTYPE, "its codes are packed differently"
     KV_DTYPE_MISMATCH = "KV_DTYPE_MISMATCH", Category.DTYPE, "needs a KV cache of another dtype"
 
     HEAD_DIM_TOO_LARGE = "HEAD_DIM_TOO_LARGE", Category.SHAPE, "head size above its limit"

@@ -117,8 +117,9 @@ def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
     cu_seqlens_q: Tensor | None = None, is_causal: bool = True, scale: float | None = None,
     window: Any = None, softcap: Any = None, layout: str = "NHD", return_lse: bool = False,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One query token a sequence; of the last six arguments only scale and layout are more than defaults."""
+    """One query token a sequence; of the last eight only scale and layout are more than defaults."""
     sequences, heads, width = q.shape
     token, head, key_heads, page = (1, 2, 2, 1) if layout == "NHD" else (2, 1, 1, 2)
     key_heads = k_cache.shape[key_heads]
