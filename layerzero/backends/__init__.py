@@ -24,6 +24,7 @@ from layerzero.spec.reasons import Reason, Rejected
 
 # The backends, and the ops that each has kernels for: a call imports the files that can serve it, no others.
 _OPS_OF = {
+    "cuda_kernels": "paged_attention quantized_linear",
     "flash_attn": "attention paged_attention ragged_attention",
     "flashinfer.attention": "attention paged_attention ragged_attention",
     "flashinfer.mla": "mla_attention",
@@ -45,8 +46,8 @@ _OPS_OF = {
     "torch_ragged": "ragged_attention",
     "torch_sdpa": "attention",
     "torch_varlen": "ragged_attention",
-    "triton_kernels": "add_rms_norm add_rms_norm_quantize paged_attention quantize sample sample_topk "
-    "sample_topp verify_chain",
+    "triton_kernels": "add_rms_norm add_rms_norm_quantize append_kv paged_attention quantize "
+    "quantized_linear sample sample_topk sample_topp verify_chain",
     "xformers": "attention",
     "zentorch": "add_rms_norm attention linear moe quantized_linear rms_norm",
 }
@@ -55,7 +56,7 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {_PACKAGE + name: tuple(ops.split()) for name, ops in _OPS_OF.items()}
 )
 # What serves GPUs alone: the first call of a process on a CPU does not wait for their descriptions.
-_GPU_LIBRARIES = ("flash_attn", "flashinfer", "xformers")
+_GPU_LIBRARIES = ("cuda_kernels", "flash_attn", "flashinfer", "xformers")
 CUDA_ALONE = frozenset(_PACKAGE + name for name in _OPS_OF if name.startswith(_GPU_LIBRARIES))
 ENTRY_POINT_GROUP = "layerzero.backends"
 
