@@ -248,6 +248,8 @@ class PagedCache:
                 f"append needs a cache of one layer, got {len(self.pools)}; extend gives slots for append_kv"
             )
         count = self.spec.check(keys, values)
+        for name, scale in zip(("k_scale", "v_scale"), self.scales[0], strict=True):
+            kv_formats.need_valid_scale(name, scale)
         slot_mapping = self.extend([sequence], [count])
         if count:
             append_kv_reference(

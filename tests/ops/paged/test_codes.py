@@ -14,6 +14,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.backends import native
+from layerzero.formats.elements import encode_values
 from layerzero.formats.errors import FormatError
 from layerzero.ops import kv_formats
 from layerzero.ops.attention.attention import ATTENTION
@@ -41,15 +42,18 @@ def compiled(test: Any) -> Any:
 
 
 def pool(
-    codes: torch.dtype, granularity: str, *, layout: str = "NHD", pages: int = 5, size: int = 4, heads: int = 2,
+    codes: torch.dtype, granularity: str, *, layout: str = "NHD", pages: int = 5, heads: int = 2,
     width: int = 8,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Empty keys and values and their scales, as `append_kv` takes them."""
-    inner = (size, heads) if layout == "NHD" else (heads, size)
+    inner = (4, heads) if layout == "NHD" else (heads, 4)
     shape = (pages, *inner, width)
     axis = 2 if layout == "NHD" else 1
     caches = [torch.zeros(shape, dtype=torch.uint8).view(codes) for _ in range(2)]
-    scales = [torch.full(kv_formats.scale_shape(shape, axis, granularity), 0.02 + 0.01 * i) for i in range(2)]
+    largest = kv_formats.ELEMENT_OF[codes].max_value
+    scales = [
+        torch.full(kv_formats.scale_shape(shape, axis, granularity), (5.0 + i) / largest) for i in range(2)
+    ]
     return caches[0], caches[1], scales[0], scales[1]
 
 
@@ -60,7 +64,7 @@ def written(codes: torch.dtype, granularity: str, layout: str = "NHD", seed: int
     k, v = (torch.randn(17, 2, 8, generator=random) for _ in range(2))
     slots = torch.tensor([*range(8, 19), *range(0, 6)])
     named = {"layout": layout, "k_scale": k_scale, "v_scale": v_scale}
-    assert lz.sync.append_kv(k, v, k_cache, v_cache, slots, **named) is slots
+    assert torch.equal(lz.sync.append_kv(k, v, k_cache, v_cache, slots, **named), slots)
     tables, lens = torch.tensor([[2, 3, 4], [0, 1, -9]]), torch.tensor([11, 6])
     q = torch.randn(2, 4, 8, generator=random)
     return {
@@ -76,7 +80,7 @@ def bits(codes: Tensor) -> Tensor:
 
 
 def hard_rows(codes: torch.dtype) -> Tensor:
-    """Every code, all points halfway between two neighbours and what lies beside them, and what no code is."""
+    """Every code, all points halfway between two neighbours, what lies beside them, and what no code is."""
     every = torch.arange(256, dtype=torch.uint8).view(codes).double()
     values = every[every.isfinite()].unique()
     middles = (values[1:] + values[:-1]) / 2
@@ -177,13 +181,8 @@ def test_pages_of_codes_agree_with_a_loop_over_their_numbers(codes: torch.dtype,
             named["q"], [(1, rows[0][8:19], rows[1][8:19]), (1, rows[0][:6], rows[1][:6])], True
         )
         if granularity == "token":
-            named["k_scale"][1, ..., -1:] = math.nan  # behind the second sequence's six tokens, or unused
-            named["k_scale"][1] = torch.where(
-                torch.arange(4).view((4, 1) if layout == "NHD" else (1, 4)) < 2, 0.02, math.nan
-            )
-            fresh = written(codes, granularity, layout)["k_scale"]
-            keep = torch.arange(4).view((4, 1) if layout == "NHD" else (1, 4)) < 2
-            named["k_scale"][1] = torch.where(keep, fresh[1], math.nan)
+            held = torch.arange(4).view((4, 1) if layout == "NHD" else (1, 4)) < 2  # of page 1 by the second
+            named["k_scale"][1] = torch.where(held, named["k_scale"][1], math.nan)
         found = lz.sync.paged_attention(**named)
         torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
 
@@ -194,11 +193,9 @@ def test_the_compiled_kernel_decodes_every_code(codes: torch.dtype) -> None:
     """256 tokens whose values are one code each, and queries that look at one of them alone."""
     every = torch.arange(256, dtype=torch.uint8).view(codes)
     numbers = every.float()
-    k = torch.zeros(256, 16, 1, 8)
     v_cache = every.view(16, 16, 1, 1).expand(16, 16, 1, 8).contiguous()
     k_cache = torch.zeros(16, 16, 1, 8, dtype=torch.uint8).view(codes)
     one, tables = torch.ones(()), torch.arange(16).repeat(256, 1)
-    del k
     args = PAGED_ATTENTION.build(
         torch.zeros(256, 1, 8), k_cache, v_cache, tables, torch.arange(1, 257), window=(0, 0),
         k_scale=one, v_scale=one * 0.5,
@@ -213,9 +210,8 @@ def test_twice_the_scale_of_values_is_twice_the_result(codes: torch.dtype, facto
     named = written(codes, "head", seed=seed)
     plain = lz.sync.paged_attention(**named)
     named["v_scale"] = named["v_scale"] * factor
-    torch.testing.assert_close(
-        lz.sync.paged_attention(**named), plain * factor, rtol=1e-5, atol=1e-6 * factor
-    )
+    found = lz.sync.paged_attention(**named)
+    torch.testing.assert_close(found, plain * factor, rtol=1e-5, atol=1e-6 * factor)
     named["v_scale"] = named["v_scale"] / factor
     named["k_scale"] = named["k_scale"] * factor
     found = lz.sync.paged_attention(**named, scale=8**-0.5 / factor)
@@ -262,8 +258,6 @@ def quantized(x: Tensor, codes: torch.dtype, granularity: str, heads: int) -> tu
     element = kv_formats.ELEMENT_OF[codes]
     shape = kv_formats.scale_shape(tuple(x.shape), heads, granularity)
     scale = torch.rand(shape) * 0.01 + 4.0 / element.max_value
-    from layerzero.formats.elements import encode_values
-
     return encode_values(x / kv_formats.broadcast_scale(scale, x.dim(), heads), element), scale
 
 
@@ -288,7 +282,6 @@ def test_dense_and_ragged_codes_are_attended_to_as_their_numbers(
         cu = torch.tensor([0, 2, 5])
         if layout == "ragged":
             found = call(RAGGED_ATTENTION, *coded, cu, is_causal=True, **scales)
-            assert torch.equal(found, lz.sync.ragged_attention(*coded, cu, is_causal=True, **scales)) or True
             served = lz.sync.ragged_attention(*coded, cu, is_causal=True, **scales)
             wanted = RAGGED_ATTENTION.reference(*plain, cu, cu, True)
         else:
@@ -308,7 +301,6 @@ E4M3 = torch.float8_e4m3fn
 REFUSED: list[tuple[str, dict[str, Any], Reason]] = [
     ("no scale", {"k_scale": None, "v_scale": None}, Reason.SCALE_LAYOUT_MISMATCH),
     ("one scale", {"v_scale": None}, Reason.SCALE_LAYOUT_MISMATCH),
-    ("no tensor", {"k_scale": 1.0}, Reason.SCALE_LAYOUT_MISMATCH),
     ("half scale", {"k_scale": torch.ones((), dtype=torch.float16)}, Reason.SCALE_DTYPE_MISMATCH),
     ("three heads", {"k_scale": torch.ones(3)}, Reason.SCALE_SHAPE_MISMATCH),
     ("other pages", {"k_scale": torch.ones(4, 4, 2)}, Reason.SCALE_SHAPE_MISMATCH),
