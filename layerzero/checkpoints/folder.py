@@ -62,6 +62,13 @@ class TensorFolder:
         """Every tensor's name."""
         return list(self._file_of)
 
+    def files(self) -> dict[str, list[str]]:
+        """The names of each file, in order."""
+        found: dict[str, list[str]] = {}
+        for name, file in self._file_of.items():
+            found.setdefault(file.name, []).append(name)
+        return found
+
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
