@@ -82,6 +82,7 @@ _HOMES = {
         "warmup_blocking",
     ),
     "layerzero.backends.hub": ("Hub", "hub_kernel"),
+    "layerzero.checkpoints": ("QuantizedCheckpoint", "load_quantized"),
     "layerzero.backends.triton_kernels.user_kernel": ("TritonLaunch", "triton_kernel"),
     "layerzero.api.doctor": ("doctor",),
     "layerzero.spec.errors": (

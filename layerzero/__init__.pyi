@@ -297,6 +297,9 @@ async def attention(
     sinks: Tensor | None = None,
     score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
     block_mask: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -315,11 +318,14 @@ async def attention(
         h, q_idx, kv_idx), as torch's flex_attention takes it, changes scaled and capped scores before ALiBi
         and masks. block_mask is a torch BlockMask of Sq and Sk: what it hides is hidden, a mask beside it
         holds too, and with is_causal it needs `combine_mask=True`.
+        q, k and v, or k and v alone, may be codes of one of float8_e4m3fn, float8_e5m2 and int8; q_scale,
+        k_scale and v_scale, float32, are what they are multiplied by: () for all, (heads,) for each head, or
+        the operand's shape without its last axis for each token's head.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
-    Returns: (B, Hq, Sq, Dv) in q's dtype, in q's layout; with return_lse also the natural log of the
-        softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf or its sink.
+    Returns: (B, Hq, Sq, Dv) in q's dtype, bfloat16 where q is codes, in q's layout; with return_lse also the
+        natural log of the softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf or its sink.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409; sinks 2309.17453, arXiv 2508.10925.
     """
@@ -344,6 +350,9 @@ async def attention(
     sinks: Tensor | None = None,
     score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
     block_mask: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -369,6 +378,9 @@ async def attention(
     sinks: Tensor | None = None,
     score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
     block_mask: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -867,6 +879,9 @@ async def ragged_attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     return_lse: Literal[False] = False,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -877,11 +892,12 @@ async def ragged_attention(
     Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences concatenated:
         b has q's rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and k's and v's along cu_seqlens_k, which
         defaults to cu_seqlens_q. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's
-        last query and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
+        last query and last key; scale defaults to D**-0.5; window, softcap, and codes with their scales, as
+        in `attention`.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
-    Returns: (T, Hq, Dv) in q's dtype; with return_lse also the natural log of the softmax's denominator,
+    Returns: (T, Hq, Dv) in q's dtype, bfloat16 where q is codes; with return_lse also the natural log of the softmax's denominator,
         float32 (T, Hq). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also offsets that do not
         start at 0, fall, or do not end at the number of rows.
@@ -900,6 +916,9 @@ async def ragged_attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     return_lse: Literal[True],
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -918,6 +937,9 @@ async def ragged_attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,

@@ -138,6 +138,9 @@ def attention(
     sinks: Tensor | None = None,
     score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
     block_mask: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Attend `q` to `k` and `v`: softmax(scale * q k^T + bias) v.
@@ -153,9 +156,12 @@ def attention(
         h, q_idx, kv_idx), as torch's flex_attention takes it, changes scaled and capped scores before ALiBi
         and masks. block_mask is a torch BlockMask of Sq and Sk: what it hides is hidden, a mask beside it
         holds too, and with is_causal it needs `combine_mask=True`.
+        q, k and v, or k and v alone, may be codes of one of float8_e4m3fn, float8_e5m2 and int8; q_scale,
+        k_scale and v_scale, float32, are what they are multiplied by: () for all, (heads,) for each head, or
+        the operand's shape without its last axis for each token's head.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
-    Returns: (B, Hq, Sq, Dv) in q's dtype, in q's layout; with return_lse also the natural log of the
-        softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf or its sink.
+    Returns: (B, Hq, Sq, Dv) in q's dtype, bfloat16 where q is codes, in q's layout; with return_lse also the
+        natural log of the softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf or its sink.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409; sinks 2309.17453, arXiv 2508.10925.
     """
@@ -180,6 +186,9 @@ def attention(
     sinks: Tensor | None = None,
     score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
     block_mask: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -202,6 +211,9 @@ def attention(
     sinks: Tensor | None = None,
     score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
     block_mask: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def cross_entropy(
@@ -620,6 +632,9 @@ def ragged_attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     return_lse: Literal[False] = False,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Attend each sequence's queries to its own keys and values, without padding.
@@ -627,9 +642,10 @@ def ragged_attention(
     Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences concatenated:
         b has q's rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and k's and v's along cu_seqlens_k, which
         defaults to cu_seqlens_q. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's
-        last query and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
+        last query and last key; scale defaults to D**-0.5; window, softcap, and codes with their scales, as
+        in `attention`.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
-    Returns: (T, Hq, Dv) in q's dtype; with return_lse also the natural log of the softmax's denominator,
+    Returns: (T, Hq, Dv) in q's dtype, bfloat16 where q is codes; with return_lse also the natural log of the softmax's denominator,
         float32 (T, Hq). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also offsets that do not
         start at 0, fall, or do not end at the number of rows.
@@ -648,6 +664,9 @@ def ragged_attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     return_lse: Literal[True],
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -663,6 +682,9 @@ def ragged_attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def rms_norm(

@@ -33,6 +33,10 @@ COMMANDS = {
         "Show what was measured on this machine: rows by op, and which of them count here",
     ),
     "policy": ("policy", "Work with policy files"),
+    "quantize": (
+        "quantize",
+        "Round the matrices of the model in FOLDER to a number format, and say what that costs by layer",
+    ),
     "ready": (
         "warmup",
         "Say whether a fresh process would serve MANIFEST without compiling; compiles nothing itself",

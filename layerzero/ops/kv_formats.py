@@ -9,7 +9,7 @@ codes; torch.finfo for the formats.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,8 @@ from layerzero.formats.elements import ELEMENTS, Element, encode_values
 from layerzero.formats.errors import FormatError
 from layerzero.formats.rounding import SMALLEST_SCALE
 from layerzero.ops import checks
+from layerzero.ops.describe import describe
+from layerzero.ops.signature import value_key
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.reasons import Reason
 
@@ -201,3 +203,80 @@ def need_format(name: str, codes: Tensor, scale: Tensor) -> None:
         needs = f"{checks.dtype_name(written[1])} with scales by {written[2]}, as it was written"
         got = f"{checks.dtype_name(codes.dtype)} with scales by {granularity}"
         raise FormatError(name, needs, got, Reason.KV_DTYPE_MISMATCH)
+
+
+# -- queries, keys and values that lie behind each other --------------------------------------------------
+
+OPERAND_SCALES = ("q_scale", "k_scale", "v_scale")
+
+
+def holds_codes(value: Any) -> bool:
+    """`is_coded` of what may be no tensor."""
+    return isinstance(value, Tensor) and is_coded(value)
+
+
+def scales_key(q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, ...]:
+    """What a signature holds of the scales of operands of which some are codes."""
+    return tuple(value_key(scale) for scale in (q_scale, k_scale, v_scale))
+
+
+def number_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of attention's result: that of the queries, bfloat16 where they are codes."""
+    return torch.bfloat16 if is_coded(q) else q.dtype
+
+
+def check_operand_scales(call: Any, heads: int) -> dict[str, bool]:
+    """What a call asks of a kernel whose q, k and v, heads at axis `heads`, may be codes; empty without any.
+
+    Raises: FormatError: keys and values of two formats, queries of another than theirs, scales that do not
+        fit: see `check_scale`.
+    """
+    q, k, v = call.q, call.k, call.v
+    has_scale = any(getattr(call, name) is not None for name in OPERAND_SCALES)
+    if not has_scale and not any(map(is_coded, (q, k, v))):
+        return {}
+    stored = checks.dtype_name(k.dtype)
+    for name, operand in (("v", v), *((("q", q),) if is_coded(q) else ())):
+        if operand.dtype != k.dtype and (is_coded(operand) or is_coded(k)):
+            got = checks.dtype_name(operand.dtype)
+            raise FormatError(
+                name, f"codes of {stored} like k", got, Reason.KV_DTYPE_MISMATCH, kind=TypeError
+            )
+    features = check_scales(OPERAND_SCALES[1:], (call.k_scale, call.v_scale), (k, v), heads, ("k", "v"))
+    granularity = check_scale("q_scale", call.q_scale, "q", q, heads)
+    if not granularity:
+        return features | {f"kv_{stored}": True}
+    if f"kv_scale_per_{granularity}" not in features:
+        raise FormatError(
+            "q_scale", "the granularity of k_scale", f"scales by {granularity}", Reason.SCALE_LAYOUT_MISMATCH
+        )
+    return features | {f"kv_{stored}": True, f"q_{stored}": True}
+
+
+def describe_coded(
+    op: str, call: Any, dims: Mapping[str, int], features: Mapping[str, bool], *, layout: str = "",
+    typed: Sequence[Tensor] = (),
+) -> CallSpec:  # fmt: skip
+    """The spec of a call with codes: its dtype is the result's, beside those of `typed`."""
+    dtype = checks.dtype_name(number_dtype(call.q))
+    dtypes = (dtype, *(checks.dtype_name(tensor.dtype) for tensor in typed))
+    spec = describe(op, (call.q, call.k, call.v), dims, features, layout=layout, dtype=dtype)
+    return spec.replace(dtypes=dtypes)
+
+
+def need_valid_operand_scales(scales: Sequence[Any]) -> None:
+    """`need_valid_scale` of all three."""
+    for name, scale in zip(OPERAND_SCALES, scales, strict=True):
+        need_valid_scale(name, scale)
+
+
+def decoded_operands(call: Any, heads: int, dtype: torch.dtype | None = None) -> dict[str, Tensor | None]:
+    """The fields of a call that its codes change: numbers in float32, float64 beside q of it, or `dtype`."""
+    if call.k_scale is None:
+        return {}
+    wide = dtype or (torch.float64 if call.q.dtype == torch.float64 else torch.float32)
+    numbers = {
+        name: decode(getattr(call, name), getattr(call, scale), heads, wide)
+        for name, scale in zip(("q", "k", "v"), OPERAND_SCALES, strict=True)
+    }
+    return numbers | dict.fromkeys(OPERAND_SCALES)

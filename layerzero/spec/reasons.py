@@ -71,6 +71,11 @@ class Reason(StrEnum):
     QUANT_GROUP_UNSUPPORTED = "QUANT_GROUP_UNSUPPORTED", Category.DTYPE, "its format has no such group"
     GROUP_DOES_NOT_DIVIDE = "GROUP_DOES_NOT_DIVIDE", Category.DTYPE, "its group does not divide the axis"
     PACKED_LAYOUT_MISMATCH = "PACKED_LAYOUT_MISMATCH", Category.DTYPE, "its codes are packed differently"
+    CHECKPOINT_FORMAT_MISMATCH = (
+        "CHECKPOINT_FORMAT_MISMATCH",
+        Category.DTYPE,
+        "claims one format and holds another",
+    )
     KV_DTYPE_MISMATCH = "KV_DTYPE_MISMATCH", Category.DTYPE, "needs a KV cache of another dtype"
 
     HEAD_DIM_TOO_LARGE = "HEAD_DIM_TOO_LARGE", Category.SHAPE, "head size above its limit"

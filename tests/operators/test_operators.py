@@ -33,7 +33,7 @@ def settled() -> Iterator[None]:
 
 
 every_op = pytest.mark.parametrize("name", OPS)
-EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 def has_eight_bit_floats(call: OperatorCall) -> bool:

@@ -52,12 +52,12 @@ def _ragged() -> Callable[..., Any]:
 
     def ragged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
         """The same walk over keys that follow each other."""
-        q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse = args
+        q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse, _, *scales = (*args, None)
         out, lse = _results(q, v.shape[2], return_lse)
         window_left, right = window_bounds(is_causal, window)
         factor = q.shape[2] ** -0.5 if scale is None else scale
         cap = 0.0 if softcap is None else softcap
-        if not native(out, lse, q, k, v, cu, cu_k, factor, window_left, right, cap, *_NO_SCALES):
+        if not native(out, lse, q, k, v, cu, cu_k, factor, window_left, right, cap, *(scales[:2] or _NO_SCALES)):
             _refused("ragged_attention", args)
         return out if lse is None else (out, lse)
 
@@ -139,7 +139,10 @@ KERNELS: tuple[Kernel, ...] = (
         "native.paged_attention.cpu", _paged, _EFFICIENCY,
         features=f"{_MIXED} {_SCORES} {_CODES} kv_scale_per_head", layouts="NHD HND", limits=_WIDTHS,
     ),
-    _kernel("native.ragged_attention.cpu", _ragged, _EFFICIENCY, features=_SCORES, limits=_WIDTHS),
+    _kernel(
+        "native.ragged_attention.cpu", _ragged, _EFFICIENCY,
+        features=f"{_SCORES} {_CODES} kv_scale_per_head", limits=_WIDTHS,
+    ),
     _kernel(
         "native.mla_attention.cpu", _latent, _EFFICIENCY,
         features=f"{_MIXED} {_CODES} causal lse scale_not_positive", limits=("C <= 1024", "R <= 1024"),

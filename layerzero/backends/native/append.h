@@ -13,7 +13,7 @@
 #include <optional>
 #include <vector>
 
-#include "codes.h"
+#include "eight_bits.h"
 
 namespace append {
 

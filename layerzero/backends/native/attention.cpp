@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "append.h"
-#include "codes.h"
+#include "eight_bits.h"
 #include "memory.h"
 #include "vectors.h"
 

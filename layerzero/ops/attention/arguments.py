@@ -31,6 +31,9 @@ class AttentionArgs(NamedTuple):
     sinks: Tensor | None = None
     score_mod: ScoreMod | None = None
     block_mask: Any = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class RaggedArgs(NamedTuple):
@@ -46,6 +49,9 @@ class RaggedArgs(NamedTuple):
     window: Window = None
     softcap: float | None = None
     return_lse: bool = False
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class PagedArgs(NamedTuple):

@@ -9,6 +9,7 @@ from torch import Tensor
 from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import PagedArgs
 from layerzero.ops.attention.checks import check_score_options, normalized_window, score_features
+from layerzero.ops.decoding import pages_decoding
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
 from layerzero.ops.paged.batching import PagedBatching
@@ -190,6 +191,7 @@ PAGED_ATTENTION = register(
         empty=empty,
         validate_values=validate_values,
         wide_outputs=frozenset({1}),
+        decoding=pages_decoding(queries=1, scales=12),
         batching=PagedBatching(queries=1, pools=2),
     )
 )

@@ -205,18 +205,25 @@ def validate_codes(
         kv_formats.need_format(name, pool, scale)
 
 
-def query_outputs(q: Tensor, width: int, return_lse: bool) -> tuple[OutputSpec, ...]:
-    """(T, Hq, width) in q's dtype, and float32 (T, Hq) with return_lse."""
-    out = OutputSpec((*q.shape[:2], width), checks.dtype_name(q.dtype))
+def query_outputs(
+    q: Tensor, width: int, return_lse: bool, dtype: torch.dtype | None = None
+) -> tuple[OutputSpec, ...]:
+    """(T, Hq, width) in q's dtype or in `dtype`, and float32 (T, Hq) with return_lse."""
+    out = OutputSpec((*q.shape[:2], width), checks.dtype_name(dtype or q.dtype))
     return (out, OutputSpec(tuple(q.shape[:2]), "float32")) if return_lse else (out,)
 
 
 def without_queries(
-    q: Tensor, width: int, return_lse: bool, validate: Callable[[Args], Args], args: Args
+    q: Tensor,
+    width: int,
+    return_lse: bool,
+    validate: Callable[[Args], Args],
+    args: Args,
+    dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """The result of a call without queries, whose metadata is still validated; None for every other call."""
     if q.shape[0]:
         return None
     validate(args)
-    out = q.new_zeros((*q.shape[:2], width))
+    out = q.new_zeros((*q.shape[:2], width), dtype=dtype or q.dtype)
     return (out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)) if return_lse else out

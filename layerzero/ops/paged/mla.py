@@ -9,6 +9,7 @@ from torch import Tensor
 
 from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import MlaArgs
+from layerzero.ops.decoding import pages_decoding
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
 from layerzero.ops.paged.batching import PagedBatching
@@ -185,6 +186,7 @@ MLA_ATTENTION = register(
         empty=empty,
         validate_values=validate_values,
         wide_outputs=frozenset({1}),
+        decoding=pages_decoding(queries=2, scales=10),
         batching=PagedBatching(queries=2, pools=2),
     )
 )
