@@ -28,7 +28,15 @@ STAMP: Final = "stamp.json"
 PORTABLE: Final = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
 VECTORS: Final = ("-O3", "-march=native", "-std=c++20", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
 # For every CPU of a kind: what it has is asked at run time.
-CHOSEN: Final = ("-O3", "-std=c++20", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden", "-fopenmp")
+CHOSEN: Final = (
+    "-O3",
+    "-std=c++20",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-fopenmp",
+)
 
 # What a wheel has of a module of VECTORS, the best first, and by which names Linux lists what each needs.
 LEVELS: Final[Mapping[str, frozenset[str]]] = {

@@ -195,9 +195,7 @@ void real_panel(Level level, const Weight& w, const Floats& x, int64_t panel, in
 namespace amx {
 inline bool fits(const Weight&) { return false; }
 inline void panel(const Weight&, const Digits&, int64_t, int64_t, int64_t, float*) {}
-struct Session {
-  explicit Session(const Weight&) {}
-};
+struct Session {};
 }  // namespace amx
 Level detected() { return NONE; }
 void whole_panel(Level, const Weight&, const Digits&, int64_t, int64_t, int64_t, float*) {}
@@ -377,7 +375,7 @@ void product(const Weight& w, const float* x, int64_t rows, int64_t inner, bool 
     const int64_t row = item / cuts * ROWS, many = std::min(ROWS, rows - row), begin = item % cuts * wide;
     std::array<float, ROWS * 16> part;
     std::optional<amx::Session> session;
-    if (tiled) session.emplace(w);
+    if (tiled) session.emplace();
     for (int64_t panel = begin; panel < std::min(panels, begin + wide); ++panel) {
       if (tiled) amx::panel(w, digits, panel, row, many, part.data());
       else if (w.is_whole()) whole_panel(now, w, digits, panel, row, many, part.data());
@@ -429,10 +427,11 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& codes, const at::Tensor
   w.chunks = ceil_div(padded, w.chunk);
   w.group = groups > 1 ? group : w.chunk * w.chunks;
   TORCH_CHECK(codes.numel() == w.panels() * padded * (w.wide ? 16 : 8), "panels of another weight");
+  TORCH_CHECK(groups == 1 || group % 8 == 0, "groups of whole steps of 8 are needed");
   TORCH_CHECK(groups == 1 || ceil_div(inner, group) == groups, "scales of another weight");
   at::Tensor out = at::empty({rows, columns}, at::kFloat);
-  const at::Tensor from = x.to(at::kFloat).contiguous();
-  const at::Tensor added = bias ? bias->to(at::kFloat).contiguous() : at::Tensor();
+  const at::Tensor from = x.to(at::kFloat).resolve_neg().contiguous();
+  const at::Tensor added = bias ? bias->to(at::kFloat).resolve_neg().contiguous() : at::Tensor();
   if (rows > 0 && columns > 0)
     product(w, from.const_data_ptr<float>(), rows, inner, rounded, bias ? added.const_data_ptr<float>() : nullptr,
             out.data_ptr<float>());

@@ -45,7 +45,7 @@ def library() -> Any:
 
 def lay_out_scales(scale: Tensor) -> Tensor:
     """Scales or zero points (..., C, G) as float32 (..., panels, G, 16); one for all as (1, 1, 16)."""
-    wide = scale.float()
+    wide = scale.float().resolve_neg()
     if wide.dim() == 0:
         return wide.expand(1, 1, 16).contiguous()
     padded = functional.pad(wide, (0, 0, 0, -wide.shape[-2] % 16), value=1.0)
@@ -54,7 +54,7 @@ def lay_out_scales(scale: Tensor) -> Tensor:
 
 def lay_out_blocks(scale: Tensor) -> Tensor:
     """Scales of blocks (..., rows of blocks, G) as float32 (..., rows of blocks, G, 16)."""
-    return scale.float().unsqueeze(-1).expand(*scale.shape, 16).contiguous()
+    return scale.float().resolve_neg().unsqueeze(-1).expand(*scale.shape, 16).contiguous()
 
 
 class _Kept(NamedTuple):
@@ -213,7 +213,7 @@ def _fused_experts() -> Callable[..., Any]:
             own, part = score[places].unsqueeze(1), rows[places // chosen.shape[1]]
             hidden = module.gated(
                 up.multiply(rounded(part * own if weighed == "inputs" else part), None, whole, expert),
-                GATES.index(activation), gate == "second",
+                tuple(GATES).index(activation), gate == "second",
             )  # fmt: skip
             answer = down.multiply(rounded(hidden), None, whole, expert)
             parts[places] = answer if weighed == "inputs" else answer * own

@@ -17,30 +17,24 @@ inline bool allowed() {
   return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
-// Bytes of a row of digits in a tile; 0 where chunks have no whole tiles.
-inline int64_t depth_of(const Weight& w) {
-  for (const int64_t size : {64, 32, 16})
-    if (w.chunk % size == 0) return size;
-  return 0;
-}
-inline bool fits(const Weight& w) { return depth_of(w) != 0; }
+constexpr int64_t DEPTH = 64;  // bytes of a row of digits in a tile
+
+// Whether chunks are whole tiles; sums of smaller ones are scaled so often that vectors are faster.
+inline bool fits(const Weight& w) { return w.chunk % DEPTH == 0; }
 
 // What was stored is in memory: gcc's instructions of tiles do not say that they read it.
 inline void settled() { asm volatile("" ::: "memory"); }
 
-// The shapes of tiles while it lives: three of sums, one of digits, two of codes.
+// The shapes of tiles while it lives: three of sums, one of digits, one of codes.
 class Session {
  public:
-  explicit Session(const Weight& w) {
+  Session() {
     struct alignas(64) Config {
       uint8_t palette = 1, start = 0, reserved[14] = {};
       uint16_t bytes[16] = {};
       uint8_t rows[16] = {};
     } config;
-    const auto depth = static_cast<uint16_t>(depth_of(w));
-    for (const int tile : {0, 1, 2}) config.bytes[tile] = 64, config.rows[tile] = 16;
-    config.bytes[3] = depth, config.rows[3] = 16;
-    for (const int tile : {4, 5}) config.bytes[tile] = 64, config.rows[tile] = static_cast<uint8_t>(depth / 4);
+    for (int tile = 0; tile < 5; ++tile) config.bytes[tile] = 64, config.rows[tile] = 16;
     settled();
     _tile_loadconfig(&config);
   }
@@ -71,7 +65,7 @@ inline const uint8_t* unpacked(const Weight& w, const uint8_t* from, int64_t len
 }
 
 template <int D>
-inline void multiply(const Digits& x, int64_t row, int64_t begin, int64_t chunk, int64_t depth, const uint8_t* codes,
+inline void multiply(const Digits& x, int64_t row, int64_t begin, int64_t chunk, const uint8_t* codes,
                      int32_t* sums) {
   const int64_t stride = x.count * x.stride;
   settled();
@@ -80,7 +74,7 @@ inline void multiply(const Digits& x, int64_t row, int64_t begin, int64_t chunk,
     _tile_zero(1);
     _tile_zero(2);
   }
-  for (int64_t k = 0; k < chunk; k += depth) {
+  for (int64_t k = 0; k < chunk; k += DEPTH) {
     _tile_loadd(4, codes + k * 16, 64);
     _tile_loadd(3, x.at(row, 0) + begin + k, stride);
     _tile_dpbsud(0, 3, 4);
@@ -102,7 +96,7 @@ template <int D>
 inline void panel_of(const Weight& w, const Digits& x, int64_t panel, int64_t row, int64_t rows, float* out) {
   alignas(64) uint8_t room[128 * 16];
   alignas(64) int32_t sums[3 * 256];
-  const int64_t depth = depth_of(w), per_group = w.group / w.chunk;
+  const int64_t per_group = w.group / w.chunk;
   const float *scale = w.scale_of(panel), *zero = w.zero_of(panel);
   const uint8_t* from = w.codes_of(panel);
   std::fill_n(out, rows * 16, 0.0f);
@@ -114,7 +108,7 @@ inline void panel_of(const Weight& w, const Digits& x, int64_t panel, int64_t ro
     const __m512 spread = _mm512_loadu_ps(scale + group);
     const __m512 shift = zero != nullptr ? _mm512_loadu_ps(zero + group) : _mm512_set1_ps(w.shift);
     for (int64_t block = 0; block < rows; block += 16) {
-      multiply<D>(x, row + block, begin, w.chunk, depth, codes, sums);
+      multiply<D>(x, row + block, begin, w.chunk, codes, sums);
       for (int64_t r = 0; r < std::min<int64_t>(16, rows - block); ++r) {
         const int64_t at = row + block + r;
         __m512 value = __m512{};
