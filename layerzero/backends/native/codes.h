@@ -2,7 +2,7 @@
 // namespace and under its target, with the primitives that it needs defined before.
 //
 // A panel is 16 columns. Four codes of one column, of four k that follow each other, are one dword of each of its
-// lanes; of four-bit codes its high halves hold the next four.
+// lanes; of four-bit codes its high halves hold the next four. Codes of float8 stand column after column.
 
 constexpr int HALVES = 16 / LANES;
 
@@ -71,18 +71,29 @@ __attribute__((always_inline)) inline void real(
   const float* scale = w.scale_of(panel);
   const Numbers numbers(w.numbers);
   for (int half = 0; half < HALVES; ++half) {
-    const uint8_t* from = w.codes_of(panel) + half * LANES * 4;
+    const uint8_t* from = w.codes_of(panel) + half * LANES * (KIND == NORMAL ? 4 : 1);
     vf totals[R] = {};
     for (int64_t chunk = 0; chunk < w.chunks; ++chunk) {
       const int64_t begin = chunk * w.chunk, length = std::min(w.chunk, w.padded - begin);
       vf sums[R] = {};
-      for (int64_t k = 0; k < length; k += KIND == NORMAL ? 8 : 4, from += 64) {
-        const vi codes = load_codes(from);
+      if constexpr (KIND == NORMAL) {
+        for (int64_t k = 0; k < length; k += 8, from += 64) {
+          const vi codes = load_codes(from);
 #pragma GCC unroll 8
-        for (int j = 0; j < (KIND == NORMAL ? 8 : 4); ++j) {
-          const vf value = numbers.template get<KIND>(shifted(codes, KIND == NORMAL ? (j & 3) * 8 + (j >> 2) * 4 : j * 8));
+          for (int j = 0; j < 8; ++j) {
+            const vf value = numbers.get(shifted(codes, (j & 3) * 8 + (j >> 2) * 4));
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) sums[r] += value * x.at(row + r)[begin + k + j];
+            for (int r = 0; r < R; ++r) sums[r] += value * x.at(row + r)[begin + k + j];
+          }
+        }
+      } else {
+        for (int64_t k = 0; k < length; k += 2, from += 32) {
+          vf values[2];
+          two_columns<KIND == E4M3>(from, values);
+#pragma GCC unroll 2
+          for (int j = 0; j < 2; ++j)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) sums[r] += values[j] * x.at(row + r)[begin + k + j];
         }
       }
       const vf spread = load(scale + chunk / per_group * 16 + half * LANES);

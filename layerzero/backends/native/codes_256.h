@@ -17,28 +17,31 @@ inline vf load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, vf v) { _mm256_storeu_ps(p, v); }
 inline vf all(float x) { return _mm256_set1_ps(x); }
 
-// What the lowest bits of a lane stand for.
+// What the lowest four bits of a lane stand for.
 class Numbers {
  public:
   explicit Numbers(const float* table) : low_(_mm256_loadu_ps(table)), high_(_mm256_loadu_ps(table + 8)) {}
-  template <int KIND>
   __attribute__((always_inline)) inline vf get(vi codes) const {
-    if constexpr (KIND == NORMAL) {
-      const vf low = _mm256_permutevar8x32_ps(low_, codes), high = _mm256_permutevar8x32_ps(high_, codes);
-      return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
-    }
-    constexpr int MANTISSA = KIND == E4M3 ? 3 : 2, BIAS = KIND == E4M3 ? 7 : 15;
-    const vi size = _mm256_and_si256(codes, _mm256_set1_epi32(127));
-    const vi moved = _mm256_slli_epi32(size, 23 - MANTISSA);
-    const vi usual = _mm256_add_epi32(moved, _mm256_set1_epi32((127 - BIAS) << 23));
-    // Below the smallest exponent a code is a whole number of the smallest step.
-    const vf small = _mm256_mul_ps(_mm256_cvtepi32_ps(size), all(1.0f / (1 << (BIAS + MANTISSA - 1))));
-    const vi is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(1 << MANTISSA), size);
-    const vf value = _mm256_blendv_ps(_mm256_castsi256_ps(usual), small, _mm256_castsi256_ps(is_small));
-    const vi sign = _mm256_slli_epi32(_mm256_and_si256(codes, _mm256_set1_epi32(128)), 24);
-    return _mm256_or_ps(value, _mm256_castsi256_ps(sign));
+    const vf low = _mm256_permutevar8x32_ps(low_, codes), high = _mm256_permutevar8x32_ps(high_, codes);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
   }
 
  private:
   vf low_, high_;
 };
+
+// Eight columns of float8 of two k, 16 bytes apart, through float16: of e4m3 2^-8 of the number.
+template <bool IS_E4M3>
+inline void two_columns(const uint8_t* from, vf* values) {
+  for (int j = 0; j < 2; ++j) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + j * 16));
+    __m128i halves = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 8);
+    if constexpr (IS_E4M3) {
+      halves = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7), _mm_set1_epi16(static_cast<short>(0xBFFF)));
+      const __m128i size = _mm_and_si128(halves, _mm_set1_epi16(0x7FFF));
+      const __m128i is_nan = _mm_cmpeq_epi16(size, _mm_set1_epi16(0x3F80));
+      halves = _mm_or_si128(halves, _mm_and_si128(is_nan, _mm_set1_epi16(0x7E00)));
+    }
+    values[j] = _mm256_cvtph_ps(halves);
+  }
+}

@@ -17,25 +17,27 @@ inline vf load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, vf v) { _mm512_storeu_ps(p, v); }
 inline vf all(float x) { return _mm512_set1_ps(x); }
 
-// What the lowest bits of a lane stand for.
+// What the lowest four bits of a lane stand for.
 class Numbers {
  public:
   explicit Numbers(const float* table) : table_(_mm512_loadu_ps(table)) {}
-  template <int KIND>
-  __attribute__((always_inline)) inline vf get(vi codes) const {
-    if constexpr (KIND == NORMAL) return _mm512_permutexvar_ps(codes, table_);
-    constexpr int MANTISSA = KIND == E4M3 ? 3 : 2, BIAS = KIND == E4M3 ? 7 : 15;
-    const vi size = _mm512_and_si512(codes, _mm512_set1_epi32(127));
-    const vi moved = _mm512_slli_epi32(size, 23 - MANTISSA);
-    const vf usual = _mm512_castsi512_ps(_mm512_add_epi32(moved, _mm512_set1_epi32((127 - BIAS) << 23)));
-    // Below the smallest exponent a code is a whole number of the smallest step.
-    const __mmask16 is_small = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(1 << MANTISSA));
-    const vf step = all(1.0f / (1 << (BIAS + MANTISSA - 1)));
-    const vf value = _mm512_mask_mul_ps(usual, is_small, _mm512_cvtepi32_ps(size), step);
-    const vi sign = _mm512_slli_epi32(_mm512_and_si512(codes, _mm512_set1_epi32(128)), 24);
-    return _mm512_or_ps(value, _mm512_castsi512_ps(sign));
-  }
+  __attribute__((always_inline)) inline vf get(vi codes) const { return _mm512_permutexvar_ps(codes, table_); }
 
  private:
   vf table_;
 };
+
+// Sixteen columns of float8 of two k through float16: of e4m3 2^-8 of the number.
+template <bool IS_E4M3>
+inline void two_columns(const uint8_t* from, vf* values) {
+  const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  __m512i halves = _mm512_slli_epi16(wide, 8);
+  if constexpr (IS_E4M3) {
+    halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(static_cast<short>(0xBFFF)));
+    const __m512i size = _mm512_and_si512(halves, _mm512_set1_epi16(0x7FFF));
+    const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(size, _mm512_set1_epi16(0x3F80));
+    halves = _mm512_mask_set1_epi16(halves, is_nan, 0x7E00);
+  }
+  values[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+  values[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+}

@@ -102,7 +102,7 @@ void spread(int64_t items, const Work& work) {
 #if defined(__x86_64__)
 
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 namespace avx2 {
 constexpr int LANES = 8, HEIGHT = 2, REAL_HEIGHT = 4;
 #include "codes_256.h"
@@ -121,7 +121,7 @@ inline vi dot(vi sum, vi codes, vi digits) {
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,avxvnni")
+#pragma GCC target("avx2,fma,f16c,avxvnni")
 namespace avx_vnni {
 constexpr int LANES = 8, HEIGHT = 3, REAL_HEIGHT = 4;
 #include "codes_256.h"
@@ -132,7 +132,7 @@ inline vi dot(vi sum, vi codes, vi digits) { return _mm256_dpbusd_avx_epi32(sum,
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
 namespace avx512 {
 constexpr int LANES = 16, HEIGHT = 4, REAL_HEIGHT = 8;
 #include "codes_512.h"
@@ -150,7 +150,7 @@ inline vi dot(vi sum, vi codes, vi digits) {
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
 namespace avx512_vnni {
 constexpr int LANES = 16, HEIGHT = 4, REAL_HEIGHT = 8;
 #include "codes_512.h"
@@ -164,7 +164,7 @@ inline vi dot(vi sum, vi codes, vi digits) { return _mm512_dpbusd_epi32(sum, cod
 
 Level detected() {
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return NONE;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return NONE;
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (wide && __builtin_cpu_supports("avx512vnni")) return amx::allowed() ? AMX : AVX512_VNNI;
@@ -214,7 +214,13 @@ int64_t use_level(int64_t most) {
   return level();
 }
 
-// Weights (..., columns, bytes) in panels: (..., panels, padded * 16 or 8 bytes). A code of int8 is stored 128 higher.
+// Where the byte of a column and k stands in a panel of codes of eight bits: float8 column after column.
+int64_t place_of(int64_t column, int64_t k, bool is_signed) {
+  return is_signed ? k / 4 * 64 + column * 4 + k % 4 : k * 16 + column;
+}
+
+// Weights (..., columns, bytes) in panels: (..., panels, padded * 16 or 8 bytes). A code of int8, the only signed
+// kind, is stored 128 higher.
 at::Tensor pack(const at::Tensor& weight_in, bool wide, bool is_signed) {
   const pybind11::gil_scoped_release released;
   const at::Tensor weight = weight_in.contiguous();
@@ -233,7 +239,7 @@ at::Tensor pack(const at::Tensor& weight_in, bool wide, bool is_signed) {
       const uint8_t* row = from + (matrix * columns + first + column) * bytes;
       for (int64_t k = 0; k < inner; ++k) {
         if (wide) {
-          target[k / 4 * 64 + column * 4 + k % 4] = row[k] ^ flip;
+          target[place_of(column, k, is_signed)] = row[k] ^ flip;
         } else {
           const uint8_t code = (row[k / 2] >> (k % 2 * 4)) & 15;
           target[k / 8 * 64 + column * 4 + k % 4] |= code << (k % 8 / 4 * 4);
@@ -252,10 +258,11 @@ bool unchanged(const uint8_t* panels, int64_t padded, const at::Tensor& weight, 
   for (int64_t panel = 0, place = 0; panel * 16 < columns; ++panel, place = (place + 37) % bytes) {
     const int64_t column = std::min<int64_t>(panel % 16, columns - 1 - panel * 16);
     const uint8_t now = from[(panel * 16 + column) * down + place * along];
-    const uint8_t* kept = panels + panel * padded * (wide ? 16 : 8) + column * 4;
+    const uint8_t* start = panels + panel * padded * (wide ? 16 : 8);
     if (wide) {
-      same &= kept[place / 4 * 64 + place % 4] == (now ^ flip);
+      same &= start[place_of(column, place, flip != 0)] == (now ^ flip);
     } else {
+      const uint8_t* kept = start + column * 4;
       const int64_t k = place * 2, shift = k % 8 / 4 * 4;
       const auto low = (kept[k / 8 * 64 + k % 4] >> shift) & 15, high = (kept[k / 8 * 64 + k % 4 + 1] >> shift) & 15;
       same &= (low | high << 4) == now;
@@ -327,7 +334,6 @@ float number_of(const Weight& w, int64_t column, int64_t k) {
   const float scale = w.scale_of(column / 16)[group];
   const uint8_t code =
       w.wide ? panel[k / 4 * 64 + k % 4] : (panel[k / 8 * 64 + k % 4] >> (k % 8 / 4 * 4)) & 15;
-  if (!w.is_whole()) return w.numbers[code] * scale;
   const float* zero = w.zero_of(column / 16);
   return ((w.table != nullptr ? w.table[code] : code) - (zero != nullptr ? zero[group] : w.shift)) * scale;
 }
@@ -420,7 +426,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& codes, const at::Tensor
   w.kind = static_cast<Kind>(kind);
   w.wide = kind == INT8 || kind == E4M3 || kind == E5M2;
   w.shift = kind == INT8 ? 128.0f : kind == E2M1 ? 12.0f : 8.0f;
-  w.factor = static_cast<float>(kind == E2M1 ? factor / 2 : factor);
+  w.factor = static_cast<float>(kind == E2M1 ? factor / 2 : kind == E4M3 ? factor * 256 : factor);
   w.table = kind == E2M1 ? E2M1_TABLE : nullptr;
   w.numbers = NF4_TABLE;
   w.chunk = chunk_of(group, padded, groups > 1);

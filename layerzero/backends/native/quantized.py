@@ -23,6 +23,7 @@ from layerzero.ops.linear.experts import all_choices
 from layerzero.ops.linear.mlp import GATES
 from layerzero.ops.quantize.quantized_linear import rounded_rows
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.kernel import Kernel
 
 # As the order of `Kind` there.
@@ -30,17 +31,24 @@ KINDS = {"int4": 0, "int8": 1, "mxfp4": 2, "nvfp4": 2, "nf4": 3, "fp8_e4m3": 4, 
 # Those whose codes are whole numbers times a scale.
 WHOLE = frozenset({"int4", "int8", "mxfp4", "nvfp4"})
 MEMORY_SHARE = 0.25
+# Above every level of instructions, which the module numbers from AVX2 up.
+ANY_LEVEL = 9
 
 
+@functools.cache
 def library() -> Any:
     """The compiled module, compiling it first where this user has not yet; takes up to a minute.
 
-    Raises: BackendNotAvailableError: no compiler, a compile error, or a cache folder that others can write.
+    Raises: BackendNotAvailableError: no compiler, a compile error, a cache folder that others can write, or a
+        CPU without AVX2, FMA and F16C.
     """
     # Imported here: the module needs what only Unix has.
     from layerzero.backends.native import build
 
-    return build.library("layerzero_quantized")
+    module = build.library("layerzero_quantized")
+    if module.use_level(ANY_LEVEL) == 0:
+        raise BackendNotAvailableError("native code: needs a CPU with AVX2, FMA and F16C", backend="native")
+    return module
 
 
 def lay_out_scales(scale: Tensor) -> Tensor:
