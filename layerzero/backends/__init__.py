@@ -34,6 +34,7 @@ _OPS_OF = {
     "native": "append_kv mla_attention paged_attention ragged_attention",
     "native.packed": "linear mlp",
     "native.products": "linear mlp",
+    "native.quantized": "fused_experts quantized_linear",
     "native.rows": "add_rms_norm rms_norm rope",
     "onednn": "linear mlp",
     "reference": " ".join(table.FILES),
