@@ -77,11 +77,19 @@ from layerzero.ops.rope.scaling import xpos_table as xpos_table
 from layerzero.ops.sampling.logits import adjust_logits as adjust_logits
 from layerzero.ops.sampling.logits import token_logprobs as token_logprobs
 from layerzero.ops.sampling.verify import tree_mask as tree_mask
+from layerzero.planner.block import Block as Block
+from layerzero.planner.block import BlockOp as BlockOp
+from layerzero.planner.block import Edge as Edge
+from layerzero.planner.plan import load_plan as load_plan
+from layerzero.planner.plan import plan as plan
+from layerzero.planner.planned import PlannedBlock as PlannedBlock
+from layerzero.planner.record import PlanRecord as PlanRecord
 from layerzero.runtime import Runtime as Runtime
 from layerzero.selection.record import Accepted as Accepted
 from layerzero.selection.record import Selection as Selection
 from layerzero.spec.capability import Capability as Capability
 from layerzero.spec.errors import BackendNotAvailableError as BackendNotAvailableError
+from layerzero.spec.errors import BlockError as BlockError
 from layerzero.spec.errors import BundleRefusedError as BundleRefusedError
 from layerzero.spec.errors import CacheCorruptionError as CacheCorruptionError
 from layerzero.spec.errors import ConfigurationError as ConfigurationError
@@ -96,6 +104,7 @@ from layerzero.spec.errors import ModeChangedError as ModeChangedError
 from layerzero.spec.errors import NoKernelAvailableError as NoKernelAvailableError
 from layerzero.spec.errors import NoKernelFoundError as NoKernelFoundError
 from layerzero.spec.errors import OverloadedError as OverloadedError
+from layerzero.spec.errors import PlanRefusedError as PlanRefusedError
 from layerzero.spec.errors import PolicyLoadError as PolicyLoadError
 from layerzero.spec.errors import PolicyValidationError as PolicyValidationError
 from layerzero.spec.errors import RuntimeClosedError as RuntimeClosedError

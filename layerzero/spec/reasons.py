@@ -27,6 +27,8 @@ class Category(StrEnum):
     RESOURCE = "resource"
     DISPATCH_TABLE = "dispatch_table"
     BUNDLE = "bundle"
+    BLOCK = "block"
+    PLAN = "plan"
 
 
 class Reason(StrEnum):
@@ -220,6 +222,29 @@ class Reason(StrEnum):
     BUNDLE_FORMAT = "BUNDLE_FORMAT", Category.BUNDLE, "is no bundle, or one of another format"
     BUNDLE_UNSAFE = "BUNDLE_UNSAFE", Category.BUNDLE, "holds what a bundle must not hold"
     BUNDLE_UNTRUSTED = "BUNDLE_UNTRUSTED", Category.BUNDLE, "is not known to be the one that is wanted"
+
+    BLOCK_CYCLIC = "BLOCK_CYCLIC", Category.BLOCK, "its ops wait for each other"
+    BLOCK_EDGE_MISSING = "BLOCK_EDGE_MISSING", Category.BLOCK, "an edge comes from nowhere"
+    BLOCK_NAME_TAKEN = "BLOCK_NAME_TAKEN", Category.BLOCK, "two of its ops or inputs have one name"
+    BLOCK_OP_UNKNOWN = "BLOCK_OP_UNKNOWN", Category.BLOCK, "it holds an op that does not exist"
+    BLOCK_OP_WRITES = "BLOCK_OP_WRITES", Category.BLOCK, "it holds an op of torch that changes its operands"
+    BLOCK_NOT_TRACEABLE = "BLOCK_NOT_TRACEABLE", Category.BLOCK, "the function cannot be traced into ops"
+    BLOCK_EMPTY = "BLOCK_EMPTY", Category.BLOCK, "it has no op or no output"
+
+    PLAN_DAMAGED = "PLAN_DAMAGED", Category.PLAN, "is a file of plans that is cut off or was altered"
+    PLAN_FORMAT = "PLAN_FORMAT", Category.PLAN, "is no file of plans, or one of another format"
+    PLAN_ENVIRONMENT_DIFFERS = (
+        "PLAN_ENVIRONMENT_DIFFERS",
+        Category.PLAN,
+        "was made for another machine or other kernels",
+    )
+    PLAN_POLICY_DIFFERS = "PLAN_POLICY_DIFFERS", Category.PLAN, "was planned under another policy"
+    PLAN_BLOCK_DIFFERS = "PLAN_BLOCK_DIFFERS", Category.PLAN, "was made for another block or other sizes"
+    PLAN_KERNEL_REFUSED = (
+        "PLAN_KERNEL_REFUSED",
+        Category.PLAN,
+        "names a kernel that does not take its call now",
+    )
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -21,6 +21,8 @@ PARENTS = {
     "SelectionTimeoutError": "LayerZeroError",
     "CacheCorruptionError": "LayerZeroError",
     "BundleRefusedError": "LayerZeroError",
+    "BlockError": "LayerZeroError",
+    "PlanRefusedError": "LayerZeroError",
     "OverloadedError": "LayerZeroError",
     "DeadlineExceededError": "LayerZeroError",
     "ModeChangedError": "LayerZeroError",
