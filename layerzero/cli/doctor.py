@@ -85,7 +85,10 @@ def _note(info: KernelInfo, runtime: Runtime) -> str:
         return f"{info.blocked}{fix}"
     device = runtime.device()
     kernel = device.registry.get(info.id)
-    return unfit(kernel, device.hardware) if kernel is not None else ""
+    if kernel is None:
+        return ""
+    place = f"in a process of its own ({kernel.isolated})" if kernel.isolated else ""
+    return unfit(kernel, device.hardware) or place
 
 
 def _takes(capability: Capability) -> str:
