@@ -75,8 +75,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
         capabilities: file that takes away from what kernels claim to take; it cannot add to it.
         plugins: backends and ops of other distributions that may run, by entry point name; those installed
-            and not named are listed and never imported. In a variable, separated by commas. `old=acme@/PY` takes
-            `acme` from that interpreter's environment, as the backend `old`, in a process of it.
+            and not named are listed and never imported. In a variable, separated by commas. `old=acme@/PY`
+            takes `acme` from that interpreter's environment, as the backend `old`, in a process of it.
         isolate: backends that run in processes of their own, as globs over kernel ids and backends: "process"
             has this interpreter, a path is another environment's. In a variable
             `flashinfer=process,hub.*=/PY`.

@@ -83,7 +83,7 @@ def compiler() -> str:
 def compiled(source: str, target: Path, *flags: str, language: str = "c") -> Path:
     """A shared object of a source."""
     command = [
-        compiler(), "-shared", "-fPIC", "-O1", f"-x{language}", "-", "-o", str(target),
+        compiler(), "-shared", "-fPIC", "-O1", f"-x{language}", "-", "-xnone", "-o", str(target),
         f"-I{sysconfig.get_paths()['include']}", *flags,
     ]  # fmt: skip
     done = subprocess.run(command, input=source, text=True, capture_output=True, timeout=120)
