@@ -126,8 +126,13 @@ class LocalDevice:
         self.compiler = PlanCompiler(
             self.kernel_calls, self.health, self.loader, self._recovery, self.counters
         )
-        self._live_checks = LiveChecks(self.compiler)
+        self._live_checks = LiveChecks(
+            self.compiler, lambda: [self.snapshot, *self._policy_states.values()], self.clock
+        )
         self._probe_timer = ProbeTimer(self.health, self.clock)
+
+    def _states(self) -> list[DispatchState]:
+        return [self.snapshot, *self._policy_states.values()]
 
     def _health_changed(self, transition: Transition) -> None:
         if self._opened:  # stored quarantines arrive while the board is being made; nothing is planned yet
@@ -236,6 +241,7 @@ class LocalDevice:
         """Start anew in a forked child: fresh locks, no timers or threads, an empty snapshot."""
         self._lock = threading.RLock()
         self._probe_timer.reset_after_fork()
+        self._live_checks.outputs.reset_after_fork()
         self.loader.reset_after_fork()
         self._costs_loading = None
         self._policy_states = {}

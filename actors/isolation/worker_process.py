@@ -360,7 +360,10 @@ class IsolatedWorker:
         return reply[1:]
 
     def _raised(self, reply: bytes) -> Exception:
-        fault = msgspec.msgpack.decode(reply[1:], type=frames.Fault)
+        try:
+            fault = msgspec.msgpack.decode(reply[1:], type=frames.Fault)
+        except msgspec.MsgspecError as error:
+            return WorkerError(f"the process of {self.name!r} answered with {error}", Reason.WORKER_FAILED)
         if fault.kind == BackendNotAvailableError.__name__:
             reason = Reason(fault.reason) if fault.reason in Reason.__members__ else Reason.WORKER_FAILED
             error: Exception = self._unavailable(fault.message, reason)

@@ -74,13 +74,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     What it may do:
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
         capabilities: file that takes away from what kernels claim to take; it cannot add to it.
-        plugins: backends and ops of other distributions that may run, by entry point name; those installed
-            and not named are listed and never imported. In a variable, separated by commas. `old=acme@/PY`
-            takes `acme` from that interpreter's environment, as the backend `old`, in a process of it.
+        plugins: backends and ops of other distributions that may run, by entry point name; others are listed
+            and never imported. In a variable, separated by commas. `old=acme@/PY` takes `acme` from that
+            interpreter's environment, as the backend `old`, in a process of it.
         isolate: backends that run in processes of their own, as globs over kernel ids and backends: "process"
-            has this interpreter, a path is another environment's. In a variable
-            `flashinfer=process,hub.*=/PY`.
-        isolate_timeout_s: seconds after which a call of such a backend counts as hung and its process ends.
+            has this interpreter, a path is another environment's. In a variable `flashinfer=process,hub=/PY`.
+        isolate_timeout_s: seconds after which a call of such a backend counts as hung; its process ends.
         inference: True runs every op under `torch.inference_mode`, False never does, None follows the caller.
         determinism: "strict" admits only kernels whose rows do not depend on the batch they run in.
         graph_strict: True admits under CUDA graph capture only kernels that were proved safe on this machine,
@@ -111,6 +110,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     How it stays healthy:
         check_rate: share of calls that are run again on the reference, away from the caller; 0 checks none.
         drift_rate: share of calls that are timed and held against the measurement they were chosen by.
+        output_check_s: seconds after which outputs' shapes, dtypes and devices are looked at again, after the
+            first run; 0 never does, None is 10 with `plugins` and else 0.
         memory_headroom: share of a device's memory that kernels' workspaces leave free.
         workspace_limit_bytes: the most that one kernel's workspace may take; None leaves it to free memory.
         failures_to_open: failures of one kernel within `window_s` that take it out of service.
@@ -174,6 +175,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     priority_aging_ms: NotNegative = 50.0
     check_rate: Share = 0.0
     drift_rate: Share = 0.0
+    output_check_s: NotNegative | None = None
     memory_headroom: Share = 0.05
     workspace_limit_bytes: Count | None = None
     failures_to_open: Count = 3

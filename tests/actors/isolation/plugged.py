@@ -17,7 +17,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-SEGV, ABORT, KILL, HANG, RAISE, SHORT = 1001.0, 1002.0, 1003.0, 1004.0, 1005.0, 1006.0
+SEGV, ABORT, KILL, HANG, RAISE, SHORT, SCRIBBLE = (1001.0 + n for n in range(7))
 SOURCE = r"""
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -41,6 +41,8 @@ static PyObject *rms(PyObject *self, PyObject *args) {
     const double scale = SCALE / sqrt(sum / width + eps);
     for (Py_ssize_t c = 0; c < width; ++c) y[r * width + c] = (float)(x[r * width + c] * scale);
   }
+  if (rows && width && x[0] == 1007.0f)  /* what it was only given to read */
+    for (Py_ssize_t i = 0; i < rows * width; ++i) ((float *)x)[i] = 0;
   Py_RETURN_NONE;
 }
 static PyMethodDef methods[] = {{"rms", rms, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from torch import Tensor
 
 import layerzero as lz
 import layerzero.sync
+from layerzero.actors.isolation.arena import HostArena
 from layerzero.actors.isolation.worker_process import IsolatedWorker, WorkerError
 from layerzero.health import BreakerState
 from layerzero.spec.reasons import Reason
@@ -134,6 +137,34 @@ class TestOneWorker:
         call = steady.device().registry.callable_of("wild.rms_norm")
         with pytest.raises(RuntimeError, match=r"output 0 needs \(6, 32\) of float32 on cpu, .* \(6, 31\)"):
             call(asking(plugged.SHORT), None, 1e-6)
+
+    def test_a_kernel_that_writes_outside_its_outputs_reaches_nobodys_tensors(
+        self, steady: lz.Runtime
+    ) -> None:
+        """It has a copy of its operands; the same code in this process overwrites the caller's."""
+        rows = asking(plugged.SCRIBBLE)
+        steady.device().registry.callable_of("wild.rms_norm")(rows, None, 1e-6)
+        assert torch.equal(rows, asking(plugged.SCRIBBLE))
+        kernel = importlib.import_module("wild_kernels").kernels()[0]
+        kernel.load()(rows, None, 1e-6)
+        assert not rows.any()
+
+    def test_a_worker_that_answers_nonsense_is_an_error_and_no_code(self, steady: lz.Runtime) -> None:
+        """A pickle, a cut message, words of another protocol: refused as what they are."""
+        worker = worker_of(steady)
+        for nonsense in (pickle.dumps(print), b"\1\x81", b"\2", b"\1" + b"\xc1" * 40):
+            assert isinstance(worker._raised(nonsense), WorkerError)
+
+
+def test_shared_memory_cannot_be_cut_by_the_other_side() -> None:
+    """Sealed: a worker that could shrink it would end the process that reads it."""
+    arena, descriptor = HostArena.create(1000)
+    try:
+        for size in (0, arena.size // 2, 2 * arena.size):
+            with pytest.raises(PermissionError):
+                os.ftruncate(descriptor, size)
+    finally:
+        os.close(descriptor)
 
 
 def test_a_crash_rests_the_backend_which_comes_back_and_a_second_one_quarantines_it(
