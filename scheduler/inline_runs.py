@@ -130,7 +130,7 @@ class YieldOnce:
 
     def __await__(self) -> Generator[None, None, bool]:
         driver = self._driver
-        task = asyncio.current_task(driver.loop)
+        task = driver._current_task(driver.loop)
         if driver.sole_caller is None or driver.sole_caller is not task:
             return False
         yield
