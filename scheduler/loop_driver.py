@@ -137,7 +137,7 @@ class LoopDriver:
         if self.stepping is not None:
             return self.stepping
         task = self._current_task(self.loop)
-        caller = self._callers.get(task)  # type: ignore[arg-type]
+        caller = self._callers.get(task)
         return self._add_task(task) if caller is None else caller
 
     def may_inline(self) -> bool:
@@ -376,9 +376,7 @@ class LoopDriver:
         return in_time
 
     async def _wait_drained(self, timeout_s: float) -> bool:
-        assert self._drained is not None
-        await asyncio.wait({self._drained}, timeout=timeout_s)
-        return self._drained.done()
+        return bool((await asyncio.wait({self._drained}, timeout=timeout_s))[0])  # type: ignore[type-var]
 
     def close(self) -> None:
         """Stop at once: what queues or runs fails with RuntimeClosedError, a running batch is detached."""

@@ -90,7 +90,8 @@ def _warn_shared_modes(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _close_driver(driver: LoopDriver) -> None:
-    stop_isolating_task_modes(driver.loop)
+    if not driver.foreign:
+        stop_isolating_task_modes(driver.loop)
     driver.close()
 
 
@@ -152,7 +153,7 @@ class LoopDrivers:
         return driver if driver is not None else self._open(loop)
 
     def _trio_loop(self) -> Any:
-        """The trio run in this thread, or None; nothing is imported where the program has not imported trio."""
+        """The trio run in this thread, or None; without trio in the program nothing is imported."""
         if "trio" not in sys.modules:
             return None
         from layerzero.scheduler.trio_driver import current_loop

@@ -136,9 +136,7 @@ class TrioLoop(Instrument):
         """Whether the run has ended."""
         return self._closed
 
-    def call_soon(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> None:
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> None:
         """Run `callback(*args)` when every task that may run now has run."""
         due = partial(callback, *args)
         self._due.append(due if context is None else partial(context.run, due))
@@ -171,7 +169,9 @@ class TrioLoop(Instrument):
             if not self._due:
                 self._parked = trio.lowlevel.current_task()
                 await trio.lowlevel.wait_task_rescheduled(self._leave)
-            await trio.lowlevel.cancel_shielded_checkpoint()
+            else:  # among the tasks that were woken with it, in no order
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            await trio.lowlevel.cancel_shielded_checkpoint()  # behind all of those
             due, self._due = self._due, deque()
             for callback in due:
                 _run(callback)

@@ -120,15 +120,10 @@ class LocalDevice:
             str(self.device), self.registry, self.counters, now, self.refresh, lambda: self.settings
         )
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
-        self._recovery = Recovery(
-            self.kernel_calls, self.health, self.counters, self.hardware, self._refresh_budget_now
-        )
-        self.compiler = PlanCompiler(
-            self.kernel_calls, self.health, self.loader, self._recovery, self.counters
-        )
-        self._live_checks = LiveChecks(
-            self.compiler, lambda: [self.snapshot, *self._policy_states.values()], self.clock
-        )
+        calls, counters = self.kernel_calls, self.counters
+        self._recovery = Recovery(calls, self.health, counters, self.hardware, self._refresh_budget_now)
+        self.compiler = PlanCompiler(calls, self.health, self.loader, self._recovery, counters)
+        self._live_checks = LiveChecks(self.compiler, self._states, self.clock)
         self._probe_timer = ProbeTimer(self.health, self.clock)
 
     def _states(self) -> list[DispatchState]:

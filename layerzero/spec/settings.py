@@ -74,9 +74,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     What it may do:
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
         capabilities: file that takes away from what kernels claim to take; it cannot add to it.
-        plugins: backends and ops of other distributions that may run, by entry point name; others are listed
-            and never imported. In a variable, separated by commas. `old=acme@/PY` takes `acme` from that
-            interpreter's environment, as the backend `old`, in a process of it.
+        plugins: backends and ops of other distributions that may run, by entry point name; others are listed,
+            never imported. `old=acme@/PY` takes `acme` from that interpreter's environment, in a process of
+            it, as the backend `old`. In a variable, separated by commas.
         isolate: backends that run in processes of their own, as globs over kernel ids and backends: "process"
             has this interpreter, a path is another environment's. In a variable `flashinfer=process,hub=/PY`.
         isolate_timeout_s: seconds after which a call of such a backend counts as hung; its process ends.
@@ -341,8 +341,7 @@ def _parsed(field: str, text: str, variable: str) -> Any:
     if get_origin(hint) is tuple:
         value = [name.strip() for name in word.split(",") if name.strip()]
     elif get_origin(hint) is dict:
-        pairs = (item.partition("=") for item in word.split(",") if item.strip())
-        value = {name.strip(): place.strip() for name, _, place in pairs}
+        value = {k.strip(): v.strip() for k, _, v in (i.partition("=") for i in word.split(",")) if k.strip()}
     elif optional and word.lower() in ("", "none"):
         value = None
     elif bool in (hint, *get_args(hint)):
