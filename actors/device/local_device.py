@@ -120,14 +120,14 @@ class LocalDevice:
             str(self.device), self.registry, self.counters, now, self.refresh, lambda: self.settings
         )
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
-        self._recovery = Recovery(
-            self.kernel_calls, self.health, self.counters, self.hardware, self._refresh_budget_now
-        )
-        self.compiler = PlanCompiler(
-            self.kernel_calls, self.health, self.loader, self._recovery, self.counters
-        )
-        self._live_checks = LiveChecks(self.compiler)
+        calls, counters = self.kernel_calls, self.counters
+        self._recovery = Recovery(calls, self.health, counters, self.hardware, self._refresh_budget_now)
+        self.compiler = PlanCompiler(calls, self.health, self.loader, self._recovery, counters)
+        self._live_checks = LiveChecks(self.compiler, self._states, self.clock)
         self._probe_timer = ProbeTimer(self.health, self.clock)
+
+    def _states(self) -> list[DispatchState]:
+        return [self.snapshot, *self._policy_states.values()]
 
     def _health_changed(self, transition: Transition) -> None:
         if self._opened:  # stored quarantines arrive while the board is being made; nothing is planned yet
@@ -236,6 +236,7 @@ class LocalDevice:
         """Start anew in a forked child: fresh locks, no timers or threads, an empty snapshot."""
         self._lock = threading.RLock()
         self._probe_timer.reset_after_fork()
+        self._live_checks.outputs.reset_after_fork()
         self.loader.reset_after_fork()
         self._costs_loading = None
         self._policy_states = {}

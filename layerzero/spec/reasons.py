@@ -188,6 +188,12 @@ class Reason(StrEnum):
     JIT_FAILED = "JIT_FAILED", Category.BACKEND, "did not compile"
     PYTHON_FREE_THREADED = "PYTHON_FREE_THREADED", Category.BACKEND, "needs a Python with its global lock"
 
+    WORKER_FAILED = "WORKER_FAILED", Category.BACKEND, "its process did not start, or refused it"
+    WORKER_VERSION = "WORKER_VERSION", Category.BACKEND, "its environment has another version of this library"
+    ISOLATION_UNSUPPORTED = "ISOLATION_UNSUPPORTED", Category.BACKEND, "cannot run in a process of its own"
+
+    WORKER_CRASHED = "WORKER_CRASHED", Category.HEALTH, "ended the process that it ran in"
+    WORKER_HUNG = "WORKER_HUNG", Category.HEALTH, "did not answer within the time limit of a call"
     CIRCUIT_OPEN = "CIRCUIT_OPEN", Category.HEALTH, "failed too often and rests"
     QUARANTINED = "QUARANTINED", Category.HEALTH, "is quarantined"
     DEVICE_LOST = "DEVICE_LOST", Category.HEALTH, "its device is gone"
