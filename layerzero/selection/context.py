@@ -81,7 +81,7 @@ class SelectionContext:
     def fingerprint(self, op: str) -> Hashable:
         """Equal for two contexts that decide every request of `op` alike."""
         kernel_ids = tuple(k.id for k in self.kernels)
-        policy_rules = tuple(r for r in self.policy.rules if r.op in ("*", op))
+        policy_rules = tuple(r for r in self.policy.rules if r.concerns(op))
         status = self.status
         blocked = tuple((k, status.blocked[k].reason) for k in kernel_ids if k in status.blocked)
         unready = tuple(k for k in kernel_ids if k in status.unready)
