@@ -77,7 +77,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     the kernels that take the request from the chosen one down, as fallbacks try them. `table_miss` says
     why the dispatch table that is in force leaves the request to run time: it has no bucket for it, or was
     solved under another policy. `overlay` begins the digest of the capability overlay in force, empty where
-    there is none.
+    there is none. `ahead` says that a dispatch table decided, so that only its kernel was judged: `trace` and
+    `order` hold that one.
     """
 
     op: str
@@ -94,6 +95,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     fallback: str = ""
     table_miss: Rejected | None = None
     overlay: str = ""
+    ahead: bool = False
 
     def __repr__(self) -> str:
         kernel = self.kernel or "no kernel"
@@ -131,6 +133,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             "version": self.version,
             "policy": self.policy,
             "overlay": self.overlay,
+            "ahead": self.ahead,
             "request": msgspec.to_builtins(self.request),
             "candidates": [_candidate_plain(c) for c in self.trace],
         }
