@@ -21,6 +21,10 @@ COMMANDS = {
         "capabilities",
         "Export what kernels claim; check such files, and overlays that take some of it away",
     ),
+    "compare": (
+        "judging.report",
+        "Say what two reports differ in, by how much, and why: two machines, versions or policies",
+    ),
     "consistency": (
         "consistency",
         "Compare versions, kernels, plans, numerics and batch order over all devices of a deployment",
@@ -36,6 +40,10 @@ COMMANDS = {
     "ready": (
         "warmup",
         "Say whether a fresh process would serve MANIFEST without compiling; compiles nothing itself",
+    ),
+    "report": (
+        "judging.report",
+        "Write one HTML page about this machine: kernels by call with regret and reasons, batches, health, drift",
     ),
     "solve": (
         "tune",

@@ -13,6 +13,7 @@ LayerZeroError
 ├─ SelectionTimeoutError     a selection or a lock took longer than allowed
 ├─ CacheCorruptionError      a stored file does not decode to what was written   .path
 ├─ BundleRefusedError        a warm-up bundle is not used, and nothing of it was written   .path .problems
+├─ ReportRefusedError        a file is no report to work with   .path .problems
 ├─ OverloadedError                the queue is full                         .retry_after
 ├─ DeadlineExceededError     a call's deadline passed before it ran
 ├─ ModeChangedError          torch's modes differ across an await
@@ -119,6 +120,15 @@ class BundleRefusedError(LayerZeroError):
 
     `problems` are `Rejected`, each with its reason code, the field, what it needs and what it got.
     """
+
+    def __init__(self, message: str, *, path: str, problems: tuple[Any, ...], **context: Any) -> None:
+        super().__init__(message, path=path, problems=problems, **context)
+        self.path = path
+        self.problems = problems
+
+
+class ReportRefusedError(LayerZeroError):
+    """A file is no report, one of another format, or cut off; `problems` are `Rejected` with their codes."""
 
     def __init__(self, message: str, *, path: str, problems: tuple[Any, ...], **context: Any) -> None:
         super().__init__(message, path=path, problems=problems, **context)

@@ -27,6 +27,7 @@ class Category(StrEnum):
     RESOURCE = "resource"
     DISPATCH_TABLE = "dispatch_table"
     BUNDLE = "bundle"
+    REPORT = "report"
 
 
 class Reason(StrEnum):
@@ -202,6 +203,9 @@ class Reason(StrEnum):
     BUNDLE_FORMAT = "BUNDLE_FORMAT", Category.BUNDLE, "is no bundle, or one of another format"
     BUNDLE_UNSAFE = "BUNDLE_UNSAFE", Category.BUNDLE, "holds what a bundle must not hold"
     BUNDLE_UNTRUSTED = "BUNDLE_UNTRUSTED", Category.BUNDLE, "is not known to be the one that is wanted"
+
+    REPORT_FORMAT = "REPORT_FORMAT", Category.REPORT, "is no report, or one of another format"
+    REPORT_DAMAGED = "REPORT_DAMAGED", Category.REPORT, "is cut off or was altered"
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, gc=False):
