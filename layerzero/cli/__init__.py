@@ -43,7 +43,7 @@ COMMANDS = {
     ),
     "report": (
         "judging.report",
-        "Write one HTML page about this machine: kernels by call with regret and reasons, batches, health, drift",
+        "Write one HTML page about this machine: kernels by call with regret and why, batches, health, drift",
     ),
     "solve": (
         "tune",

@@ -49,7 +49,7 @@ class _Chooser:
 
 
 class _TableChooser(_Chooser):
-    """Decides as a machine of a table's class would, with every library installed and nothing measured since."""
+    """Decides as a machine of a table's class would, with every library installed."""
 
     def __init__(self, table: ShippedTable, policy: Policy) -> None:
         self.hardware = hardware_of(table.provenance.environment)
@@ -182,21 +182,21 @@ def call_text(case: BenchmarkCase) -> str:
 def _verdict(candidate: Candidate, kernels: TextList, texts: TextList) -> StoredVerdict:
     accepted = candidate.accepted
     if candidate.rejected or accepted is None:
-        said = [
+        sentences = [
             str(reason) + (f" (accepted if {reason.counterfactual})" if reason.counterfactual else "")
             for reason in candidate.rejected
         ]
-        return StoredVerdict(kernels.place(candidate.kernel), None, tuple(map(texts.place, said)))
-    said = [f"by {accepted.source}"]
+        return StoredVerdict(kernels.place(candidate.kernel), None, tuple(map(texts.place, sentences)))
+    sentences = [f"by {accepted.source}"]
     if accepted.transforms:
         changes = ", ".join(map(str, accepted.transforms))
-        said.append(f"+ {accepted.transform_us:.1f} us for {changes}")
+        sentences.append(f"+ {accepted.transform_us:.1f} us for {changes}")
     if abs(accepted.total_us - accepted.kernel_us - accepted.transform_us) > 1e-9:
-        said.append("the policy weighs it")
+        sentences.append("the policy weighs it")
     if accepted.note:
-        said.append(accepted.note)
+        sentences.append(accepted.note)
     return StoredVerdict(
-        kernels.place(candidate.kernel), _short(accepted.total_us), tuple(map(texts.place, said))
+        kernels.place(candidate.kernel), _short(accepted.total_us), tuple(map(texts.place, sentences))
     )
 
 

@@ -43,10 +43,11 @@ def collect_report(
     """The report of this process, its default device and the files named.
 
     Args: every_table: all tables that come with the package, not only the one that decides here. trace: what
-        `lz.timeline` wrote. traffic: more rows of batches. since: an earlier report, whose differences are shown.
-        ranks: reports of the ranks of one group. ledger: a ledger of requirements. imports, timeout_s: as `doctor`.
-    Raises: ReportRefusedError: `since` or one of `ranks` is no report. ConfigurationError: `trace` is no trace,
-        `ledger` no ledger. OSError: a file cannot be read.
+        `lz.timeline` wrote. traffic: more rows of batches. since: an earlier report, whose differences are
+        shown. ranks: reports of the ranks of one group. ledger: a ledger of requirements. imports, timeout_s:
+        as `doctor`.
+    Raises: ReportRefusedError: `since` or one of `ranks` is no report. ConfigurationError: `trace` is no
+        trace, `ledger` no ledger. OSError: a file cannot be read.
     """
     stored = None if trace is None else StoredTrace(trace)
     earlier = None if since is None else read_report(since)
@@ -56,19 +57,19 @@ def collect_report(
     device = runtime.device()
     maps = [map_of_device(device)]
     maps += [map_of_table(t, n, runtime.policy) for n, t in tables_for(device.hardware, every_table)]
-    made = datetime.now(UTC).isoformat(timespec="seconds")
+    written_at = datetime.now(UTC).isoformat(timespec="seconds")
     rank = own_rank()
     host = f"{socket.gethostname()}{'' if rank is None else f', rank {rank}'}"
     document = ReportDocument(
-        made=made,
+        written_at=written_at,
         version=VERSION,
-        title=f"{host}, {examined.device or 'no device'}, layerzero {VERSION}, {made}",
+        title=f"{host}, {examined.device or 'no device'}, layerzero {VERSION}, {written_at}",
         facts=_clean(dict(_facts(examined, runtime))),
         machine=tuple(_tables(examined)),
         missing=tuple(
-            (found.backend, found.state, found.detail or found.install)
-            for found in examined.libraries
-            if found.state != "works"
+            (library.backend, library.state, library.detail or library.install)
+            for library in examined.libraries
+            if library.state != "works"
         ),
         problems=examined.problems,
         notes=examined.notes,
@@ -76,7 +77,9 @@ def collect_report(
         traffic=(*traffic_of_runtime(runtime), *traffic, *(traffic_of_trace(stored) if stored else ())),
         health=tuple((s.kernel, s.state.value, s.why or "-") for s in examined.health),
         timeline=None if stored is None else excerpt_of(stored),
-        ranks=tuple(RankFacts(name, {**report.facts, "made": report.made}) for name, report in others),
+        ranks=tuple(
+            RankFacts(name, {**report.facts, "written": report.written_at}) for name, report in others
+        ),
         ledger=rows,
     )
     if earlier is None:
@@ -113,7 +116,7 @@ def _clean_row(row: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _facts(examined: DoctorReport, runtime: Runtime) -> Iterator[tuple[str, str]]:
-    """What two machines, versions and policies are told apart by."""
+    """What two machines, versions and policies are compared by."""
     hardware = runtime.device().hardware
     yield "layerzero", VERSION
     yield "system", examined.host.system
@@ -121,8 +124,8 @@ def _facts(examined: DoctorReport, runtime: Runtime) -> Iterator[tuple[str, str]
     for name, value in msgspec.to_builtins(Environment.of_hardware(hardware)).items():
         yield name, ", ".join(value) if isinstance(value, list | tuple) else str(value)
     yield "policy", runtime.policy.digest
-    for found in examined.libraries:
-        yield f"library {found.backend}", f"{found.state} {found.version or ''}".strip()
+    for library in examined.libraries:
+        yield f"library {library.backend}", f"{library.state} {library.version or ''}".strip()
     for rule in examined.policy:
         yield f"rule {rule['action']} {', '.join(rule['patterns'])} for {rule['op']}", str(rule["source"])
     for name, value in examined.settings.items():

@@ -1,7 +1,8 @@
 """Two reports compared: what two machines, versions or policies differ in, by how much, and why.
 
 Times are compared call by call and kernel by kernel; a difference counts where it is larger than both
-measurements' own spread and than `NOISE`. A choice that differs is traced to the first cause that explains it.
+measurements' own spread and than `NOISE`. A choice that differs is traced to the first cause that explains
+it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class ChoiceChange(msgspec.Struct, frozen=True):
 
 
 class OpChange(msgspec.Struct, frozen=True):
-    """One op: calls that both measured, the geometric mean of the chosen kernels' ratio, choices that differ."""
+    """One op: calls of both reports, the mean (geometric) ratio of chosen kernels, choices that differ."""
 
     op: str
     calls: int
@@ -88,8 +89,8 @@ class ReportComparison(msgspec.Struct, frozen=True):
         if not self.facts and not self.choices and not self.slower and not self.faster:
             return f"nothing differs in {len(self.times)} times that both have"
         return (
-            f"{len(self.facts)} facts differ; of {len(self.times)} times that both have, {self.faster} are shorter "
-            f"and {self.slower} longer; {len(self.choices)} choices differ"
+            f"{len(self.facts)} facts differ; of {len(self.times)} times that both have, "
+            f"{self.faster} are shorter and {self.slower} longer; {len(self.choices)} choices differ"
         )
 
 
@@ -180,21 +181,20 @@ class _MapPair:
         refusal = _refusal(self._second, after, old)
         if refusal:
             return f"{old}: {refusal}"
+        if after.chosen >= 0 and new not in _judged(self._first, before):
+            return f"{new} is new"
         lifted = _refusal(self._first, before, new)
         if lifted:
             return f"{new} was refused before: {lifted}"
-        if new not in _judged(self._first, before):
-            return f"{new} is new"
-        if (
-            self._policies_differ
-            and "policy" in f"{self._second.texts[after.why]} {self._first.texts[before.why]}"
-        ):
-            return f"another policy: {self._second.texts[after.why]}"
+        reasons = (self._first.texts[before.why], self._second.texts[after.why])
+        if self._policies_differ and any("policy" in reason for reason in reasons):
+            return f"another policy: {reasons[1]}"
         expected = [
             (_expected(self._first, before, k), _expected(self._second, after, k)) for k in (old, new)
         ]
         (old_first, old_second), (new_first, new_second) = expected
-        return f"expected us: {old} {_us(old_first)}, then {_us(old_second)}; {new} {_us(new_first)}, then {_us(new_second)}"
+        was, became = f"{_us(old_first)}, then {_us(old_second)}", f"{_us(new_first)}, then {_us(new_second)}"
+        return f"expected us: {old} {was}; {new} {became}"
 
 
 def _us(value: float | None) -> str:

@@ -1,7 +1,7 @@
 """The record behind a report: machine, measured times with the choices over them, traffic, health, ledger.
 
-It is JSON by itself, and the page holds the same JSON; `read_report` takes either. Arrays of numbers point into
-the lists of texts beside them, since thousands of verdicts share a few hundred sentences.
+It is JSON by itself, and the page holds the same JSON; `read_report` takes either. Arrays of numbers point
+into the lists of texts beside them, since thousands of verdicts share a few hundred sentences.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class StoredVerdict(msgspec.Struct, frozen=True, array_like=True):
 class MeasuredCall(msgspec.Struct, frozen=True):
     """A call that was measured: who took how long, who would be taken, why, and what everybody says to it.
 
-    `chosen` is -1 where no kernel takes the call. `regret` is the chosen kernel's time over the least of those
-    that take the call, transforms included; None where the chosen one was not timed.
+    `chosen` is -1 where no kernel takes the call. `regret` is the chosen kernel's time over the least of
+    those that take the call, transforms included; None where the chosen one was not timed.
     """
 
     op: str
@@ -74,7 +74,7 @@ class CallMap(msgspec.Struct, frozen=True):
 
     source: str
     machine: str
-    own: bool
+    is_own: bool
     kernels: tuple[str, ...]
     texts: tuple[str, ...]
     calls: tuple[MeasuredCall, ...]
@@ -135,7 +135,7 @@ class ReportDocument(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str = KIND
     format: int = FORMAT
-    made: str
+    written_at: str
     version: str
     title: str
     facts: dict[str, str] = {}
@@ -155,8 +155,8 @@ class ReportDocument(msgspec.Struct, frozen=True, kw_only=True):
 def read_report(path: str | os.PathLike[str]) -> ReportDocument:
     """The record of a report, out of its page or its JSON.
 
-    Raises: ReportRefusedError: it is no report (REPORT_FORMAT), of another format, or cut off (REPORT_DAMAGED).
-        OSError: it cannot be read.
+    Raises: ReportRefusedError: it is no report (REPORT_FORMAT), of another format, or cut off
+        (REPORT_DAMAGED). OSError: it cannot be read.
     """
     data = read_given(path)
     text = data.lstrip()
@@ -195,11 +195,11 @@ def _checked(document: ReportDocument) -> ReportDocument:
     for each in document.maps:
         kernels, texts = len(each.kernels), len(each.texts)
         for call in each.calls:
-            points = [*(timed.kernel for timed in call.times), *(said.kernel for said in call.verdicts)]
-            said = [call.why, *(place for verdict in call.verdicts for place in verdict.texts)]
+            points = [*(timed.kernel for timed in call.times), *(verdict.kernel for verdict in call.verdicts)]
+            places = [call.why, *(place for verdict in call.verdicts for place in verdict.texts)]
             if not all(0 <= place < kernels for place in points) or not -1 <= call.chosen < kernels:
                 raise ValueError(f"{call.op} {call.call}: a kernel that is not listed")
-            if not all(0 <= place < texts for place in said) or not -1 <= call.elsewhere < texts:
+            if not all(0 <= place < texts for place in places) or not -1 <= call.elsewhere < texts:
                 raise ValueError(f"{call.op} {call.call}: a sentence that is not listed")
     return document
 

@@ -186,7 +186,7 @@ function heatMap(map, op) {
 
 function maps() {
   const usable = record.maps.filter((map) => map.calls.length);
-  const own = record.maps.find((map) => map.own);
+  const own = record.maps.find((map) => map.is_own);
   const empty = own && !own.calls.length ? el("p", { class: "bad" },
     "Nothing was measured on this machine: lz tune measures its kernels, until then choices rest on shipped tables and estimates.") : null;
   if (!usable.length) { part("maps", "Kernels by call", empty, el("p", { class: "soft" }, "There is no table for this hardware either, so there is no map.")); return; }

@@ -1,7 +1,7 @@
 """One self-contained HTML page of a record: style, script and data inside, nothing fetched from anywhere.
 
-The record is JSON in which no "<", ">" or "&" stands, so that no text of it can end its element; the script puts
-it on the page as text. The page's own policy (CSP) lets nothing run but that script.
+The record is JSON without "<", ">" or "&", so that no text of it can end its element; the script
+puts it on the page as text. The page's own policy (CSP) lets nothing run but that script.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def page_of(record: dict[str, Any]) -> bytes:
 
 
 def safe_json(record: Any) -> str:
-    """JSON that may stand inside an element of HTML."""
+    """JSON for the inside of an element of HTML."""
     text = msgspec.json.encode(record).decode()
     for character, escaped in _UNSAFE.items():
         text = text.replace(character, escaped)
@@ -73,7 +73,8 @@ def _hash_of(text: str) -> str:
 def write_page(path: str | os.PathLike[str], page: bytes) -> None:
     """Write a page, whole or not at all.
 
-    Raises: ConfigurationError: another file than a page or an empty one is there. OSError: it cannot be written.
+    Raises: ConfigurationError: another file than a page or an empty one is there. OSError: it cannot be
+        written.
     """
     target = Path(path)
     if target.exists() and not _is_page(target):

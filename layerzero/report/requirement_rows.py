@@ -39,7 +39,10 @@ def _rows(text: str) -> Iterator[LedgerRow]:
         )
         if len(cells) != len(_COLUMNS):
             in_ledger = False
-        elif cells == _COLUMNS:
+        elif (cells[0], *cells[2:]) == (
+            _COLUMNS[0],
+            *_COLUMNS[2:],
+        ):  # a decision's second column is "decided"
             in_ledger = True
         elif in_ledger and set(cells[0]) - {"-", ":"}:
             name, what, _, proof, verdict = cells

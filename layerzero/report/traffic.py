@@ -1,4 +1,4 @@
-"""Batches, waiting times and an excerpt of a timeline: out of a trace, out of metrics, out of this process."""
+"""Batches, waiting times and an excerpt of a timeline: out of a trace, or out of this process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _traffic(source: str, op: str, events: Sequence[_Event], waits: Sequence[flo
 
 
 def _queue_times(events: Iterable[_Event]) -> list[tuple[str, float]]:
-    """Milliseconds in the queue by op: a slice "queued" stands inside its call's, on its caller's row."""
+    """Milliseconds in the queue by op: a slice "queued" is inside its call's, on its caller's row."""
     times: list[tuple[str, float]] = []
     around: dict[tuple[int, int], _Event] = {}
     for event in events:
@@ -98,7 +98,7 @@ def excerpt_of(trace: StoredTrace) -> TimelineExcerpt:
     )
     return TimelineExcerpt(
         source=trace.path.name,
-        begin_us=min((event["ts"] for event in near), default=0.0),
+        begin_us=round(min((event["ts"] for event in near), default=0.0), 1),
         end_us=max((event["ts"] + event["dur"] for event in near), default=0.0),
         left_out=len(slices) - len(near),
         texts=tuple(texts),

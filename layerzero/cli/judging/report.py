@@ -43,8 +43,8 @@ def report(
 ) -> None:  # fmt: skip
     """Write one HTML page about this machine to PATH, complete in itself: it opens without a network.
 
-    Kernels by call with regret, why each was taken, batches, health, a timeline, drift, ranks, requirements. With
-    --json its record is printed, which `lz compare` reads as well as the page.
+    Kernels by call with regret, why each was taken, batches, health, a timeline, drift, ranks, requirements.
+    With --json its record is printed, which `lz compare` reads as well as the page.
     """
     if path is None and not json_:
         raise click.UsageError("PATH needs the page to write, such as report.html; --json prints the record")
@@ -69,7 +69,7 @@ def _summary(path: str, document: ReportDocument) -> list[str]:
     """What was written, for people."""
     calls = sum(len(each.calls) for each in document.maps)
     lines = [f"{path}: {Path(path).stat().st_size / 1e6:.2f} MB, {calls} measured calls"]
-    if not any(each.own and each.calls for each in document.maps):
+    if not any(each.is_own and each.calls for each in document.maps):
         lines.append("nothing was measured on this machine: lz tune measures its kernels")
     return lines
 
@@ -110,7 +110,10 @@ def _traffic_row(url: str, name: str, device: DeviceCounts) -> TrafficOf:
 def compare(
     ctx: click.Context, first: str, second: str, page: str | None, fail_slower: bool, json_: bool
 ) -> None:
-    """Say what report SECOND differs in from report FIRST, by how much, and why: machines, versions, policies."""
+    """Say what report SECOND differs in from report FIRST, by how much, and why.
+
+    They are of two machines, two versions or two policies.
+    """
     try:
         comparison = compare_reports(read_report(first), read_report(second))
         if page is not None:
@@ -142,7 +145,8 @@ def _parts_of(comparison: ReportComparison) -> list[str | output.Table]:
         output.Table("by op", ("op", "calls", "second over first", "shorter", "longer", "choices"), ops),
         output.Table("choices that differ", ("op", "call", "first", "second", "why"), choices),
         output.Table(
-            "times that differ by more than noise", ("op", "call", "kernel", "first us", "second us", "ratio"),
+            "times that differ by more than noise",
+            ("op", "call", "kernel", "first us", "second us", "ratio"),
             times[:40],
         ),
     ]  # fmt: skip
