@@ -31,6 +31,10 @@ COMMANDS = {
     ),
     "doctor": ("doctor", "Examine the installation: hardware, torch, libraries, kernels, health, policy"),
     "explain": ("explain", "Show every kernel's verdict on a call and why one is taken"),
+    "gate": (
+        "judging.gate",
+        "Say whether a release may go out: stages with thresholds and waivers out of RELEASE.yaml",
+    ),
     "kernels": ("doctor", "List the kernels and the state of each on a device"),
     "perfdb": (
         "tune",

@@ -316,6 +316,25 @@ function ledger() {
       { text: row.note, class: "wide" }, { text: row.proof, class: "wide" }, { text: row.section }]));
 }
 
+function gate() {
+  const colour = { passed: "h0", waived: "h2", failed: "h4" };
+  const findings = record.stages.flatMap((stage) => stage.findings);
+  part("verdict", record.passed ? "The gate is passed" : "The gate is not passed",
+    el("p", { class: record.passed ? null : "bad" }, el("strong", {}, record.passed ? "passed" : "failed"), `: ${record.title}`),
+    el("p", { class: "soft" }, `${record.machine}, ${record.written_at}`),
+    record.notes.map((text) => el("p", { class: "soft" }, "note: " + text)),
+    grid("stages", [{ name: "stage" }, { name: "state" }, { name: "checks", number: true }, { name: "seconds", number: true }, { name: "findings", number: true }],
+      record.stages, (stage) => [{ text: stage.stage }, { text: stage.state, class: colour[stage.state] },
+        { text: String(stage.checks), sort: stage.checks, class: "number" }, { text: stage.seconds.toFixed(1), sort: stage.seconds, class: "number" },
+        { text: String(stage.findings.length), sort: stage.findings.length, class: "number" }],
+      (stage) => stage.lines.length ? stage.lines.map((text) => el("p", {}, text)) : el("p", { class: "soft" }, "Nothing more to say.")));
+  part("findings", "What was found", simple("findings", ["finding", "what", "waived by"],
+    findings.map((found) => [found.name, found.text, found.waived_by || "-"]), "Nothing."));
+  part("waivers", "Waivers", simple("waivers", ["finding", "owner", "reason", "until"],
+    record.waivers.map((waiver) => [waiver.finding, waiver.owner, waiver.reason, waiver.expires]), "None."));
+  part("artifacts", "Artifacts", simple("artifacts", ["file", "SHA-256"], record.artifacts, "None were kept (--artifacts)."));
+}
+
 function theme() {
   const button = document.getElementById("theme"), root = document.documentElement;
   const dark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
@@ -328,6 +347,7 @@ document.getElementById("subtitle").textContent = record.title;
 document.title = "LayerZero report: " + record.title;
 theme();
 if (record.kind === "layerzero comparison") comparison("compared", "What differs", record.comparison, "");
+else if (record.kind === "layerzero gate") gate();
 else {
   overview();
   maps();
