@@ -17,6 +17,7 @@ LayerZeroError
 ├─ BundleRefusedError        a warm-up bundle is not used, and nothing of it was written   .path .problems
 ├─ PlanRefusedError          a file of plans is not used                .path .problems
 ├─ OverloadedError           the queue is full                         .retry_after
+├─ ReportRefusedError        a file is no report to work with   .path .problems
 ├─ DeadlineExceededError     a call's deadline passed before it ran
 ├─ ModeChangedError          torch's modes differ across an await
 ├─ DeviceLostError           the device or its process is gone        .retryable
@@ -146,6 +147,15 @@ class PlanRefusedError(LayerZeroError):
 
     `problems` are `Rejected`, each with its reason code, the field, what it needs and what it got.
     """
+
+    def __init__(self, message: str, *, path: str, problems: tuple[Any, ...], **context: Any) -> None:
+        super().__init__(message, path=path, problems=problems, **context)
+        self.path = path
+        self.problems = problems
+
+
+class ReportRefusedError(LayerZeroError):
+    """A file is no report, one of another format, or cut off; `problems` are `Rejected` with their codes."""
 
     def __init__(self, message: str, *, path: str, problems: tuple[Any, ...], **context: Any) -> None:
         super().__init__(message, path=path, problems=problems, **context)

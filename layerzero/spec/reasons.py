@@ -29,6 +29,8 @@ class Category(StrEnum):
     BUNDLE = "bundle"
     BLOCK = "block"
     PLAN = "plan"
+    REPORT = "report"
+    GATE = "gate"
 
 
 class Reason(StrEnum):
@@ -251,6 +253,21 @@ class Reason(StrEnum):
         Category.PLAN,
         "names a kernel that does not take its call now",
     )
+    REPORT_FORMAT = "REPORT_FORMAT", Category.REPORT, "is no report, or one of another format"
+    REPORT_DAMAGED = "REPORT_DAMAGED", Category.REPORT, "is cut off or was altered"
+
+    BASELINE_DAMAGED = "BASELINE_DAMAGED", Category.GATE, "is missing, cut off or was altered"
+    BASELINE_FORMAT = "BASELINE_FORMAT", Category.GATE, "is of another format"
+    BASELINE_UNTRUSTED = "BASELINE_UNTRUSTED", Category.GATE, "is not known to be the one that is wanted"
+    BASELINE_ENVIRONMENT_DIFFERS = (
+        "BASELINE_ENVIRONMENT_DIFFERS",
+        Category.GATE,
+        "was measured on another machine",
+    )
+    BASELINE_STALE = "BASELINE_STALE", Category.GATE, "is too old"
+    WAIVER_EXPIRED = "WAIVER_EXPIRED", Category.GATE, "has passed its last day"
+    PACE_SLOWER = "PACE_SLOWER", Category.GATE, "is slower than what it is compared with"
+    PACE_UNDECIDED = "PACE_UNDECIDED", Category.GATE, "is neither slower nor as fast within its rounds"
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, gc=False):
