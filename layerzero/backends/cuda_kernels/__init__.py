@@ -44,7 +44,6 @@ _kernel = functools.partial(
     last_stride1=True,
     alignment=16,
     tie_break_order=34,
-    distributions=("triton>=3.6",),
 )
 _CODES = "kv_float8_e4m3fn kv_float8_e5m2 kv_int8"
 _product = functools.partial(

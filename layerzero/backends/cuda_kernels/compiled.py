@@ -48,6 +48,12 @@ def function(
         return _function(index, files, name, shared, tuple(sorted(defines.items())))
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def or_any(operand: Tensor | None, other: Tensor) -> Tensor:
     """`operand`, or another tensor where a function takes a pointer that it does not follow."""
     return other if operand is None else operand

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.cuda_kernels.compiled import HALF, function
-from layerzero.backends.triton_kernels.append import scale_steps
-from layerzero.backends.triton_kernels.paged import join_parts, parts_of, processors
+from layerzero.backends.cuda_kernels.compiled import HALF, function, multiprocessors
 from layerzero.spec.call_spec import CallSpec
 
 _LOG2_E = 1.4426950408889634
@@ -20,6 +18,7 @@ _KINDS: Mapping[torch.dtype, int] = MappingProxyType(
 )
 # Four blocks keep 16 warps' loads on their way, at the price of a few registers in memory.
 _THREADS, _BLOCKS = 128, 4
+_PROGRAMS_A_PROCESSOR, _MOST_PARTS, _LEAST_PART = 4, 64, 128  # parts of a sequence, and tokens of one
 
 
 def _compiled(
@@ -31,6 +30,21 @@ def _compiled(
         BY_TOKEN=int(by_token), HALF=HALF[dtype], INDEX="int" if index == torch.int32 else "long long",
         BLOCKS=_BLOCKS,
     )  # fmt: skip
+
+
+def parts_of(programs: int, most_tokens: int, processors: int) -> int:
+    """Into how many parts each sequence is cut: 1 where `programs` fill the device."""
+    parts = min(
+        _PROGRAMS_A_PROCESSOR * processors // max(programs, 1), most_tokens // _LEAST_PART, _MOST_PARTS
+    )
+    return 1 << (max(parts, 1).bit_length() - 1)
+
+
+def _steps(scale: Tensor, token: int, head: int) -> tuple[int, int, int]:
+    """The steps of a pool's scales by page, token of a page and head."""
+    if scale.dim() == 3:
+        return scale.stride(0), scale.stride(token), scale.stride(head)
+    return 0, 0, scale.stride(0) if scale.dim() else 0
 
 
 def unit(request: CallSpec) -> str:
@@ -71,7 +85,7 @@ def paged_attention(
     sequences, heads, width = q.shape
     token, head = (1, 2) if layout == "NHD" else (2, 1)
     key_heads, page = k_cache.shape[head], k_cache.shape[token]
-    parts = parts_of(sequences * key_heads, block_tables.shape[1] * page, processors(q.device))
+    parts = parts_of(sequences * key_heads, block_tables.shape[1] * page, multiprocessors(q.device))
     out = torch.empty((sequences, heads, width), dtype=q.dtype, device=q.device)
     mixed, best, weight = out, out, out
     if parts > 1:
@@ -91,9 +105,13 @@ def paged_attention(
         args=[
             q, k_cache, v_cache, tables, seq_lens, mixed, best, weight, k_scale, v_scale,
             float((width**-0.5 if scale is None else scale) * _LOG2_E), q.stride(0), q.stride(1), *steps,
-            tables.stride(0), *scale_steps(k_scale, token, head), parts,
+            tables.stride(0), *_steps(k_scale, token, head), parts,
         ],
     )  # fmt: skip
     if parts > 1:
-        join_parts(mixed, best, weight, out)
+        join = function(q.device, ("join.cu",), "join_parts", HALF=HALF[q.dtype])
+        join(
+            grid=(sequences * heads, 1, 1), block=(width, 1, 1),
+            args=[mixed, best, weight, out, parts],
+        )  # fmt: skip
     return out

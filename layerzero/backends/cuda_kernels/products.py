@@ -9,24 +9,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.backends.cuda_kernels.compiled import HALF, function, or_any
-from layerzero.backends.triton_kernels.paged import processors
-from layerzero.backends.triton_kernels.products import add_parts
+from layerzero.backends.cuda_kernels.compiled import HALF, function, multiprocessors, or_any
 from layerzero.formats.table import format_of
 from layerzero.spec.call_spec import CallSpec
 
 # By format: the element, and how its scales are stored.
 _KINDS: Mapping[str, tuple[int, int]] = MappingProxyType({"int4": (0, 0), "mxfp4": (1, 1), "nvfp4": (1, 2)})
 _FEW_ROWS, _WIDE_ROWS, _WIDE_COLUMNS, _CHUNK = 16, 64, 128, 128
-_WIDE_THREADS = 256
+_WIDE_THREADS, _ADD_THREADS = 256, 256
 _WIDE_SHARED = 3 * (2 * _WIDE_ROWS * 256 + _WIDE_THREADS * 64)
 # Measured on an H200: chunks in a part of K, blocks of few rows at once, a K that wants more warps.
 _LEAST_CHUNKS, _LEAST_CHUNKS_OF_FEW, _BLOCKS_AT_ONCE, _LONG = 8, 48, 4, 8192
 
 
 class Cut(NamedTuple):
-    """A block for few rows: tiles of 8 rows, strips of 16 columns, warps that share K, chunks on their way, and
-    how many such blocks a multiprocessor is to hold."""
+    """A block for few rows: tiles of 8 rows, strips of 16 columns, warps that share K, chunks on their way.
+
+    A multiprocessor is to hold `blocks` of them.
+    """
 
     tiles: int
     strips: int
@@ -106,7 +106,7 @@ def quantized_linear(
     cut = cut or cut_of(count, inner)
     columns = 16 * cut.strips if is_few else _WIDE_COLUMNS
     blocks, lines = -(-width // columns), -(-count // (8 * cut.tiles if is_few else _WIDE_ROWS))
-    parts = parts or parts_of(blocks * lines, chunks, processors(x.device), is_few)
+    parts = parts or parts_of(blocks * lines, chunks, multiprocessors(x.device), is_few)
     out = torch.empty((count, width), dtype=x.dtype, device=x.device)
     sums = out if parts == 1 else torch.empty((parts, count, width), dtype=torch.float32, device=x.device)
     sizes, steps = [count, width, inner], [weight.stride(0), scale.stride(0)]
@@ -126,5 +126,9 @@ def quantized_linear(
             args=[image, weight, scale, *others, sums, *sizes, *steps, *flags, parts],
         )  # fmt: skip
     if parts > 1:
-        add_parts(sums, bias, out)
+        add = function(x.device, ("join.cu",), "add_parts", HALF=HALF[x.dtype])
+        add(
+            grid=(-(-count * width // _ADD_THREADS), 1, 1), block=(_ADD_THREADS, 1, 1),
+            args=[sums, others[2], out, count * width, width, flags[2], parts],
+        )  # fmt: skip
     return out.view(*x.shape[:-1], width)
