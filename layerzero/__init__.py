@@ -82,6 +82,7 @@ _HOMES = {
         "warmup_blocking",
     ),
     "layerzero.backends.hub": ("Hub", "hub_kernel"),
+    "layerzero.checkpoints": ("QuantizedCheckpoint", "load_quantized"),
     "layerzero.backends.triton_kernels.user_kernel": ("TritonLaunch", "triton_kernel"),
     "layerzero.api.doctor": ("doctor",),
     "layerzero.spec.errors": (
@@ -95,6 +96,7 @@ _HOMES = {
         "DeadlineExceededError",
         "DeviceLostError",
         "KernelExecutionError",
+        "KernelStillLoadingError",
         "LayerZeroError",
         "ModeChangedError",
         "NoKernelAvailableError",
@@ -151,6 +153,9 @@ _PUBLIC = frozenset(__all__)
 def __getattr__(name: str) -> Any:
     """A public name, imported or made when it is first asked for."""
     if name not in _PUBLIC:
+        ops = sys.modules.get("layerzero.ops.op")
+        if ops is not None and name in ops.OPS:  # of a plugin that a runtime has allowed
+            return _op(name)
         raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
     _load()
     if name in _MODULES:

@@ -8,6 +8,7 @@ LayerZeroError
 ├─ KernelExecutionError      a kernel failed and nothing could take over   .kernel, __cause__
 ├─ BackendNotAvailableError  a named backend is missing or broken     .backend
 ├─ CudaGraphUnsafeError      a call under capture has no ready, capture-safe plan
+├─ KernelStillLoadingError   a rehearsal that does not wait met a kernel that is not loaded
 ├─ ConfigurationError        a setting, environment variable or call of the configuration surface
 │  └─ PolicyValidationError  a policy that contradicts the schema or the registry
 │     └─ PolicyLoadError     a policy file that cannot be read        .path .line
@@ -15,7 +16,8 @@ LayerZeroError
 ├─ CacheCorruptionError      a stored file does not decode to what was written   .path
 ├─ BundleRefusedError        a warm-up bundle is not used, and nothing of it was written   .path .problems
 ├─ PlanRefusedError          a file of plans is not used                .path .problems
-├─ OverloadedError                the queue is full                         .retry_after
+├─ OverloadedError           the queue is full                         .retry_after
+├─ ReportRefusedError        a file is no report to work with   .path .problems
 ├─ DeadlineExceededError     a call's deadline passed before it ran
 ├─ ModeChangedError          torch's modes differ across an await
 ├─ DeviceLostError           the device or its process is gone        .retryable
@@ -93,6 +95,10 @@ class CudaGraphUnsafeError(LayerZeroError):
     """A call under CUDA graph capture needs a plan that is ready and proved capture-safe."""
 
 
+class KernelStillLoadingError(LayerZeroError):
+    """The only kernels for a call load behind it, and its caller said that it does not wait."""
+
+
 class ConfigurationError(LayerZeroError):
     """A setting, an environment variable or a configuration call is wrong."""
 
@@ -141,6 +147,15 @@ class PlanRefusedError(LayerZeroError):
 
     `problems` are `Rejected`, each with its reason code, the field, what it needs and what it got.
     """
+
+    def __init__(self, message: str, *, path: str, problems: tuple[Any, ...], **context: Any) -> None:
+        super().__init__(message, path=path, problems=problems, **context)
+        self.path = path
+        self.problems = problems
+
+
+class ReportRefusedError(LayerZeroError):
+    """A file is no report, one of another format, or cut off; `problems` are `Rejected` with their codes."""
 
     def __init__(self, message: str, *, path: str, problems: tuple[Any, ...], **context: Any) -> None:
         super().__init__(message, path=path, problems=problems, **context)

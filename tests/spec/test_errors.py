@@ -17,6 +17,7 @@ PARENTS = {
     "ConfigurationError": "LayerZeroError",
     "PolicyValidationError": "ConfigurationError",
     "PolicyLoadError": "PolicyValidationError",
+    "KernelStillLoadingError": "LayerZeroError",
     "SelectionTimeoutError": "LayerZeroError",
     "CacheCorruptionError": "LayerZeroError",
     "BundleRefusedError": "LayerZeroError",
