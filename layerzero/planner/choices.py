@@ -20,7 +20,7 @@ from layerzero.ops.op import Args, Op
 from layerzero.planner.fusions import Fusion, Joined, Take, find_fusions
 from layerzero.planner.search import Alternative, CoverProblem
 from layerzero.planner.values import (
-    Format,
+    TensorFormat,
     PlacedBlock,
     PlacedOp,
     Slot,
@@ -55,7 +55,7 @@ class Choice:
     op: Op | None
     full: Args | None
     selection: Selection | None
-    formats: Mapping[int, Format]
+    formats: Mapping[int, TensorFormat]
     gives: Mapping[int, Take]
     cost_us: float
     kind: str = ""
@@ -111,7 +111,7 @@ class Choices:
         self._strict = settings.strict
         self._options = SelectionOptions(settings.strict, settings.tie_band, settings.default_gain)
         # The formats in which each value may come; its own first.
-        self._formats: dict[int, list[Format]] = {
+        self._formats: dict[int, list[TensorFormat]] = {
             place: [format_of(value.fake)] for place, value in enumerate(block.values)
         }
         self.alternatives: list[Alternative] = []
@@ -205,7 +205,7 @@ class Choices:
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*operands, *results))
         return COPY_LAUNCH_US + moved / self._judge.device.hardware.bandwidth * 1e6
 
-    def _combinations(self, values: Sequence[int]) -> Iterator[dict[int, Format]]:
+    def _combinations(self, values: Sequence[int]) -> Iterator[dict[int, TensorFormat]]:
         """The formats in which these values may come together."""
         product = itertools.product(*(self._formats[value] for value in values))
         for formats in itertools.islice(product, MAX_COMBINATIONS):
@@ -236,7 +236,7 @@ class Choices:
         values = _values_of(full)
         operands = [full[place].value for place in op.operands if isinstance(full[place], Slot)]
         others = {value: self._formats[value][0] for value in values if value not in operands}
-        seen: list[dict[int, Format]] = []
+        seen: list[dict[int, TensorFormat]] = []
         refusal: NoKernelFoundError | None = None
         pending = [others | combination for combination in self._combinations(operands)]
         pending += [] if self._strict else self._converted(op, full, pending[0], operands)
@@ -271,8 +271,8 @@ class Choices:
         return self._against.get(kernel, "")
 
     def _converted(
-        self, op: Op, full: Args, formats: dict[int, Format], operands: Sequence[int]
-    ) -> list[dict[int, Format]]:
+        self, op: Op, full: Args, formats: dict[int, TensorFormat], operands: Sequence[int]
+    ) -> list[dict[int, TensorFormat]]:
         """The operands dense, and laid out as the op's other layout has them."""
         dense = {value: self._block.dense(value, formats[value].dtype) for value in operands}
         converted = [formats | dense]
@@ -281,14 +281,14 @@ class Choices:
             converted.append(formats | swapped)
         return converted
 
-    def _cast(self, formats: dict[int, Format], dtype: str) -> dict[int, Format]:
+    def _cast(self, formats: dict[int, TensorFormat], dtype: str) -> dict[int, TensorFormat]:
         """Every floating-point tensor in another dtype; codes of eight bits stay what they are."""
         return {
             value: form if not _is_wide_float(form.dtype) else self._block.dense(value, dtype)
             for value, form in formats.items()
         }
 
-    def _fakes(self, full: Args, formats: Mapping[int, Format]) -> Args:
+    def _fakes(self, full: Args, formats: Mapping[int, TensorFormat]) -> Args:
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, Joined):
                 parts = [self._block.fake(value, formats.get(value)) for value in leaf.values]
@@ -303,7 +303,7 @@ class Choices:
         covers: frozenset[int],
         op: Op,
         full: Args,
-        formats: dict[int, Format],
+        formats: dict[int, TensorFormat],
         gives: Mapping[int, Take],
         kind: str,
         selection: Selection,
@@ -342,7 +342,7 @@ class Choices:
         self._add(Choice(covers, op, full, chosen, formats, gives, cost_us, kind, within_us), produced)
         return True
 
-    def _add(self, choice: Choice, produced: Mapping[int, Format]) -> None:
+    def _add(self, choice: Choice, produced: Mapping[int, TensorFormat]) -> None:
         for value, form in produced.items():
             if form not in self._formats[value]:
                 self._formats[value].append(form)

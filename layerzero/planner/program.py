@@ -16,7 +16,7 @@ from layerzero.ops.op import Op
 from layerzero.planner.choices import Choice
 from layerzero.planner.fusions import Joined
 from layerzero.planner.search import Solution
-from layerzero.planner.values import Format, PlacedBlock, PlacedOp, Slot, dense_strides, format_of
+from layerzero.planner.values import TensorFormat, PlacedBlock, PlacedOp, Slot, dense_strides, format_of
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.plan import Plan
 from layerzero.selection.record import Selection
@@ -122,11 +122,11 @@ class _Writer:
         self._names: dict[str, Any] = {}
         self._formats = {place: format_of(value.fake) for place, value in enumerate(block.values)}
         self._produced: set[int] = set()
-        self._converted: dict[tuple[int, Format], str] = {}
+        self._converted: dict[tuple[int, TensorFormat], str] = {}
         self.held: list[HeldTensor] = []
         self.plans: dict[str, Plan] = {}
 
-    def add(self, choice: Choice, produced: Mapping[int, Format]) -> None:
+    def add(self, choice: Choice, produced: Mapping[int, TensorFormat]) -> None:
         """One step, behind the conversions that it needs."""
         if choice.op is None or choice.full is None or choice.selection is None:
             placed = self._block.ops[next(iter(choice.covers))]
@@ -232,7 +232,7 @@ class _Writer:
             return repr(leaf)
         return self._name("k", leaf)
 
-    def _slot(self, value: int, form: Format | None) -> str:
+    def _slot(self, value: int, form: TensorFormat | None) -> str:
         """A value in a format: as it is, or converted once for all who read it so."""
         constant = self._block.values[value].constant
         if form is None or form == self._formats[value]:
@@ -326,7 +326,7 @@ def make_dense(value: Tensor) -> Tensor:
     return value if value.is_contiguous() else value.contiguous()
 
 
-def converter(before: Format, after: Format, fake: Tensor) -> Run:
+def converter(before: TensorFormat, after: TensorFormat, fake: Tensor) -> Run:
     """What brings a value from one format into another."""
     dtype = None if before.dtype == after.dtype else getattr(torch, after.dtype)
     if before == after:

@@ -10,7 +10,7 @@ import msgspec
 
 from layerzero.planner.choices import Choice, Choices, Refusal
 from layerzero.planner.search import Solution
-from layerzero.planner.values import Format, PlacedBlock, format_of
+from layerzero.planner.values import TensorFormat, PlacedBlock, format_of
 
 
 class PlannedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,10 +79,10 @@ def make_record(
     steps: list[PlannedStep] = []
     conversions: list[FormatChange] = []
     formats = {place: format_of(value.fake) for place, value in enumerate(block.values)}
-    converted: set[tuple[int, Format]] = set()
+    converted: set[tuple[int, TensorFormat]] = set()
     within_us = 0.0
 
-    def read(demands: Mapping[int, Format]) -> None:
+    def read(demands: Mapping[int, TensorFormat]) -> None:
         for value, form in demands.items():
             if form != formats[value] and (value, form) not in converted:
                 converted.add((value, form))
@@ -138,7 +138,7 @@ def _value_names(block: PlacedBlock) -> list[str]:
     return names
 
 
-def _text(form: Format) -> str:
+def _text(form: TensorFormat) -> str:
     return f"{form.dtype} {form.strides}"
 
 

@@ -24,7 +24,7 @@ class Slot(NamedTuple):
     value: int
 
 
-class Format(NamedTuple):
+class TensorFormat(NamedTuple):
     """How a value lies in memory: the name of its dtype, and its strides in elements."""
 
     dtype: str
@@ -71,9 +71,9 @@ class PlacedBlock:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     mode: FakeTensorMode
-    _laid_out: dict[tuple[int, Format], Tensor] = field(default_factory=dict)
+    _laid_out: dict[tuple[int, TensorFormat], Tensor] = field(default_factory=dict)
 
-    def fake(self, value: int, form: Format | None = None) -> Tensor:
+    def fake(self, value: int, form: TensorFormat | None = None) -> Tensor:
         """A value without numbers, in its own format or in another."""
         plain = self.values[value].fake
         if form is None or form == format_of(plain):
@@ -86,31 +86,31 @@ class PlacedBlock:
             self._laid_out[value, form] = other.requires_grad_(plain.requires_grad)
         return other
 
-    def dense(self, value: int, dtype: str) -> Format:
+    def dense(self, value: int, dtype: str) -> TensorFormat:
         """A value's format where it is dense."""
         return dense_format(self.values[value].fake, dtype)
 
-    def swapped(self, value: int, dtype: str) -> Format:
+    def swapped(self, value: int, dtype: str) -> TensorFormat:
         """A value's format where it is dense but for its second and third axis, which are swapped."""
         return swapped_format(self.values[value].fake, dtype)
 
-    def filled(self, tree: Any, formats: dict[int, Format]) -> Any:
+    def filled(self, tree: Any, formats: dict[int, TensorFormat]) -> Any:
         """A tree of arguments with tensors without numbers for its slots."""
         return map_tree(
             tree,
             lambda leaf: self.fake(leaf.value, formats.get(leaf.value)) if isinstance(leaf, Slot) else leaf,
         )
 
-    def evaluate(self, op: PlacedOp, formats: dict[int, Format]) -> tuple[Any, ...]:
+    def evaluate(self, op: PlacedOp, formats: dict[int, TensorFormat]) -> tuple[Any, ...]:
         """What an op gives for operands in these formats, without numbers."""
         with foreign.outside(), self.mode:
             return _run(op.written, self.filled(op.args, formats), self.filled(op.kwargs, formats))
 
 
-def format_of(tensor: Tensor) -> Format:
+def format_of(tensor: Tensor) -> TensorFormat:
     """How a tensor lies in memory; axes of one element have the strides of a dense tensor where it is one."""
     strides = dense_strides(tensor.shape) if tensor.is_contiguous() else tuple(tensor.stride())
-    return Format(str(tensor.dtype).removeprefix("torch."), strides)
+    return TensorFormat(str(tensor.dtype).removeprefix("torch."), strides)
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -122,17 +122,17 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def dense_format(fake: Tensor, dtype: str) -> Format:
+def dense_format(fake: Tensor, dtype: str) -> TensorFormat:
     """A tensor's format in another dtype, dense."""
-    return Format(dtype, dense_strides(fake.shape))
+    return TensorFormat(dtype, dense_strides(fake.shape))
 
 
-def swapped_format(fake: Tensor, dtype: str) -> Format:
+def swapped_format(fake: Tensor, dtype: str) -> TensorFormat:
     """Dense with the second and third axis of four in the other order; dense where there are not four."""
     if fake.dim() != 4:
         return dense_format(fake, dtype)
     batch, first, second, width = dense_strides(fake.transpose(1, 2).shape)
-    return Format(dtype, (batch, second, first, width))
+    return TensorFormat(dtype, (batch, second, first, width))
 
 
 def slots_of(tree: Any) -> tuple[int, ...]:
