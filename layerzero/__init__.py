@@ -105,6 +105,8 @@ _HOMES = {
         "SelectionTimeoutError",
         "UnknownOpError",
     ),
+    "layerzero.formats.errors": ("FormatError",),
+    "layerzero.formats.quantized_tensor": ("QuantizedTensor",),
     "layerzero.spec.hardware": ("Hardware",),
     "layerzero.integrations": ("patch", "patch_table", "unpatch"),
     "layerzero.integrations.loading": ("patch_on_load",),

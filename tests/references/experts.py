@@ -1,4 +1,4 @@
-"""Definitions of experts as calls of our ops, made small: their references name their sizes in their source."""
+"""Definitions of experts as calls of our ops, made small: references name their sizes in their source."""
 
 from __future__ import annotations
 
