@@ -110,6 +110,7 @@ def test_compressed_nvfp4_divides_by_its_global_scale() -> None:
     torch.testing.assert_close(read("compressed-tensors nvfp4", parts).dequantize(), weight.dequantize())
 
 
+@pytest.mark.stress  # the library imports transformers
 def test_compressed_tensors_own_packing_is_read() -> None:
     """What the library packs, with zero points along the rows, has the library's numbers."""
     helpers = pytest.importorskip("compressed_tensors.compressors")
