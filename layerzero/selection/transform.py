@@ -53,12 +53,10 @@ def adapt(
 
     Copies are priced for the sizes of `bucketed`.
     """
-    transforms: list[Transform] = []
     decoding = op.decoding
     if decoding is not None and any(r.field in decoding.features for r in rejected):
-        transforms.append(_dequantized(decoding, request, bucketed, hardware))
-        request, bucketed = _of_numbers(decoding, request), _of_numbers(decoding, bucketed)
-        rejected = rejections(kernel, request, hardware)
+        return _adapt_decoded(op, kernel, request, hardware, bucketed, decoding)
+    transforms: list[Transform] = []
     reasons = {r.reason for r in rejected}
     if not reasons <= TRANSFORMABLE:
         return None
@@ -77,9 +75,8 @@ def adapt(
     if Reason.MISALIGNED in reasons and op.uncopied_operands:
         return None
     if reasons & _LAYOUT:
-        if "kv_scale_per_token" in request.features:
-            return None  # the scales lie as the operands do
-        if op.layouts is None or request.layout not in op.layouts.names:
+        by_token = "kv_scale_per_token" in request.features  # such scales lie as the operands do
+        if op.layouts is None or request.layout not in op.layouts.names or by_token:
             return None
         other = op.layouts.names[1 - op.layouts.names.index(request.layout)]
         transforms.append(Transform("layout", request.layout, other, VIEW_US * len(op.layouts.operands)))
@@ -96,6 +93,19 @@ def adapt(
         transforms.append(Transform("split", dim, f"parts of at most {size}", price, size))
         adapted = adapted.replace(dims={**adapted.dims, dim: size})
     return (adapted, tuple(transforms)) if not rejections(kernel, adapted, hardware) else None
+
+
+def _adapt_decoded(
+    op: Op, kernel: Kernel, request: CallSpec, hardware: Hardware, bucketed: CallSpec, decoding: Decoding
+) -> tuple[CallSpec, tuple[Transform, ...]] | None:
+    """`adapt` of a call over codes as one over numbers."""
+    first = _dequantized(decoding, request, bucketed, hardware)
+    request, bucketed = _of_numbers(decoding, request), _of_numbers(decoding, bucketed)
+    refusals = rejections(kernel, request, hardware)
+    if not refusals:
+        return request, (first,)
+    adapted = adapt(op, kernel, request, refusals, hardware, bucketed)
+    return None if adapted is None else (adapted[0], (first, *adapted[1]))
 
 
 def _dequantized(decoding: Decoding, request: CallSpec, bucketed: CallSpec, hardware: Hardware) -> Transform:
