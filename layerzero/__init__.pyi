@@ -61,6 +61,8 @@ from layerzero.calls.batched import batched as batched
 from layerzero.calls.blocking import last_selection as last_selection
 from layerzero.calls.compile_choice import CompiledChoice as CompiledChoice
 from layerzero.calls.compile_choice import compile_choice as compile_choice
+from layerzero.checkpoints import QuantizedCheckpoint as QuantizedCheckpoint
+from layerzero.checkpoints import load_quantized as load_quantized
 from layerzero.integrations import patch as patch
 from layerzero.integrations import patch_table as patch_table
 from layerzero.integrations import unpatch as unpatch
@@ -77,11 +79,19 @@ from layerzero.ops.rope.scaling import xpos_table as xpos_table
 from layerzero.ops.sampling.logits import adjust_logits as adjust_logits
 from layerzero.ops.sampling.logits import token_logprobs as token_logprobs
 from layerzero.ops.sampling.verify import tree_mask as tree_mask
+from layerzero.planner.block import Block as Block
+from layerzero.planner.block import BlockOp as BlockOp
+from layerzero.planner.block import Edge as Edge
+from layerzero.planner.plan import load_plan as load_plan
+from layerzero.planner.plan import plan as plan
+from layerzero.planner.planned import PlannedBlock as PlannedBlock
+from layerzero.planner.record import PlanRecord as PlanRecord
 from layerzero.runtime import Runtime as Runtime
 from layerzero.selection.record import Accepted as Accepted
 from layerzero.selection.record import Selection as Selection
 from layerzero.spec.capability import Capability as Capability
 from layerzero.spec.errors import BackendNotAvailableError as BackendNotAvailableError
+from layerzero.spec.errors import BlockError as BlockError
 from layerzero.spec.errors import BundleRefusedError as BundleRefusedError
 from layerzero.spec.errors import CacheCorruptionError as CacheCorruptionError
 from layerzero.spec.errors import ConfigurationError as ConfigurationError
@@ -90,11 +100,13 @@ from layerzero.spec.errors import CudaGraphUnsafeError as CudaGraphUnsafeError
 from layerzero.spec.errors import DeadlineExceededError as DeadlineExceededError
 from layerzero.spec.errors import DeviceLostError as DeviceLostError
 from layerzero.spec.errors import KernelExecutionError as KernelExecutionError
+from layerzero.spec.errors import KernelStillLoadingError as KernelStillLoadingError
 from layerzero.spec.errors import LayerZeroError as LayerZeroError
 from layerzero.spec.errors import ModeChangedError as ModeChangedError
 from layerzero.spec.errors import NoKernelAvailableError as NoKernelAvailableError
 from layerzero.spec.errors import NoKernelFoundError as NoKernelFoundError
 from layerzero.spec.errors import OverloadedError as OverloadedError
+from layerzero.spec.errors import PlanRefusedError as PlanRefusedError
 from layerzero.spec.errors import PolicyLoadError as PolicyLoadError
 from layerzero.spec.errors import PolicyValidationError as PolicyValidationError
 from layerzero.spec.errors import RuntimeClosedError as RuntimeClosedError
@@ -324,7 +336,8 @@ async def attention(
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
     Returns: (B, Hq, Sq, Dv) in q's dtype, bfloat16 where q is codes, in q's layout; with return_lse also the
-        natural log of the softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf or its sink.
+        natural log of the softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and
+        -inf or its sink.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409; sinks 2309.17453, arXiv 2508.10925.
     """
@@ -896,8 +909,8 @@ async def ragged_attention(
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
-    Returns: (T, Hq, Dv) in q's dtype, bfloat16 where q is codes; with return_lse also the natural log of the softmax's denominator,
-        float32 (T, Hq). A query that sees no key gives 0, and -inf.
+    Returns: (T, Hq, Dv) in q's dtype, bfloat16 where q is codes; with return_lse also the natural log of the
+        softmax's denominator, float32 (T, Hq). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also offsets that do not
         start at 0, fall, or do not end at the number of rows.
     """

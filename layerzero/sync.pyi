@@ -161,7 +161,8 @@ def attention(
         the operand's shape without its last axis for each token's head.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
     Returns: (B, Hq, Sq, Dv) in q's dtype, bfloat16 where q is codes, in q's layout; with return_lse also the
-        natural log of the softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf or its sink.
+        natural log of the softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and
+        -inf or its sink.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409; sinks 2309.17453, arXiv 2508.10925.
     """
@@ -645,8 +646,8 @@ def ragged_attention(
         last query and last key; scale defaults to D**-0.5; window, softcap, and codes with their scales, as
         in `attention`.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
-    Returns: (T, Hq, Dv) in q's dtype, bfloat16 where q is codes; with return_lse also the natural log of the softmax's denominator,
-        float32 (T, Hq). A query that sees no key gives 0, and -inf.
+    Returns: (T, Hq, Dv) in q's dtype, bfloat16 where q is codes; with return_lse also the natural log of the
+        softmax's denominator, float32 (T, Hq). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also offsets that do not
         start at 0, fall, or do not end at the number of rows.
     """

@@ -17,7 +17,7 @@ from layerzero.warmup.apart import ApartCompiler
 from layerzero.warmup.monitor import announce
 
 if TYPE_CHECKING:
-    from layerzero.selection.dispatch_table import ActiveDispatchTable
+    from layerzero.selection.active_table import ActiveDispatchTable
     from layerzero.spec.hardware import Hardware
     from layerzero.spec.settings import Settings
 
@@ -180,6 +180,6 @@ def dispatch_table_for(
     if settings.dispatch_table is None:
         return None
     # A device without a table need not read the module: first calls wait for imports.
-    from layerzero.selection.dispatch_table import activate
+    from layerzero.selection.active_table import activate
 
     return activate(settings.dispatch_table, hardware, registry.all(), strict=settings.strict)

@@ -195,7 +195,7 @@ class QuantizedTensor:
         return cls(**{name: state[prefix + name] for name in names if prefix + name in state})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return QuantizedTensor, tuple(getattr(self, field.name) for field in fields(self))
+        return _restored, tuple(_as_bytes(getattr(self, field.name)) for field in fields(self))
 
     def _parts(self) -> dict[str, Tensor]:
         named = {name: getattr(self, name) for name in _TENSORS}
@@ -253,5 +253,19 @@ def _unchecked(like: QuantizedTensor, **changes: Any) -> QuantizedTensor:
     return made
 
 
+def _as_bytes(value: Any) -> Any:
+    """A float8 tensor as its bytes and its dtype's name: `torch.load` with weights_only reads no such storage."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.itemsize > 1:
+        return value
+    return value.view(torch.uint8), str(value.dtype).removeprefix("torch.")
+
+
+def _restored(*values: Any) -> QuantizedTensor:
+    pairs = (value if isinstance(value, tuple) else (value, None) for value in values)
+    return QuantizedTensor(
+        *(value if name is None else value.view(getattr(torch, name)) for value, name in pairs)
+    )
+
+
 # `torch.load` reads what `torch.save` wrote of it without being told to trust anything.
-torch.serialization.add_safe_globals([QuantizedTensor])
+torch.serialization.add_safe_globals([_restored])

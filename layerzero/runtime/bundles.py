@@ -102,7 +102,7 @@ def _records(device: LocalDevice, manifest: Manifest | None) -> Records:
     return Records(
         proofs=tuple(proof for proof in device.proofs.all() if _is_of_here(device, proof)),
         measurements=Measurements(Environment.of_hardware(device.hardware), rows) if rows else None,
-        dispatch_table=DispatchTable.load(table.path) if table is not None and not table.refusal else None,
+        dispatch_table=table.original.table if table is not None else None,
         manifest=manifest,
     )
 

@@ -8,11 +8,13 @@ settled by tie-break order and name, so that noise decides nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from layerzero.ops.op import Op
 from layerzero.selection.context import CostModel, SelectionContext, SelectionOptions
-from layerzero.selection.cost.roofline import ROOFLINE, TIMED, roofline_us
+from layerzero.selection.cost.roofline import ROOFLINE, TIMED, ideal_us, roofline_us
 from layerzero.selection.policy.policy import RequestPolicy
 from layerzero.selection.policy.rules import Rule
 from layerzero.selection.record import Accepted, Candidate, Selection
@@ -24,8 +26,13 @@ from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason, Rejected
 
+if TYPE_CHECKING:
+    from layerzero.selection.dispatch_table import Bucket
+
 # Said of a kernel that is data alone, wherever it is accepted or chosen.
 DESCRIPTOR_ONLY = "descriptor only"
+# Where the price of a dispatch table's kernel comes from.
+AHEAD = "dispatch table"
 
 
 def roofline_cost(
@@ -42,12 +49,12 @@ def decide(
     *,
     bucketed: CallSpec | None = None,
     cost: CostModel = roofline_cost,
-    table_entry: str | Rejected | None = None,
+    table_entry: Bucket | Rejected | None = None,
 ) -> Selection:
     """Choose a kernel for `request` and keep every verdict.
 
-    `bucketed` is the request whose sizes costs are estimated for (the key's grid point). `table_entry` is the
-    kernel that a dispatch table names, or why it leaves the choice to run time; None where there is no table.
+    `bucketed` is the request whose sizes costs are estimated for (the key's grid point). `table_entry` is
+    what a dispatch table says of the call, or why it leaves the choice to run time; None where there is none.
     Raises: NoKernelFoundError: no kernel may and can serve it, or the governing lock cannot hold; the
     message lists every kernel with its reasons, `.trace` carries them.
     """
@@ -95,8 +102,51 @@ def decide(
     )
 
 
+def decide_ahead(
+    op: Op, request: CallSpec, context: SelectionContext, *, bucketed: CallSpec, entry: Bucket
+) -> Selection | None:
+    """The selection of a dispatch table's kernel, with which no other kernel is judged.
+
+    None where all must be judged: a lock governs the call, or the kernel may not, cannot or need not serve it
+    now (it is on probation, or not loaded).
+    """
+    kernel = next((known for known in context.kernels if known.id == entry.kernel), None)
+    rules = context.policy.for_request(request)
+    if kernel is None or rules.lock is not None or kernel.id in context.status.probing:
+        return None
+
+    def cost(
+        kernel: Kernel, work: WorkEstimate, request: CallSpec, hardware: Hardware
+    ) -> tuple[float, str]:
+        if not entry.multiple:
+            return entry.expected_us, AHEAD
+        return math.hypot(entry.floor_us, entry.multiple * ideal_us(work, request, hardware)), AHEAD
+
+    candidate = _Judge(op, request, bucketed, context, rules, cost).candidate(kernel)
+    accepted = candidate.accepted
+    if accepted is None or candidate.rejected or not accepted.ready or kernel.descriptor:
+        return None
+    return Selection(
+        op=op.name,
+        kernel=kernel.id,
+        request=request,
+        transforms=accepted.transforms,
+        expected_us=accepted.kernel_us + accepted.transform_us,
+        why=_why_ahead(entry),
+        trace=(candidate,),
+        order=(kernel.id,),
+        policy=context.policy.digest[:12] if context.policy else "",
+        overlay=context.options.overlay[:12],
+        ahead=True,
+    )
+
+
+def _why_ahead(entry: Bucket) -> str:
+    return f"the dispatch table's kernel for this bucket: {entry.why}"
+
+
 def _by_dispatch_table(
-    named_kernel: str,
+    entry: Bucket,
     trace: Sequence[Candidate],
     pool: Sequence[Candidate],
     chosen: Candidate,
@@ -104,11 +154,11 @@ def _by_dispatch_table(
     why: str,
 ) -> tuple[Candidate, Candidate, str]:
     """What a dispatch table makes of the choice, now and once everything is loaded: its own kernel."""
-    named = next((c for c in trace if c.kernel == named_kernel), None)
+    named = next((c for c in trace if c.kernel == entry.kernel), None)
     if named is not None and named in pool:
-        return named, named, "the dispatch table's kernel for this bucket"
+        return named, named, _why_ahead(entry)
     because = "; ".join(map(str, named.rejected)) if named is not None else "it is not registered"
-    why = f"instead of {named_kernel}, which the dispatch table names ({because or 'not loaded'}): {why}"
+    why = f"instead of {entry.kernel}, which the dispatch table names ({because or 'not loaded'}): {why}"
     return chosen, named if named is not None and named.eligible else best_warm, why
 
 

@@ -22,15 +22,21 @@ from torch import Tensor
 from layerzero._util import foreign, log
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.selection.context import AgreedTerms, CostModel, SelectionContext
-from layerzero.selection.decide import decide
+from layerzero.selection.decide import decide, decide_ahead
 from layerzero.selection.key import KeyMaker
 from layerzero.selection.modes import AUTOCAST, CAPTURE, DETERMINISTIC, FORWARD, GRAD, MODE_COUNT, REHEARSAL
 from layerzero.selection.plan import Plan, reference_plan
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.record import Selection, empty_selection
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.errors import CudaGraphUnsafeError, NoKernelFoundError, SelectionTimeoutError
+from layerzero.spec.errors import (
+    CudaGraphUnsafeError,
+    KernelStillLoadingError,
+    NoKernelFoundError,
+    SelectionTimeoutError,
+)
 from layerzero.spec.kernel import Kernel
+from layerzero.spec.reasons import Rejected
 
 
 class _PendingSelection:
@@ -182,6 +188,12 @@ class PlanTable:
                     plans[bits, signature] = plan, kernels_by_id[plan.kernel]
         return plans
 
+    def check_outputs_again(self) -> None:
+        """Compare the outputs of every plan's next run with what they have to be."""
+        for plans in self.by_signature:
+            for plan in list(plans.values()):
+                plan.check_outputs_again()
+
     def describe(self, args: Args, bits: int) -> CallSpec:
         """The request of a call under the given modes."""
         request = self.op.check(args)
@@ -221,7 +233,7 @@ class PlanTable:
 
     def _compute(self, key: Hashable, pending: _PendingSelection, request: CallSpec) -> Plan:
         try:
-            plan = self._compile(self.op, self.recompute(request))
+            plan = self._compile(self.op, self._ahead(request) or self.recompute(request))
         except BaseException as error:
             pending.error = error
             raise
@@ -244,32 +256,64 @@ class PlanTable:
                 f"selection for {self.op.name} needs less than {self._timeout_s} s, and has not finished",
                 request=request,
             )
+        if isinstance(pending.error, KernelStillLoadingError) and REHEARSAL.waits:
+            return self.plan_for(request)  # its owner does not wait for a kernel that loads; this thread does
         if pending.plan is None:
             assert pending.error is not None
             raise pending.error
         return pending.plan
 
-    def recompute(self, request: CallSpec, *, use_dispatch_table: bool = True) -> Selection:
-        """The decision for a request, computed anew whatever the table remembers.
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What may be chosen from."""
+        return self._context.kernels
 
-        Without `use_dispatch_table` no decision made ahead counts.
+    @property
+    def policy(self) -> Policy:
+        """The policy that governs its choices."""
+        return self._context.policy
+
+    def bucket(self, request: CallSpec) -> CallSpec:
+        """The request with its sizes on the grid, as costs are estimated for it."""
+        return self._key_maker.bucket(request)
+
+    def _ahead(self, request: CallSpec) -> Selection | None:
+        """The decision of the dispatch table in force; None where every kernel has to be judged."""
+        context = self._context
+        if context.dispatch_table is None:
+            return None
+        entry = context.dispatch_table.lookup(request, context.policy)
+        if entry is None or isinstance(entry, Rejected):
+            return None
+        bucketed = self._key_maker.bucket(request)
+        selection = decide_ahead(self.op, request, context, bucketed=bucketed, entry=entry)
+        return None if selection is None else msgspec.structs.replace(selection, version=self.version)
+
+    def recompute(
+        self, request: CallSpec, *, use_dispatch_table: bool = True, cost: CostModel | None = None
+    ) -> Selection:
+        """The decision for a request with the verdict on every kernel, whatever the table remembers.
+
+        Without `use_dispatch_table` no decision made ahead counts; `cost` replaces what kernels are priced
+        with.
 
         Where no kernel has what a mode of `droppable_modes` asks for, the choice is made without it, with a
         warning.
         """
         dropped_modes = request.modes & self._context.droppable_modes
         try:
-            return self._decide(request, use_dispatch_table)
+            return self._decide(request, use_dispatch_table, cost)
         except NoKernelFoundError:
             if not dropped_modes:
                 raise
-        selection = self._decide(request.replace(modes=request.modes - dropped_modes), use_dispatch_table)
+        fewer = request.replace(modes=request.modes - dropped_modes)
+        selection = self._decide(fewer, use_dispatch_table, cost)
         log.warning(
             "selection.without_mode", op=self.op.name, modes=sorted(dropped_modes), kernel=selection.kernel
         )
         return selection
 
-    def _decide(self, request: CallSpec, use_dispatch_table: bool) -> Selection:
+    def _decide(self, request: CallSpec, use_dispatch_table: bool, cost: CostModel | None) -> Selection:
         context, bucketed = self._context, self._key_maker.bucket(request)
         dispatch_table = context.dispatch_table if use_dispatch_table else None
         selection = decide(
@@ -277,8 +321,8 @@ class PlanTable:
             request,
             context,
             bucketed=bucketed,
-            cost=self._cost,
-            table_entry=dispatch_table.lookup(request, bucketed, context.policy)
+            cost=cost or self._cost,
+            table_entry=dispatch_table.lookup(request, context.policy)
             if dispatch_table is not None
             else None,
         )

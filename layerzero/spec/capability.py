@@ -92,6 +92,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `features` lists what the kernel can do of `FEATURE_REASONS` (and `act_<name>` for activations);
     `half_isa` is what bfloat16 and float16 need on a CPU beyond `isa`.
+    Where `only_with` lists features, a call must ask for one of them: what else could be done, others do.
     `limits` bound sizes, in the words of `spec.condition`; booleans are promises that tests prove.
     `narrowed` names the fields that a deployment's overlay took something from.
     """
@@ -113,6 +114,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     mixed_dtypes: bool = False
     index_dtypes: frozenset[str] = INDEX_DTYPES
     features: frozenset[str] = frozenset()
+    only_with: frozenset[str] = frozenset()
     layouts: frozenset[str] = frozenset()
     contiguous: bool = False
     last_stride1: bool = False
@@ -129,5 +131,6 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 # The fields that are sets of names.
 NAME_SETS = frozenset({
-    "archs", "cpu_vendors", "dtypes", "features", "half_isa", "index_dtypes", "isa", "layouts", "platforms",
+    "archs", "cpu_vendors", "dtypes", "features", "half_isa", "index_dtypes", "isa", "layouts",
+    "only_with", "platforms",
 })  # fmt: skip

@@ -289,9 +289,11 @@ def _codes(
 
 
 def _group(width: int, packed: int = 1) -> int:
-    """The smallest size above 1 that divides a row, of whole bytes."""
-    sizes = (size for size in range(2, width + 1) if width % size == 0 and size % packed == 0)
-    return next(sizes, 1)
+    """The smallest size above 1 that divides a row; of packed codes one that kernels of groups take."""
+    sizes = (
+        size for size in range(2, width + 1) if width % size == 0 and size % (8 if packed > 1 else 1) == 0
+    )
+    return next(sizes, width)
 
 
 def _quantize(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:

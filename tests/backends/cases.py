@@ -168,7 +168,8 @@ _TOGETHER = {
     ),
     "fused_experts": (
         ("quant_int4", "scale_per_group", "zero_point", "shared_experts", "local_experts"),
-        ("quant_fp8_e4m3", "scale_per_block", "inputs_quantized", "gate_second"),
+        ("quant_fp8_e4m3", "scale_per_block", "inputs_quantized", "gate_second"), ("quant_nvfp4", "tensor_scale"),
+        ("quant_mxfp4", "inputs_int8", "weighed_inputs"), ("quant_nf4", "scale_per_group", "shared_experts"),
     ),
 }  # fmt: skip
 

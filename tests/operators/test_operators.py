@@ -40,7 +40,8 @@ def has_eight_bit_floats(call: OperatorCall) -> bool:
     """Whether an argument or an output is of a type that torch's check of schemas cannot compare."""
     dtypes = {getattr(torch, spec.dtype) for spec in call.op.outputs(call.full)}
     dtypes |= {value.dtype for value in call.full if isinstance(value, Tensor)}
-    return not dtypes.isdisjoint(EIGHT_BITS)
+    inside = any(isinstance(value, str) and value.startswith("fp8") for value in call.full)
+    return inside or not dtypes.isdisjoint(EIGHT_BITS)
 
 
 def plain(call: OperatorCall) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -81,8 +82,11 @@ def _check(args: Args) -> CallSpec:
     features = {f"act_{activation}"}
     if (up_scale is None) != (down_scale is None):
         raise ValueError("down_scale needs to be given where up_scale is, and only there")
-    up = _weight("w_up", w_up, name, (up_scale, up_zero, up_second, block_size), "up", features)
-    down = _weight("w_down", w_down, name, (down_scale, down_zero, down_second, block_size), "down", features)
+    sizes: list[int] = []
+    up = _weight("w_up", w_up, name, (up_scale, up_zero, up_second, block_size), "up", features, sizes)
+    down = _weight(
+        "w_down", w_down, name, (down_scale, down_zero, down_second, block_size), "down", features, sizes
+    )
     width, hidden, count = x.shape[-1], down[2], up[0]
     if hidden == 0 or down[:2] != (count, width):
         raise ValueError(f"w_down needs numbers of shape ({count}, {width}, F), got {down}")
@@ -102,14 +106,20 @@ def _check(args: Args) -> CallSpec:
               "down_scale": down_scale, "up_zero_point": up_zero, "down_zero_point": down_zero,
               "up_tensor_scale": up_second, "down_tensor_scale": down_second}  # fmt: skip
     checks.need_same_device("x", x, **others)
-    dims = {"N": x.numel() // width, "C": width, "F": hidden, "E": count, "T": chosen}
+    dims = {"N": x.numel() // width, "C": width, "F": hidden, "E": count, "T": chosen, "S": math.gcd(*sizes)}
     return describe("fused_experts", [x], dims, features, typed=[x], aligned=[w_up, w_down])
 
 
 def _weight(
-    name: str, weight: Any, form_name: str | None, parts: tuple[Any, ...], end: str, features: set[str]
+    name: str,
+    weight: Any,
+    form_name: str | None,
+    parts: tuple[Any, ...],
+    end: str,
+    features: set[str],
+    sizes: list[int],
 ) -> tuple[int, ...]:
-    """The shape of a weight's numbers; its features are added to `features`."""
+    """The shape of a weight's numbers; its features and the size of its groups are added to the others'."""
     scale, zero_point, second, block_size = parts
     if scale is None:
         checks.need_tensor(name, weight, rank=3)
@@ -125,8 +135,9 @@ def _weight(
         return tuple(weight.shape)
     form, shape = need_codes(name, weight, form_name, rank=3)
     names = (f"{end}_scale", f"{end}_zero_point", f"{end}_tensor_scale")
-    found, _ = weight_features(form, shape, scale, zero_point, second, block_size, names)
+    found, size = weight_features(form, shape, scale, zero_point, second, block_size, names)
     features |= found
+    sizes.append(size)
     return shape
 
 
@@ -201,7 +212,7 @@ FUSED_EXPERTS = register(
         work=_work,
         operands=(0,),
         uncopied_operands=(3, 4),
-        exact_dims=frozenset({"C", "F", "E", "T"}),
+        exact_dims=frozenset({"C", "F", "E", "T", "S"}),
         batching=RowBatching(row_operands=(0, 1, 2)),
         differentiable=False,
     )

@@ -154,14 +154,6 @@ def _empty(args: Args) -> tuple[Tensor, Tensor] | None:
     return codes, ones.to(form.scales[0]) if scale is None else scale
 
 
-def _validate_scale(args: Args) -> Args:
-    """Refuse given scales that are not positive, finite numbers."""
-    scale: Tensor | None = args[4]
-    if scale is not None and checks.can_read_values(scale):
-        format_checks.check_scale_values("scale", scale)
-    return args
-
-
 def _quantize_work(spec: CallSpec) -> WorkEstimate:
     """A maximum, a division, a rounding; rows are read once and leave as bytes."""
     n, c = spec.dim("N"), spec.dim("C")
@@ -178,7 +170,6 @@ QUANTIZE = register(
         operands=(0,),
         exact_dims=frozenset({"C", "S"}),
         empty=_empty,
-        validate_values=_validate_scale,
         # One scale for the tensor or for a block's rows would become one scale for everybody's rows.
         batching=RowBatching(row_operands=(0, 4), accepts=lambda args: args[2] in ("row", "group")),
         differentiable=False,

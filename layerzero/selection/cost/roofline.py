@@ -13,6 +13,12 @@ SHIPPED = "shipped table"
 TIMED = frozenset({MEASURED, SHIPPED})
 
 
+def ideal_us(work: WorkEstimate, request: CallSpec, hardware: Hardware) -> float:
+    """What the roofs alone would need, in microseconds, at full speed and without a launch."""
+    peak = hardware.peak_flops.get(request.dtype) or min(hardware.peak_flops.values(), default=1e9)
+    return max(work.flops / peak, work.bytes / hardware.bandwidth, 1e-9) * 1e6
+
+
 def roofline_us(kernel: Kernel, work: WorkEstimate, request: CallSpec, hardware: Hardware) -> float:
     """The longer of computing and moving, at the kernel's stated efficiency, plus one launch."""
     efficiency = kernel.efficiency

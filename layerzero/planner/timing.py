@@ -1,0 +1,34 @@
+"""Timing plans of one block against each other, in turns, on the caller's own arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero._util import log
+from layerzero.measure.timing import Effort, time_kernels
+
+NOT_TIMED = "plan.not_timed"
+_EFFORT = Effort(samples=15, sample_us=1000.0, budget_s=0.1, warmup=3)
+
+
+def measure_plans(
+    runs: Mapping[str, Callable[..., Any]], tensors: list[Tensor], device: torch.device, launch: str
+) -> dict[str, float]:
+    """The median of each plan, in microseconds a call; plans that cannot run so are left out, and logged.
+
+    Args: launch is "eager" or "graph"; on the CPU both are wall time.
+    Raises: RuntimeError: none can run.
+    """
+    with torch.no_grad():
+        timings, failed = time_kernels(
+            dict(runs), [tuple(tensors)], device, "graph" if launch == "graph" else "eager", _EFFORT
+        )
+    for name, why in failed.items():
+        log.warning(NOT_TIMED, plan=name, launch=launch, why=why)
+    if not timings:
+        raise RuntimeError(f"no plan could be timed: {'; '.join(failed.values())}")
+    return {name: timing.median_us for name, timing in timings.items()}
