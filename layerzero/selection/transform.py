@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero._util.foreign import has_memory
+from layerzero.ops import kv_formats
 from layerzero.ops.batching import concat_copy
 from layerzero.ops.checks import address_of
 from layerzero.ops.op import Decoding, Op, Split
@@ -54,7 +55,10 @@ def adapt(
     Copies are priced for the sizes of `bucketed`.
     """
     decoding = op.decoding
-    if decoding is not None and any(r.field in decoding.features for r in rejected):
+    is_coded = decoding is not None and (
+        request.dtype in kv_formats.CODE_NAMES or any(r.field in decoding.features for r in rejected)
+    )
+    if decoding is not None and is_coded:
         return _adapt_decoded(op, kernel, request, hardware, bucketed, decoding)
     transforms: list[Transform] = []
     reasons = {r.reason for r in rejected}
@@ -110,17 +114,26 @@ def _adapt_decoded(
 
 def _dequantized(decoding: Decoding, request: CallSpec, bucketed: CallSpec, hardware: Hardware) -> Transform:
     """Codes read and numbers written, in some launches; the format and its result by name."""
-    written = decoding.written(bucketed) * _BYTES.get(request.dtype, 4)
+    after = _number_dtype(request.dtype)
+    written = decoding.written(bucketed) * _BYTES.get(after, 4)
     moved = decoding.written(bucketed) + written
     price = COPY_LAUNCH_US * _DECODE_LAUNCHES + moved / hardware.bandwidth * 1e6
-    before = next((f for f in sorted(request.features & decoding.features) if "scale" not in f), "codes")
-    return Transform("dequantize", before.partition("_")[2], request.dtype, price, written)
+    named = (f.partition("_")[2] for f in sorted(request.features & decoding.features) if "scale" not in f)
+    return Transform("dequantize", next(named, request.dtype), after, price, written)
 
 
 def _of_numbers(decoding: Decoding, request: CallSpec) -> CallSpec:
     return request.replace(
-        features=request.features - decoding.features, dims={**request.dims, **decoding.sizes(request)}
+        dtype=_number_dtype(request.dtype),
+        dtypes=tuple(map(_number_dtype, request.dtypes)),
+        features=request.features - decoding.features,
+        dims={**request.dims, **decoding.sizes(request)},
     )
+
+
+def _number_dtype(dtype: str) -> str:
+    """What numbers are made in: the queries' dtype, bfloat16 where they are codes."""
+    return "bfloat16" if dtype in kv_formats.CODE_NAMES else dtype
 
 
 def _needs_dense(capability: Capability, request: CallSpec) -> bool:
