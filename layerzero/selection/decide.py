@@ -115,9 +115,7 @@ def decide_ahead(
     if kernel is None or rules.lock is not None or kernel.id in context.status.probing:
         return None
 
-    def cost(
-        kernel: Kernel, work: WorkEstimate, request: CallSpec, hardware: Hardware
-    ) -> tuple[float, str]:
+    def cost(kernel: Kernel, work: WorkEstimate, request: CallSpec, hardware: Hardware) -> tuple[float, str]:
         if not entry.multiple:
             return entry.expected_us, AHEAD
         return math.hypot(entry.floor_us, entry.multiple * ideal_us(work, request, hardware)), AHEAD

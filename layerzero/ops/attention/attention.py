@@ -302,7 +302,7 @@ def work(spec: CallSpec) -> WorkEstimate:
     """Two products over the visible pairs; q, k, v and the output once through memory."""
     batch, heads, groups = spec.dim("B"), spec.dim("Hq"), spec.dim("Hk")
     widths = spec.dim("D") + spec.dim("Dv")
-    element = 8 if spec.dtype == "float64" else 4 if spec.dtype == "float32" else 2
+    element = checks.dtype_bytes(spec.dtype)
     key_element = kv_formats.code_bytes(spec)
     moved = batch * widths * (spec.dim("Sq") * heads * element + spec.dim("Sk") * groups * key_element)
     return WorkEstimate(flops=2.0 * batch * heads * widths * visible_pairs(spec), bytes=float(moved))
