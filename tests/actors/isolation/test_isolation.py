@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import pickle
@@ -24,6 +25,8 @@ import layerzero.sync
 from layerzero.actors.isolation.arena import HostArena
 from layerzero.actors.isolation.worker_process import IsolatedWorker, WorkerError
 from layerzero.health import BreakerState
+from layerzero.perfdb import versions_of
+from layerzero.selection.cost.roofline import ROOFLINE
 from layerzero.selection.record import Selection
 from layerzero.spec.reasons import Reason
 from tests.actors.isolation import plugged
@@ -284,6 +287,39 @@ def test_what_cannot_run_apart_is_refused_by_name() -> None:
         chosen = lz.select("rms_norm", wanting)
         codes = {r.reason for c in chosen.trace if c.kernel == "torch.rms_norm.native" for r in c.rejected}
         assert Reason.NO_GRADIENT in codes
+
+
+def test_a_kernel_that_a_program_made_says_where_it_comes_from(tmp_path: Path) -> None:
+    """By its origin, which its process imports; without one it is refused by name. Patterns are reported."""
+    module = "from wild_kernels import *\nimport dataclasses\n"
+    module += (
+        "made = lambda: dataclasses.replace(kernels()[0], id='made.rms_norm', backend='made', origin=O)\n"
+    )
+    (tmp_path / "made_here.py").write_text(module + "O = 'made_here:made'\n")
+    settings = lz.Settings(isolate={"made": "process", "nobody.*": "process"}, warm="off")
+    with pytest.MonkeyPatch.context() as patch, lz.start(settings, scoped=True) as runtime:
+        patch.syspath_prepend(tmp_path)
+        made = importlib.import_module("made_here").made()
+        runtime.add_kernel(made)
+        runtime.add_kernel(dataclasses.replace(made, id="made.rms_norm.lost", origin=""))
+        runtime.device().warm(["made.rms_norm", "made.rms_norm.lost"])
+        blocked = runtime.device().registry.blocked()
+        assert "needs an origin" in blocked["made.rms_norm.lost"].got
+        torch.testing.assert_close(layerzero.sync.rms_norm(X, backend="made"), right(X))
+        states = {row.backend: row.state for row in lz.doctor(imports=False).isolated}
+        assert states == {"nobody.*": "matches no kernel", "made": str(worker_of(runtime, "made").pid)}
+
+
+def test_what_was_measured_here_says_nothing_of_a_kernel_that_runs_apart() -> None:
+    """Neither a shipped table nor this machine's rows: it is priced by estimates, its process included."""
+    with lz.start(lz.Settings(warm="off", perfdb=None), scoped=True):
+        here = {c.kernel: c.accepted for c in lz.select("rms_norm", X).trace}["torch.rms_norm.native"]
+    with lz.start(lz.Settings(warm="off", perfdb=None, isolate={"torch": "process"}), scoped=True) as runtime:
+        apart = {c.kernel: c.accepted for c in lz.select("rms_norm", X).trace}["torch.rms_norm.native"]
+        kernel = runtime.device().registry.get("torch.rms_norm.native")
+    assert here is not None and apart is not None and kernel is not None
+    assert apart.kernel_us > here.kernel_us + 30 and apart.source == ROOFLINE
+    assert versions_of(kernel) == "isolated process"
 
 
 def test_callers_of_several_threads_share_a_worker(runtime: lz.Runtime) -> None:
