@@ -79,6 +79,8 @@ def test_a_library_of_another_cuda_python_or_libc_is_named(tmp_path: Path) -> No
     assert (facts["CUDA"].needs, facts["CUDA"].fits) == ("CUDA 9", False)
     assert (facts["Python"].needs, facts["Python"].fits) == ("3.8", False)
     assert facts["Python"].got == "{}.{}".format(*sys.version_info[:2])
+    mine = compiled("void run() {}", tmp_path / f"_uses{SUFFIX}")
+    assert {fact.what: fact.fits for fact in facts_of("uses", [other, mine])}["Python"]  # it has both builds
     newer = uses.read_bytes().replace(b"\0libcudart.so.9\0", b"\0GLIBC_9.99\0xxx\0")
     (tmp_path / "_newer.so").write_bytes(newer)
     libc = {fact.what: fact for fact in facts_of("newer", [tmp_path / "_newer.so"])}["C library"]
