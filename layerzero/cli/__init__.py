@@ -38,8 +38,8 @@ COMMANDS = {
         "Say whether a fresh process would serve MANIFEST without compiling; compiles nothing itself",
     ),
     "solve": (
-        "tune",
-        "Decide every measured bucket now and write the decisions to PATH, as a dispatch table",
+        "solve",
+        "Decide ranges of calls now and write the decisions to PATH, as a dispatch table",
     ),
     "top": ("top", "Watch the process whose metrics are at URL, until interrupted"),
     "trace": (

@@ -145,7 +145,7 @@ def _families(device: SolvableDevice, op: Op, asked: Iterable[CallSpec]) -> list
     for point in itertools.chain(
         (_Point(device.table(op).bucket(request)) for request in asked),
         # A kernel that was timed in a wider type than its operands have is priced by that; no call asks it.
-        (_Point(request, us) for request, us in measured if request.dtype in request.dtypes),
+        (_Point(request, us) for request, us in measured if request.dtype in (request.dtypes or (request.dtype,))),
     ):
         sizes = tuple(sorted(point.request.dims.items()))
         exact = tuple((axis, size) for axis, size in sizes if axis in op.exact_dims)

@@ -27,7 +27,6 @@ from layerzero.selection.cost.kriging import Floats, covariance
 from layerzero.selection.cost.latency_model import MIN_POINTS, LatencyModel, fit
 from layerzero.selection.cost.measured_points import (
     FEATURES,
-    INVISIBLE,
     SIBLING,
     MeasuredPoint,
     PointCluster,
@@ -38,7 +37,7 @@ from layerzero.selection.cost.measured_points import (
 )
 from layerzero.selection.cost.roofline import MEASURED, ROOFLINE, SHIPPED, ideal_us, roofline_us
 from layerzero.selection.cost.wave_quantization import kernel_work_us
-from layerzero.selection.key import grid
+from layerzero.selection.key import INVISIBLE, grid
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
