@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 PREFIX = "LAYERZERO_"
 # Read by other modules under the same prefix; a variable outside this list and the fields is not ours.
 OTHER_VARIABLES = frozenset(
-    PREFIX + word for word in ("CONFIG", "LOCK", "DENY", "ALLOW", "PREFER", "AVOID", "NATIVE")
+    PREFIX + word for word in ("CONFIG", "LOCK", "DENY", "ALLOW", "PREFER", "AVOID", "NATIVE", "GPU_MAP")
 )
 SETTING_IGNORED = "setting.ignored"
 SETTING_OVERRIDDEN = "setting.overridden"
