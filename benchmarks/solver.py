@@ -102,7 +102,8 @@ def published(folder: Path) -> tuple[list[list[Any]], bool]:
         groups = [AXES.index(axis) for axis in ("D", "window", "fp8 cache")]
         _, members = np.unique(samples.sizes[:, groups], axis=0, return_inverse=True)
         worse = sum(
-            lost[members == g].mean() > losses[members == g].mean(axis=0).min() for g in range(members.max() + 1)
+            lost[members == g].mean() > losses[members == g].mean(axis=0).min()
+            for g in range(members.max() + 1)
         )
         best = ENGINES[int(fixed.argmin())]
         found.append([
@@ -168,7 +169,7 @@ def hardware_of(table: ShippedTable) -> Hardware:
 
 
 def shipped(names: Iterable[str]) -> list[list[Any]]:
-    """Rows: table, op, ranges, measured calls held out, mean loss, that of the best single kernel, seconds."""
+    """Rows: table, op, ranges, measured calls held out, mean loss, that of the best kernel, seconds."""
     found = []
     for name in names:
         table = read_table(TABLES / name)
@@ -323,7 +324,10 @@ def run(given: argparse.Namespace) -> tuple[dict[str, Any], bool]:
                 solve(path, ops=OPS)
                 if "decisions" in given.parts:
                     rows, cheaper = decisions(2 if given.quick else 40, path, report.rows)
-                    made["decisions"], good = (["decided", "calls", "median us", "p99 us"], rows), good and cheaper
+                    made["decisions"], good = (
+                        (["decided", "calls", "median us", "p99 us"], rows),
+                        good and cheaper,
+                    )
                 if "cold" in given.parts:
                     columns = ["first call", "processes", *(f"{op} ms" for op in OPS)]
                     made["cold"] = (columns, cold(1 if given.quick else given.processes, path))

@@ -1,4 +1,4 @@
-"""PlanExpiry: one timer that has the plans of a device made anew when they are as old as its settings allow."""
+"""PlanExpiry: one timer that has a device's plans made anew when they are as old as its settings allow."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ class PlanExpiry:
 
     __slots__ = ("_clock", "_drop", "_lock", "_stopped", "_timer", "_ttl_s")
 
-    def __init__(
-        self, clock: Clock, ttl_s: Callable[[], float | None], drop: Callable[[], object]
-    ) -> None:
+    def __init__(self, clock: Clock, ttl_s: Callable[[], float | None], drop: Callable[[], object]) -> None:
         self._clock = clock
         self._ttl_s = ttl_s
         self._drop = drop

@@ -39,12 +39,18 @@ class _SpanType(click.ParamType):
 @click.command()
 @click.argument("path", type=click.Path(dir_okay=False))
 @click.option("--op", "ops", multiple=True, help="Only this op; repeatable.")
-@click.option("--model", type=click.Path(exists=True), help="A config.json: decide a block of that model, too.")
-@click.option("--rows", type=_SpanType(), default=DEFAULT_ROWS, help="Rows decoded at once.  [default: 1..256]")
+@click.option(
+    "--model", type=click.Path(exists=True), help="A config.json: decide a block of that model, too."
+)
+@click.option(
+    "--rows", type=_SpanType(), default=DEFAULT_ROWS, help="Rows decoded at once.  [default: 1..256]"
+)
 @click.option(
     "--context", type=_SpanType(), default=DEFAULT_CONTEXT, help="Tokens before them.  [default: 128..32768]"
 )
-@click.option("--tune-s", type=click.FloatRange(min=1), help="Measure the model's calls first, so many seconds.")
+@click.option(
+    "--tune-s", type=click.FloatRange(min=1), help="Measure the model's calls first, so many seconds."
+)
 @device_option
 @json_option
 def solve(
@@ -61,14 +67,21 @@ def solve(
             if tune_s is not None and model is not None:
                 calls = list(model_calls(ModelConfig.load(model), rows, context))
                 tune_blocking(calls, ops=ops or None, device=device, budget_s=tune_s, missing=True)
-            table = solve_ranges(path, ops=ops or None, device=device, model=model, rows=rows, context=context)
+            table = solve_ranges(
+                path, ops=ops or None, device=device, model=model, rows=rows, context=context
+            )
         except LayerZeroError as error:
             raise click.UsageError(str(error)) from error
     wins = Counter((bucket.op, bucket.kernel) for bucket in table.buckets)
     taken = [{"op": op, "kernel": kernel, "buckets": count} for (op, kernel), count in wins.items()]
     lines = [(op, kernel, str(count)) for (op, kernel), count in sorted(wins.items())]
     losses = [
-        (op, str(held.calls), f"{held.loss:.2%}", "none" if held.fixed_loss is None else f"{held.fixed_loss:.2%}")
+        (
+            op,
+            str(held.calls),
+            f"{held.loss:.2%}",
+            "none" if held.fixed_loss is None else f"{held.fixed_loss:.2%}",
+        )
         for op, held in sorted(table.held_out.items())
     ]
     held_out = msgspec.to_builtins(table.held_out)
@@ -78,7 +91,9 @@ def solve(
     ]
     if losses:
         columns = ("op", "calls", "mean loss", "of one kernel for all")
-        parts.append(output.Table("what decisions lose at measured calls that they do not know", columns, losses))
+        parts.append(
+            output.Table("what decisions lose at measured calls that they do not know", columns, losses)
+        )
     else:
         parts.append("too few measured calls to hold any out: lz tune")
     output.show(json_, plain | {"held_out": held_out}, *parts)

@@ -43,8 +43,8 @@ class ActiveDispatchTable:
     """A table that holds for this device, or why it does not (`refusal`).
 
     `differs(op)` says what of the op's kernels is not as it was when the table was solved: such an op is not
-    decided by it. `original` is the file's own where this one was solved again under another policy, which decides the ops
-    of `left`, too; `identity` is equal for tables that decide alike.
+    decided by it. `original` is the file's own where this one was solved again under another policy, which
+    decides the ops of `left`, too; `identity` is equal for tables that decide alike.
     """
 
     def __init__(
@@ -147,9 +147,7 @@ class ActiveDispatchTable:
         log.info(SOLVED_AGAIN, path=self.path, policy=policy.digest[:12], buckets=count, left=sorted(left))
         again = msgspec.structs.replace(original.table, policy=policy.digest, buckets=tuple(buckets))
         differs = original._differs
-        return ActiveDispatchTable(
-            again, self.path, differs=differs, original=original, left=frozenset(left)
-        )
+        return ActiveDispatchTable(again, self.path, differs=differs, original=original, left=frozenset(left))
 
     def _rules_above(self, policy: Policy) -> tuple[Rule, ...] | None:
         """The rules of the upper layers without which `policy` is the table's; None where it never is."""
@@ -181,7 +179,7 @@ class ActiveDispatchTable:
 def _decided_again(
     bucket: Bucket, policy: Policy, kernels: Mapping[str, Kernel], options: SelectionOptions
 ) -> Bucket | None:
-    """A range decided under another policy; None where that leaves no kernel that the range was priced for."""
+    """A range decided under another policy; None where it leaves no kernel that the range has a price of."""
     request = CallSpec(
         op=bucket.op,
         dtype=bucket.dtype,
@@ -238,7 +236,9 @@ def kernels_differ(
 
     @functools.cache
     def digest_of(op: str) -> str:
-        return capabilities_hash(kernels_of(op)) if op == EVERY_OP else limits_of(op, kernels_of(op), platform)
+        return (
+            capabilities_hash(kernels_of(op)) if op == EVERY_OP else limits_of(op, kernels_of(op), platform)
+        )
 
     @functools.cache
     def differs(op: str) -> str:

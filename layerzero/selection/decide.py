@@ -119,9 +119,7 @@ def decide_ahead(
     if kernel is None or rules.lock is not None or kernel.id in context.status.probing:
         return None
 
-    def cost(
-        kernel: Kernel, work: WorkEstimate, request: CallSpec, hardware: Hardware
-    ) -> tuple[float, str]:
+    def cost(kernel: Kernel, work: WorkEstimate, request: CallSpec, hardware: Hardware) -> tuple[float, str]:
         if not entry.multiple:
             return entry.expected_us, AHEAD
         return math.hypot(entry.floor_us, entry.multiple * ideal_us(work, request, hardware)), AHEAD
@@ -246,7 +244,10 @@ def pick(
             gain = (total / floor - 1) * 100 if floor else 0.0
             if candidate is best:
                 return best, f"preferred on this hardware, and the cheapest at {floor:.1f} us expected"
-            return candidate, f"preferred on this hardware: {best.kernel} gains only {gain:.1f} %, by estimates"
+            return (
+                candidate,
+                f"preferred on this hardware: {best.kernel} gains only {gain:.1f} %, by estimates",
+            )
     defaults = [c for c in pool if by_id[c.kernel].default]
     for default in defaults:
         total = _accepted_of(default).total_us

@@ -1,7 +1,7 @@
 """What is known of GPUs by compute capability, as data: `gpus.toml`, and a user's own file before it.
 
-The file that the variable LAYERZERO_GPU_MAP names has the same form; each of its rows goes before ours, so a GPU
-that came later, or figures of one's own, need no code.
+The file that the variable LAYERZERO_GPU_MAP names has the same form; each of its rows goes before ours, so a
+GPU that came later, or figures of one's own, need no code.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Roof(_Row, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class FamilyEfficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How near the roofs the kernels of a glob come on a family; `launch_us` is the host's share of a call."""
+    """How near the roofs the kernels of a glob come on a family; `launch_us` is the host's part of a call."""
 
     family: Text
     kernel: Text

@@ -1,4 +1,4 @@
-"""Solving: ranges out of measurements and prices, model blocks, what is held out, and what guards a choice."""
+"""Solving: ranges out of measurements and prices, model blocks, what is held out, what guards a choice."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def crossed(turn: int) -> list[Measurement]:
     """`small` wins up to `turn` rows, `large` above."""
     rows = []
     for count in (1, 4, 16, 64, 256, 1024, 4096):
-        rows += [row("small.rms_norm", count, 10.0 + count), row("large.rms_norm", count, 10.0 + turn / 2 + count / 2)]
+        rows += [
+            row("small.rms_norm", count, 10.0 + count),
+            row("large.rms_norm", count, 10.0 + turn / 2 + count / 2),
+        ]
     return rows
 
 
@@ -62,7 +65,9 @@ def test_a_range_ends_where_one_kernel_takes_over(tmp_path: Path, closing: list[
     (_, (first, turn)), (_, (after, last)) = ranges
     assert (first, last) == (1, 8192) and after == turn + 1 and 96 <= turn <= 384
     held = table.held_out["rms_norm"]
-    assert held.calls == 7 and held.loss < 0.05 and held.fixed_loss is not None and held.loss <= held.fixed_loss
+    assert (
+        held.calls == 7 and held.loss < 0.05 and held.fixed_loss is not None and held.loss <= held.fixed_loss
+    )
     lz.configure(dispatch_table=str(tmp_path / "table.json"))
     device = runtime.device("cpu")
     for rows in (1, 3, 17, 63, 1000, 5000):
@@ -79,7 +84,10 @@ def test_a_tree_that_knows_less_than_one_kernel_is_not_taken(closing: list[Runti
     """Times that no neighbour tells: the one kernel that is best over all of them holds everywhere."""
     rows = []
     for position, count in enumerate((1, 4, 16, 64, 256, 1024)):
-        rows += [row("large.rms_norm", count, 100.0), row("small.rms_norm", count, 1000.0 if position % 2 else 90.0)]
+        rows += [
+            row("large.rms_norm", count, 100.0),
+            row("small.rms_norm", count, 1000.0 if position % 2 else 90.0),
+        ]
     runtime = runtime_of(closing, rows)
     solved = solve_op(runtime.device("cpu"), ops_table.get("rms_norm"))
     assert {bucket.kernel for bucket in solved.buckets} == {"large.rms_norm"}

@@ -102,7 +102,9 @@ def test_limits_of_older_capabilities_are_the_same_limits(tmp_path: Path) -> Non
     old, new = (capability_overlays.read(copied("capabilities", v, tmp_path)) for v in (1, 2))
     assert old.kernels.keys() == new.kernels.keys() and old.version == new.version == 2
     spelled = [text for entry in old.kernels.values() for text in entry.capability.limits]
-    assert any("%" in t for t in spelled) and any("==" in t for t in spelled) and any("*" in t for t in spelled)
+    assert (
+        any("%" in t for t in spelled) and any("==" in t for t in spelled) and any("*" in t for t in spelled)
+    )
     for kernel, entry in old.kernels.items():
         assert entry.capability.limits == new.kernels[kernel].capability.limits, kernel
 
@@ -125,7 +127,9 @@ def test_an_older_table_that_was_altered_is_refused(version: int, tmp_path: Path
 def test_what_was_no_limit_is_none(text: str, tmp_path: Path) -> None:
     """An overlay of format 1 with something else among its limits is refused, by kernel."""
     path = tmp_path / "overlay.yaml"
-    path.write_text(f"version: 1\nkernels:\n  torch.rms_norm.native:\n    capability:\n      limits: [{text}]\n")
+    path.write_text(
+        f"version: 1\nkernels:\n  torch.rms_norm.native:\n    capability:\n      limits: [{text}]\n"
+    )
     with pytest.raises(ConfigurationError, match=r"torch\.rms_norm\.native: limits need"):
         capability_overlays.load_overlay(path, [])
 

@@ -1,4 +1,4 @@
-"""What is dropped where there is no more room: what was not used last, and never what is used all the time."""
+"""What is dropped where there is no more room: what was not used last, never what is used all the time."""
 
 from __future__ import annotations
 

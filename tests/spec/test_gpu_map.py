@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +48,9 @@ def test_blackwell_runs_a_prompt_as_the_published_figures_say() -> None:
     """FlashAttention-4 from 2,048 tokens up; below, where its host's share counts, torch's own."""
     for tokens in (2048, 4096, 16_384):
         chosen = prefill(tokens)
-        assert chosen.kernel == "flash_attn_4.attention.blackwell" and "preferred on this hardware" in chosen.why
+        assert (
+            chosen.kernel == "flash_attn_4.attention.blackwell" and "preferred on this hardware" in chosen.why
+        )
     assert prefill(512).kernel.startswith("torch.attention.sdpa")
     published = efficiency_on("flash_attn_4.attention.blackwell", 100)
     assert published is not None and published.flops == 0.71 and "1613 TFLOP/s" in published.source
@@ -73,7 +76,7 @@ def test_every_preferred_kernel_and_op_is_one(monkeypatch: pytest.MonkeyPatch) -
     assert {row.family for row in (*known.preferred, *known.efficiency)} <= families
     for rows in (known.generation, known.family, known.tensor_cores, known.roof):
         ends = sorted(row.sm for row in rows)
-        assert all(low[1] < high[0] for low, high in zip(ends, ends[1:], strict=False))
+        assert all(low[1] < high[0] for low, high in itertools.pairwise(ends))
 
 
 def test_a_user_s_rows_go_before_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

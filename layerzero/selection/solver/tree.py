@@ -29,8 +29,8 @@ FOLDS = 5
 # difference, call by call.
 _STANDARD_ERRORS = 1.0
 _ROUNDING = 1e-12
-# Losses count up to here when splits are scored: a share of the best cost. Set on published attention latencies
-# (benchmarks/solver.py) with a tenth of the shapes held out; twice or half of it changes little.
+# Losses count up to here when splits are scored: a share of the best cost. Set on published attention
+# latencies (benchmarks/solver.py) with a tenth of the shapes held out; twice or half of it changes little.
 _NEAR = 0.3
 
 
@@ -202,7 +202,7 @@ def _ladder(max_leaves: int) -> list[int]:
 
 
 def _held_out_losses(sizes: Whole, losses: Floats, held: NDArray[np.bool_], ladder: Sequence[int]) -> Floats:
-    """The loss at each held-out sample (samples, trees) of the tree of each size: one tree, split by split."""
+    """The loss at each held-out sample (samples, trees) of the tree of each size: one tree, by its splits."""
     root, done = grow(sizes[~held], losses[~held], ladder[-1])
     inner, outer = sizes[held], losses[held]
     rows_of: dict[int, Whole] = {id(root): np.arange(len(inner))}

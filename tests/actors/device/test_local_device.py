@@ -383,7 +383,7 @@ def test_without_room_every_call_is_decided_anew() -> None:
 
 
 def test_what_is_remembered_grows_as_old_as_the_settings_allow() -> None:
-    """After `plan_ttl_s` a call is decided anew, again and again; without it never; a change counts at once."""
+    """After `plan_ttl_s` a call is decided anew, each time; without it never; a change counts at once."""
     clock = FakeClock()
     own = device([kernel("a.rms_norm")], Settings(plan_ttl_s=10.0), clock=clock)
     held = own.plan(RMS, signature_of(RMS, args()), args(), own.mode())

@@ -1,4 +1,4 @@
-"""Decision trees over sizes: what they cost where they were not made from, and that no fixed choice beats them."""
+"""Decision trees over sizes: what they lose at calls that they do not know, and that no choice is better."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_noise_is_not_learned() -> None:
 def test_a_tree_never_loses_more_than_the_best_fixed_choice_on_its_samples(
     seed: int, count: int, kernels: int, axes: int
 ) -> None:
-    """Leaves cover everything once, take the cheapest over their samples, and what cannot run is not taken."""
+    """Leaves cover everything once, take what is cheapest over their samples, and nothing that cannot run."""
     draw = np.random.default_rng(seed)
     sizes = draw.integers(1, 12, (count, axes))
     costs = draw.uniform(1.0, 5.0, (count, kernels))
@@ -54,9 +54,7 @@ def test_a_tree_never_loses_more_than_the_best_fixed_choice_on_its_samples(
     assert losses[np.arange(count), chosen].sum() <= losses.sum(axis=0).min() + 1e-9
     assert losses[np.arange(count), chosen].sum() < CANNOT or losses.sum(axis=0).min() >= CANNOT
     bounds = list(zip(sizes.min(axis=0).tolist(), sizes.max(axis=0).tolist(), strict=True))
-    boxes = [
-        Entry(dict(zip(names, box, strict=True)), leaf.choice) for leaf, box in leaves_of(root, bounds)
-    ]
+    boxes = [Entry(dict(zip(names, box, strict=True)), leaf.choice) for leaf, box in leaves_of(root, bounds)]
     look_up = compile_lookup(boxes)
     for row, kernel in zip(samples.sizes.tolist(), chosen.tolist(), strict=True):
         assert look_up(dict(zip(names, row, strict=True))) == kernel
@@ -88,7 +86,16 @@ def test_ranges_that_are_no_tree_are_refused(entries: list[Entry[int]], says: st
 def test_a_look_up_names_the_missing_axis() -> None:
     """A call whose sizes have other names is no call of the table's."""
     look_up = compile_lookup([Entry({"N": (1, 4)}, "a"), Entry({"N": (9, 12)}, "b")])
-    assert [look_up({"N": n}) for n in (0, 1, 4, 5, 8, 9, 12, 13)] == [None, "a", "a", None, None, "b", "b", None]
+    assert [look_up({"N": n}) for n in (0, 1, 4, 5, 8, 9, 12, 13)] == [
+        None,
+        "a",
+        "a",
+        None,
+        None,
+        "b",
+        "b",
+        None,
+    ]
     with pytest.raises(KeyError):
         look_up({"M": 3})
 
