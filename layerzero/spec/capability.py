@@ -64,7 +64,12 @@ FEATURE_REASONS: Mapping[str, Reason] = {
         Reason.FEATURE_UNSUPPORTED,
     ),
     **dict.fromkeys(
-        ("kv_float64", "kv_float32", "kv_float16", "kv_bfloat16"), Reason.KV_DTYPE_MISMATCH
+        ("kv_float64", "kv_float32", "kv_float16", "kv_bfloat16", "kv_float8_e4m3fn", "kv_float8_e5m2",
+         "kv_int8"),
+        Reason.KV_DTYPE_MISMATCH,
+    ),
+    **dict.fromkeys(
+        ("kv_scale_per_tensor", "kv_scale_per_head", "kv_scale_per_token"), Reason.SCALE_LAYOUT_MISMATCH
     ),
     **dict.fromkeys(
         ("quant_int4", "quant_nf4", "quant_mxfp4", "quant_mxfp8", "quant_nvfp4", "quant_int8",
@@ -86,6 +91,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `features` lists what the kernel can do of `FEATURE_REASONS` (and `act_<name>` for activations);
     `half_isa` is what bfloat16 and float16 need on a CPU beyond `isa`.
+    Where `only_with` lists features, a call must ask for one of them: what else could be done, others do.
     `limits` bound sizes, in the words of `spec.condition`; booleans are promises that tests prove.
     `narrowed` names the fields that a deployment's overlay took something from.
     """
@@ -107,6 +113,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     mixed_dtypes: bool = False
     index_dtypes: frozenset[str] = INDEX_DTYPES
     features: frozenset[str] = frozenset()
+    only_with: frozenset[str] = frozenset()
     layouts: frozenset[str] = frozenset()
     contiguous: bool = False
     last_stride1: bool = False
@@ -123,5 +130,6 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 # The fields that are sets of names.
 NAME_SETS = frozenset({
-    "archs", "cpu_vendors", "dtypes", "features", "half_isa", "index_dtypes", "isa", "layouts", "platforms",
+    "archs", "cpu_vendors", "dtypes", "features", "half_isa", "index_dtypes", "isa", "layouts",
+    "only_with", "platforms",
 })  # fmt: skip

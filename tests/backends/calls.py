@@ -5,6 +5,7 @@ They are made for the CPU, or for the device that LAYERZERO_TEST_DEVICE names (`
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from layerzero.formats.rounding import round_to_format, scale_shape
 from layerzero.formats.table import FORMATS, Format
-from layerzero.ops import table
+from layerzero.ops import kv_formats, table
 from layerzero.ops.linear.mlp import GATES
 from layerzero.ops.op import Args
 
@@ -160,20 +161,41 @@ def _paged(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any]
         named["cu_seqlens_q"], tokens = torch.arange(batch + 1) * 3, 3 * batch
     if "hnd" in case.asks:
         pools, named["layout"] = [pool.transpose(1, 2) for pool in pools], "HND"
-    for ask in case.asks:
-        if ask.startswith("kv_"):
-            pools = [pool.to(getattr(torch, ask.removeprefix("kv_"))) for pool in pools]
-    return [rand(tokens, hq, d), *pools, tables, lens], named
+    pools, scales = _stored(case, pools, 1 if "hnd" in case.asks else 2)
+    return [rand(tokens, hq, d), *pools, tables, lens], named | scales
+
+
+def _stored(case: Case, pools: list[Tensor], heads: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Pools in the dtype that the case asks for, codes with their scales."""
+    asks = set(case.asks) - {"kv_strided"}
+    granularity = next((a.removeprefix("kv_scale_per_") for a in asks if a.startswith("kv_scale_")), "")
+    named = [a.removeprefix("kv_") for a in asks if a.startswith("kv_") and not a.startswith("kv_scale_")]
+    dtype = getattr(torch, named[0]) if named else torch.float8_e4m3fn if granularity else pools[0].dtype
+    if f"kv_{dtype}".replace("torch.", "") not in kv_formats.CODE_FEATURES:
+        return [pool.to(dtype) for pool in pools], {}
+    largest = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}[dtype]
+    codes, scales = [], {}
+    for name, pool in zip(("k_scale", "v_scale"), pools, strict=True):
+        shape = kv_formats.scale_shape(tuple(pool.shape), heads, granularity or "tensor")
+        each = torch.arange(1, 1 + math.prod(shape), dtype=torch.float32, device="cpu").view(shape) % 5 + 1.0
+        scale = (each * (2.0 / largest)).to(pool.device)
+        wide = (pool.float() / kv_formats.broadcast_scale(scale, pool.dim(), heads)).clamp(-largest, largest)
+        codes.append((wide.round() if dtype == torch.int8 else wide).to(dtype))
+        scales[name] = scale
+    return codes, scales
 
 
 def _latent(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
     sizes = case.dims | {"Hk": 1, "D": case.dims.get("C", case.dims.get("D", 16))}
-    wide = Case(case.op, tuple(a for a in case.asks if a not in ("gqa", "hnd")), sizes)
+    asks = tuple(a for a in case.asks if a not in ("gqa", "hnd") and not a.startswith("kv_"))
+    wide = Case(case.op, asks, sizes)
     (_, ckv, _, tables, lens), named = _paged(wide, rand, generator)
     del named["window"], named["softcap"]
     heads, tokens = 1 if "gqa" not in case.asks else 3, len(lens) * (3 if "prefill" in case.asks else 1)
     rotary = case.dims.get("R", 8)
-    ckv, kpe = ckv[:, :, 0], rand(*ckv.shape[:2], rotary).to(ckv.dtype)
+    kept = [ckv[:, :, 0], rand(*ckv.shape[:2], rotary)]
+    (ckv, kpe), scales = _stored(case, kept, None)
+    named |= dict(zip(("ckv_scale", "kpe_scale"), scales.values(), strict=False))
     return [rand(tokens, heads, ckv.shape[2]), rand(tokens, heads, rotary), ckv, kpe, tables, lens], named | {
         "scale": named["scale"] or (0.3 if "C" not in case.dims else 0.07)
     }
@@ -187,9 +209,8 @@ def _append(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any
     named: dict[str, Any] = {}
     if "hnd" in case.asks:
         pools, named["layout"] = [pool.transpose(1, 2) for pool in pools], "HND"
-    for ask in set(case.asks) - {"kv_strided"}:
-        if ask.startswith("kv_"):
-            pools = [pool.to(getattr(torch, ask.removeprefix("kv_"))) for pool in pools]
+    pools, scales = _stored(case, pools, 1 if "hnd" in case.asks else 2)
+    named |= scales
     if "kv_strided" in case.asks:
         pools = [torch.stack([pool, pool], -1)[..., 0] for pool in pools]
     slot_mapping = torch.randperm(2 * tokens, generator=generator)[:tokens]

@@ -70,6 +70,8 @@ COMPILED = (
 RUNNABLE = [k for k in KERNELS if not why_not_here(k)]
 
 
+# Formats of codes, and what shares a scale where it is not the whole pool.
+CODED = ("kv_float8_e4m3fn", "kv_float8_e5m2", "kv_int8", "kv_scale_per_token")
 _QUANTS = tuple(f"quant_{name}" for name in FORMATS if name != "int8")
 _SCALES = ("scale_per_tensor", "scale_per_group", "scale_per_block")
 _PARTS = ("scale_16bit", "zero_point", "tensor_scale")
@@ -81,12 +83,16 @@ ASKS: dict[str, tuple[str, ...]] = {
     ),
     "paged_attention": (
         "causal", "prefill", "gqa", "scale", "scale_not_positive", "window", "softcap", "lse", "hnd",
-        "kv_float32", "kv_bfloat16", "kv_float16",
+        "kv_float32", "kv_bfloat16", "kv_float16", *CODED, "kv_scale_per_head",
     ),
-    "append_kv": ("hnd", "kv_strided", "kv_float32", "kv_bfloat16", "kv_float16", "kv_float64"),
+    "append_kv": (
+        "hnd", "kv_strided", "kv_float32", "kv_bfloat16", "kv_float16", "kv_float64", *CODED,
+        "kv_scale_per_head",
+    ),
     "ragged_attention": ("causal", "gqa", "scale", "scale_not_positive", "window", "softcap", "lse"),
     "mla_attention": (
         "causal", "prefill", "gqa", "scale_not_positive", "lse", "kv_float32", "kv_bfloat16", "kv_float16",
+        *CODED,
     ),
     "rms_norm": ("no_weight",),
     "add_rms_norm": ("no_weight",),
@@ -205,7 +211,7 @@ def cases(op: str, base: Mapping[str, int] = MappingProxyType({})) -> Iterator[C
     for ask in asks:
         yield Case(op, (ask,), always)
     for pair in itertools.combinations(asks, 2) if op not in _NOT_IN_PAIRS else ():
-        if not any(pair[0].startswith(kind) and pair[1].startswith(kind) for kind in _ONE_OF):
+        if _pairs_codes(pair) and not any(all(ask.startswith(kind) for ask in pair) for kind in _ONE_OF):
             yield Case(op, pair, always)
     for asked in _TOGETHER.get(op, ()):
         yield Case(op, asked, always)
@@ -216,6 +222,15 @@ def cases(op: str, base: Mapping[str, int] = MappingProxyType({})) -> Iterator[C
         yield Case(op, dims=dims)
         if op == "attention" and "Dv" not in dims:
             yield Case(op, ("causal",), dims)
+
+
+def _pairs_codes(pair: tuple[str, ...]) -> bool:
+    """Whether a pair with codes in it is worth a case: what says where they and their scales lie is."""
+    coded = [ask for ask in pair if ask in CODED or ask.startswith("kv_scale_")]
+    if len(coded) == 2:
+        return coded[0].startswith("kv_scale_") != coded[1].startswith("kv_scale_")
+    others = [ask for ask in pair if ask not in coded]
+    return not coded or others[0] in ("hnd", "prefill", "gqa")
 
 
 def dtypes(kernel: Kernel) -> list[torch.dtype]:

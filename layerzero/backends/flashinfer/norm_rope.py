@@ -121,7 +121,7 @@ def _append() -> Callable[..., Any]:
     kernel = library.append_paged_kv_cache
 
     def append_kv(
-        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str
+        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str, *_: None
     ) -> Tensor:
         """`append_paged_kv_cache` with the whole pool as one sequence, in which a slot is a position."""
         pages, size = k_cache.shape[0], k_cache.shape[1 if layout == "NHD" else 2]
