@@ -14,6 +14,7 @@ from layerzero.actors.device.live_checks import LiveChecks
 from layerzero.actors.device.loading import KernelLoader
 from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.actors.device.plan_compiler import PlanCompiler
+from layerzero.actors.device.plan_expiry import PlanExpiry
 from layerzero.actors.device.recovery import Recovery, validated_args
 from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.selection_inputs import SelectionInputs
@@ -106,6 +107,7 @@ class LocalDevice:
             # A look later, behind the first calls, would drop what they decided.
             self.workspace_budget.refresh(settings)
         self.spans = self.kernel_calls.spans = self._live_checks.apply_settings(self)
+        self._expiry.arm()
         self._opened = True
 
     def _wire(self, cost: CostModel) -> None:
@@ -130,6 +132,7 @@ class LocalDevice:
         self.compiler = PlanCompiler(calls, self.health, self.loader, self._recovery, counters)
         self._live_checks = LiveChecks(self.compiler, self._states, self.clock)
         self._probe_timer = ProbeTimer(self.health, self.clock)
+        self._expiry = PlanExpiry(self.clock, lambda: self.settings.plan_ttl_s, self._drop_plans)
 
     def _states(self) -> list[DispatchState]:
         return [self.snapshot, *self._policy_states.values()]
@@ -160,6 +163,7 @@ class LocalDevice:
         self.spans = self.kernel_calls.spans = self._live_checks.apply_settings(self)
         self.table_keeper.put(dispatch_table, self.snapshot.policy)
         self._refresh_workspace_budget()
+        self._expiry.arm()
         self.refresh()
 
     def _refresh_workspace_budget(self) -> None:
@@ -204,26 +208,20 @@ class LocalDevice:
         """Make the next snapshot after kernels or their health have changed."""
         self._advance(self.snapshot.policy)
 
-    def _advance(self, policy: Policy) -> None:
+    def _drop_plans(self) -> None:
+        """Make the next snapshot with nothing remembered but what was rehearsed for captures."""
+        self._advance(self.snapshot.policy, keep=False)
+
+    def _advance(self, policy: Policy, keep: bool = True) -> None:
         with self._lock:
-            before = self.snapshot
-            version = before.version + 1
-            self.snapshot = self._successor(before, policy, version)
+            version = self.snapshot.version + 1
+            context = self._rules if keep else None
+            self.snapshot = self.snapshot.successor(version, policy, context)
             self._policy_states = {
-                digest: self._successor(state, state.policy, version)
+                digest: state.successor(version, state.policy, context)
                 for digest, state in self._policy_states.items()
             }
         self._probe_timer.arm()
-
-    def _successor(self, before: DispatchState, policy: Policy, version: int) -> DispatchState:
-        tables: dict[str, PlanTable] = {}
-        rehearsed = dict(before.rehearsed_plans)
-        # Tables whose rules cannot have changed stay: a change of one op costs the others nothing.
-        for name, table in list(before.tables.items()):
-            if self._rules(name, policy).fingerprint(name) == table.fingerprint:
-                tables[name] = table
-            rehearsed[name] = table.rehearsed_plans()
-        return DispatchState(version, policy, tables, rehearsed_plans=rehearsed)
 
     def state_for_policy(self, policy: Policy) -> DispatchState:
         """The snapshot of a context's own policy, stored until the next change."""
@@ -241,6 +239,7 @@ class LocalDevice:
         self._lock = threading.RLock()
         self._probe_timer.reset_after_fork()
         self._live_checks.outputs.reset_after_fork()
+        self._expiry.reset_after_fork()
         self.loader.reset_after_fork()
         self.table_keeper.reset_after_fork()
         self._costs_loading = None
@@ -391,6 +390,7 @@ class LocalDevice:
         """Stop the threads and timers; every later call raises RuntimeClosedError."""
         self.loader.stop()
         self._probe_timer.stop()
+        self._expiry.stop()
         with self._lock:
             self.closed = True
             self.snapshot = DispatchState(self.snapshot.version + 1, self.snapshot.policy)

@@ -1,4 +1,4 @@
-"""How checkpoints of quantized models keep their weights: each convention as data, read into a QuantizedTensor.
+"""How checkpoints keep quantized weights: each convention as data, read into a QuantizedTensor.
 
 A convention names the parts of a weight as they stand in a checkpoint and how codes are packed there; `read`
 lays them out as `QuantizedTensor` has them and `write` is its inverse, for those that are written here. Names
@@ -48,7 +48,8 @@ class Convention:
 def read(convention: str, parts: Parts) -> QuantizedTensor:
     """The weight (C, K) that parts of a checkpoint hold, by the names that its convention gives them.
 
-    Raises: FormatError: no such convention, a part is missing or of another dtype or shape than the convention
+    Raises: FormatError: no such convention, a part is missing or of another dtype or shape than the
+    convention
         packs, or what they say does not fit the format.
     """
     if convention not in CONVENTIONS:
@@ -102,7 +103,7 @@ def _same(wanted: tuple[int, ...], name: str, part: Tensor) -> None:
 
 
 def _read_awq(parts: Parts) -> QuantizedTensor:
-    """qweight (K, C / 8), qzeros (G, C / 8), scales (G, C): all along the columns of the weight's transpose."""
+    """qweight (K, C / 8), qzeros (G, C / 8), scales (G, C): along the columns of the weight's transpose."""
     packed, zeros = (_need(name, parts[name], torch.int32, 2) for name in ("qweight", "qzeros"))
     scales = parts["scales"]
     groups, columns = zeros.shape[0], packed.shape[1] * 8
@@ -168,7 +169,7 @@ def _write_gptq(weight: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def _read_compressed_int4(parts: Parts) -> QuantizedTensor:
-    """weight_packed (C, K / 8) in order; weight_scale (C, G); weight_zero_point (C / 8, G), along the rows."""
+    """weight_packed (C, K / 8) in order; weight_scale (C, G); weight_zero_point (C / 8, G), down the rows."""
     packed = _need("weight_packed", parts["weight_packed"], torch.int32, 2)
     zeros, scale = parts.get("weight_zero_point"), parts["weight_scale"]
     shape = parts.get("weight_shape")
@@ -183,9 +184,10 @@ def _read_compressed_int4(parts: Parts) -> QuantizedTensor:
 
 def _write_compressed_int4(weight: QuantizedTensor) -> dict[str, Tensor]:
     found = {
-        "weight_packed": weight.codes.contiguous().view(torch.int32), "weight_scale": weight.scale,
+        "weight_packed": weight.codes.contiguous().view(torch.int32),
+        "weight_scale": weight.scale,
         "weight_shape": torch.tensor(weight.shape),
-    }  # fmt: skip
+    }
     if weight.zero_point is not None:
         padded = functional.pad(weight.zero_point.t(), (0, -weight.shape[0] % 8))
         found["weight_zero_point"] = _words(padded).t().contiguous()
@@ -232,7 +234,7 @@ def _write_nf4(weight: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def _read_mxfp4(parts: Parts) -> QuantizedTensor:
-    """blocks (..., C, G, 16) of 32 codes, the earlier in the low half; scales (..., C, G), exponents + 127."""
+    """blocks (..., C, G, 16) of 32 codes, the earlier in the low half; scales (..., C, G), exponent + 127."""
     blocks, scales = parts["blocks"], parts["scales"]
     if blocks.dtype != torch.uint8 or blocks.shape[-1:] != (16,) or scales.dtype != torch.uint8:
         got = f"{blocks.dtype} {tuple(blocks.shape)} and {scales.dtype}"
@@ -269,50 +271,99 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
         rules.name: rules
         for rules in (
             Convention(
-                "awq", "int4", ("qweight", "qzeros", "scales"), "int32 along C, places 0 2 4 6 1 3 5 7",
-                "arXiv 2306.00978; AutoAWQ, version gemm", _read_awq, _write_awq, zero_point="as the codes",
+                "awq",
+                "int4",
+                ("qweight", "qzeros", "scales"),
+                "int32 along C, places 0 2 4 6 1 3 5 7",
+                "arXiv 2306.00978; AutoAWQ, version gemm",
+                _read_awq,
+                _write_awq,
+                zero_point="as the codes",
             ),
             Convention(
-                "gptq", "int4", ("qweight", "qzeros", "scales"), "int32 along K, in order",
-                "arXiv 2210.17323; AutoGPTQ, checkpoint_format gptq", _read_gptq, _write_gptq, ("g_idx",),
+                "gptq",
+                "int4",
+                ("qweight", "qzeros", "scales"),
+                "int32 along K, in order",
+                "arXiv 2210.17323; AutoGPTQ, checkpoint_format gptq",
+                _read_gptq,
+                _write_gptq,
+                ("g_idx",),
                 "int32 along C, less 1",
             ),
             Convention(
-                "compressed-tensors int4", "int4", ("weight_packed", "weight_scale"), "int32 along K, in order",
-                "compressed-tensors, pack-quantized", _read_compressed_int4, _write_compressed_int4,
-                ("weight_zero_point", "weight_shape"), "int32 along C, in order",
+                "compressed-tensors int4",
+                "int4",
+                ("weight_packed", "weight_scale"),
+                "int32 along K, in order",
+                "compressed-tensors, pack-quantized",
+                _read_compressed_int4,
+                _write_compressed_int4,
+                ("weight_zero_point", "weight_shape"),
+                "int32 along C, in order",
             ),
             Convention(
-                "compressed-tensors int8", "int8", ("weight", "weight_scale"), "a code each",
-                "compressed-tensors, int-quantized", functools.partial(_read_bytes, "int8", torch.int8), _write_bytes,
+                "compressed-tensors int8",
+                "int8",
+                ("weight", "weight_scale"),
+                "a code each",
+                "compressed-tensors, int-quantized",
+                functools.partial(_read_bytes, "int8", torch.int8),
+                _write_bytes,
             ),
             Convention(
-                "compressed-tensors fp8", "fp8_e4m3", ("weight", "weight_scale"), "a code each",
+                "compressed-tensors fp8",
+                "fp8_e4m3",
+                ("weight", "weight_scale"),
+                "a code each",
                 "compressed-tensors, float-quantized",
-                functools.partial(_read_bytes, "fp8_e4m3", torch.float8_e4m3fn), _write_bytes,
+                functools.partial(_read_bytes, "fp8_e4m3", torch.float8_e4m3fn),
+                _write_bytes,
             ),
             Convention(
-                "compressed-tensors nvfp4", "nvfp4", ("weight_packed", "weight_scale", "weight_global_scale"),
-                "two codes a byte, low half first", "compressed-tensors, nvfp4-pack-quantized",
+                "compressed-tensors nvfp4",
+                "nvfp4",
+                ("weight_packed", "weight_scale", "weight_global_scale"),
+                "two codes a byte, low half first",
+                "compressed-tensors, nvfp4-pack-quantized",
                 _read_compressed_nvfp4,
             ),
             Convention(
-                "bitsandbytes nf4", "nf4", ("weight", "absmax", "shape"), "two codes a byte, high half first",
-                "bitsandbytes, quant_type nf4 without nested absmax", _read_nf4, _write_nf4,
+                "bitsandbytes nf4",
+                "nf4",
+                ("weight", "absmax", "shape"),
+                "two codes a byte, high half first",
+                "bitsandbytes, quant_type nf4 without nested absmax",
+                _read_nf4,
+                _write_nf4,
             ),
             Convention(
-                "gpt-oss mxfp4", "mxfp4", ("blocks", "scales"), "two codes a byte, low half first",
-                "github.com/openai/gpt-oss", _read_mxfp4, _write_mxfp4,
+                "gpt-oss mxfp4",
+                "mxfp4",
+                ("blocks", "scales"),
+                "two codes a byte, low half first",
+                "github.com/openai/gpt-oss",
+                _read_mxfp4,
+                _write_mxfp4,
             ),
             Convention(
-                "modelopt nvfp4", "nvfp4", ("weight", "weight_scale", "weight_scale_2"),
-                "two codes a byte, low half first", "NVIDIA ModelOpt, hf_quant_config NVFP4", _read_nvfp4, _write_nvfp4,
+                "modelopt nvfp4",
+                "nvfp4",
+                ("weight", "weight_scale", "weight_scale_2"),
+                "two codes a byte, low half first",
+                "NVIDIA ModelOpt, hf_quant_config NVFP4",
+                _read_nvfp4,
+                _write_nvfp4,
             ),
             Convention(
-                "deepseek fp8", "fp8_e4m3", ("weight", "weight_scale_inv"), "a code each, scales of blocks of 128 x 128",
-                "arXiv 2412.19437, section 3.3", _read_fp8_blocks,
+                "deepseek fp8",
+                "fp8_e4m3",
+                ("weight", "weight_scale_inv"),
+                "a code each, scales of blocks of 128 x 128",
+                "arXiv 2412.19437, section 3.3",
+                _read_fp8_blocks,
                 lambda weight: {"weight": weight.codes, "weight_scale_inv": weight.scale},
             ),
         )
     }
-)  # fmt: skip
+)

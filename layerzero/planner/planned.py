@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from layerzero._util import log
+from layerzero._util.fork_safety import renew_after_fork
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import context_runtime, context_snapshot
 from layerzero.calls.scope import SCOPE
 from layerzero.planner.block import Block
 from layerzero.planner.choices import Choices, Judge
 from layerzero.planner.plan_file import SavedPlan, chosen_before, refuse_block, save_plans
-from layerzero.planner.program import Program
+from layerzero.planner.program import HeldTensors, Program
 from layerzero.planner.record import PlanRecord, digest_of, make_record
 from layerzero.planner.search import BEAM, Solution, search
 from layerzero.planner.timing import measure_plans
@@ -109,7 +110,6 @@ class _Entry:
 
 
 _DECISIONS: WeakKeyDictionary[LocalDevice, OrderedDict[Any, _Decision]] = WeakKeyDictionary()
-_LOCK = threading.RLock()
 
 
 class PlannedBlock:
@@ -134,6 +134,9 @@ class PlannedBlock:
         self._beam = beam
         self._measure = measure
         self._path = path
+        self._weights = HeldTensors()
+        self.after_fork()
+        renew_after_fork(self)
         self._saved = {(plan.block, plan.modes): plan for plan in saved}
         self._entries: OrderedDict[Any, _Entry] = OrderedDict()
         self._last: _Entry | None = None
@@ -147,6 +150,10 @@ class PlannedBlock:
             functools.update_wrapper(self, source, updated=())
             called = source.forward if isinstance(source, torch.nn.Module) else source
             self.__signature__ = inspect.signature(called)
+
+    def after_fork(self) -> None:
+        """Begin with a lock that no thread holds."""
+        self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's results, by the plan for these arguments.
@@ -182,9 +189,9 @@ class PlannedBlock:
         return self._last.program.source
 
     def refresh_weights(self) -> None:
-        """Join and convert weights anew where they have changed; a captured graph reads them from there."""
+        """Join and convert weights anew; a captured graph reads them from there."""
         for entry in self._entries.values():
-            entry.program.refresh_weights()
+            entry.program.refresh_weights(always=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write every plan that is kept: what `layerzero.load_plan` reads.
@@ -216,15 +223,18 @@ class PlannedBlock:
         state = context_snapshot(device, "", None)
         key = (bits, _scope_key(state), *map(_signature, leaves))
         entry = self._entries.get(key)
-        if entry is None or not entry.holds(state):
-            if bits & CAPTURE and not REHEARSAL.on:
+        # What was rehearsed holds for the capture behind it: a kernel that is loaded in between, or a policy,
+        # asks for another capture.
+        is_captured = bool(bits & CAPTURE) and not REHEARSAL.on
+        if entry is None or not (entry.holds(state) or is_captured):
+            if is_captured:
                 raise CudaGraphUnsafeError(
                     "a planned block under graph capture needs a plan from before it: run the step once "
                     "inside layerzero.rehearse_capture(), got arguments that were not rehearsed"
                 )
             # Timed once: a plan that is made anew in the middle of traffic is not.
             making = _Making(device, bits, warm, self._measure if entry is None else "", load)
-            with _LOCK:
+            with self._lock:
                 entry = self._make(args, kwargs, tensors, making)
                 self._entries[key] = entry
                 while len(self._entries) > MAX_PROGRAMS:
@@ -240,7 +250,7 @@ class PlannedBlock:
         placed = place(block, tensors)
         decision = self._decide(placed, making, tensors)
         state = context_snapshot(making.device, "", None)
-        program = Program(placed, making.device, state, decision.solution)
+        program = Program(placed, making.device, state, decision.solution, self._weights)
         held_bytes = sum(each.own_bytes for each in program.held)
         record = msgspec.structs.replace(decision.record, held_bytes=held_bytes)
         saved = SavedPlan.of(
@@ -317,7 +327,10 @@ class PlannedBlock:
             solution = search(choices.problem(kinds, favour), self._beam)
             if solution is not None:
                 solutions.setdefault(_fusions_of(solution), solution)
-        runs = {name: Program(placed, device, state, solution).run for name, solution in solutions.items()}
+        runs = {
+            name: Program(placed, device, state, solution, self._weights).run
+            for name, solution in solutions.items()
+        }
         measured_us = measure_plans(runs, tensors, device.device, launch)
         best = min(measured_us, key=lambda name: measured_us[name])
         fastest = _decision(placed, choices, solutions[best], decision.record.op_by_op_us, state)

@@ -30,13 +30,13 @@ class HeldTensor:
     def __init__(self, sources: Sequence[Tensor], make: Callable[[], Tensor]) -> None:
         self.sources = tuple(sources)
         self._make = make
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self.tensor = make()
 
     def remake(self) -> None:
         """Take over what the weights hold now, where it is not their memory."""
         if self.own_bytes:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 self.tensor.copy_(self._make())
 
     @property
@@ -47,6 +47,22 @@ class HeldTensor:
         return 0 if shared else self.tensor.numel() * self.tensor.element_size()
 
 
+class HeldTensors:
+    """What the programs of one block made of its weights; programs that need the same share it."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Any, HeldTensor] = {}
+
+    def hold(self, sources: Sequence[Tensor], formats: Any, make: Callable[[], Tensor]) -> HeldTensor:
+        """What `make` gives of these weights in these formats; made once."""
+        where = ((s.data_ptr(), s.shape, s.stride(), s.dtype, s.device) for s in sources)
+        key = (*where, formats)
+        held_tensor = self._by_key.get(key)
+        if held_tensor is None:
+            held_tensor = self._by_key[key] = HeldTensor(sources, make)
+        return held_tensor
+
+
 class Program:
     """The compiled steps of a plan: `run(*tensors)` gives the block's outputs as a list.
 
@@ -55,9 +71,14 @@ class Program:
     """
 
     def __init__(
-        self, block: PlacedBlock, device: LocalDevice, state: DispatchState, solution: Solution
+        self,
+        block: PlacedBlock,
+        device: LocalDevice,
+        state: DispatchState,
+        solution: Solution,
+        weights: HeldTensors,
     ) -> None:
-        writer = _Writer(block, device, state)
+        writer = _Writer(block, device, state, weights)
         for alternative in solution.alternatives:
             writer.add(alternative.payload, dict(alternative.produces))
         self.source, self._names = writer.finish()
@@ -80,10 +101,10 @@ class Program:
     def _read_versions(self) -> list[int]:
         return [source._version for source in self._watched]
 
-    def refresh_weights(self) -> None:
-        """Make anew what was made of weights, where one has changed."""
+    def refresh_weights(self, *, always: bool = False) -> None:
+        """Make anew what was made of weights, where one has changed or `always`."""
         versions = [source._version for source in self._watched]
-        if versions != self._versions:
+        if always or versions != self._versions:
             for each in self.held:
                 each.remake()
             self._versions = versions
@@ -92,8 +113,10 @@ class Program:
 class _Writer:
     """Writes the text of a program, a line a step or conversion."""
 
-    def __init__(self, block: PlacedBlock, device: LocalDevice, state: DispatchState) -> None:
-        self._block, self._device, self._state = block, device, state
+    def __init__(
+        self, block: PlacedBlock, device: LocalDevice, state: DispatchState, weights: HeldTensors
+    ) -> None:
+        self._block, self._device, self._state, self._weights = block, device, state, weights
         self._lines: list[tuple[str, ...]] = []
         self._reads: list[set[str]] = []
         self._names: dict[str, Any] = {}
@@ -221,7 +244,7 @@ class _Writer:
                 name = f"v{value}_{len(self._converted)}"
                 self._write(f"{name} = {self._name('c', convert)}(v{value})")
             else:
-                name = self._hold([constant], lambda: convert(constant))
+                name = self._hold([constant], form, lambda: convert(constant))
             self._converted[value, form] = name
         return name
 
@@ -238,10 +261,12 @@ class _Writer:
             assert constant is not None
             form, fake = choice.formats.get(value, self._formats[value]), self._block.values[value].fake
             parts.append((constant, converter(self._formats[value], form, fake)))
-        return self._hold([part for part, _ in parts], lambda: concat_rows([make(t) for t, make in parts]))
+        formats = tuple(choice.formats.get(value) for value in leaf.values)
+        sources = [part for part, _ in parts]
+        return self._hold(sources, formats, lambda: concat_rows([make(part) for part, make in parts]))
 
-    def _hold(self, sources: list[Tensor], make: Callable[[], Tensor]) -> str:
-        held_tensor = HeldTensor(sources, make)
+    def _hold(self, sources: list[Tensor], formats: Any, make: Callable[[], Tensor]) -> str:
+        held_tensor = self._weights.hold(sources, formats, make)
         self.held.append(held_tensor)
         return self._name("w", held_tensor.tensor)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
         raise  # an argument of an op, by name
     except Exception as error:
         raise _not_traceable(fn, error) from error
-    return _Reader(graph, fn).block(unpackers[-1])
+    weights = [*graph.parameters(), *graph.buffers()]
+    return _Reader(graph, fn, [*(leaves[place] for place in places), *weights]).block(unpackers[-1])
 
 
 def _unpacker(spec: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
@@ -80,10 +81,12 @@ def _not_traceable(fn: Callable[..., Any], error: Exception) -> BlockError:
 class _Reader:
     """Reads a traced graph: each call of an operator is an op of the block."""
 
-    def __init__(self, graph: fx.GraphModule, fn: Callable[..., Any]) -> None:
+    def __init__(self, graph: fx.GraphModule, fn: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
         self._graph = graph
         self._fn = fn
         self._values: dict[fx.Node, Any] = {}
+        # Where nothing does, it does not matter where gradients are switched off.
+        self._wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
     def block(self, unpack: Callable[[list[Any]], Any]) -> Block:
         """The block; `unpack` gives the function's own result of its outputs."""
@@ -100,7 +103,7 @@ class _Reader:
                 outputs = list(self._mapped(node.args[0]))
             elif node.target is operator.getitem and isinstance(self._values[node.args[0]], Edge):
                 self._values[node] = self._values[node.args[0]]._replace(output=node.args[1])
-            elif node.target is not _SWITCH or torch.is_grad_enabled():
+            elif node.target is not _SWITCH or self._wants_gradient:
                 ops.append(self._op(node))
                 self._values[node] = Edge(node.name)
         edges = [output for output in outputs if isinstance(output, Edge)]

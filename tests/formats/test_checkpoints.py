@@ -110,6 +110,7 @@ def test_compressed_nvfp4_divides_by_its_global_scale() -> None:
     torch.testing.assert_close(read("compressed-tensors nvfp4", parts).dequantize(), weight.dequantize())
 
 
+@pytest.mark.stress  # the library imports transformers
 def test_compressed_tensors_own_packing_is_read() -> None:
     """What the library packs, with zero points along the rows, has the library's numbers."""
     helpers = pytest.importorskip("compressed_tensors.compressors")
@@ -123,9 +124,11 @@ def test_compressed_tensors_own_packing_is_read() -> None:
     zeros = torch.randint(-8, 8, (ROWS, 2), generator=generator, dtype=torch.int8)
     scale = torch.rand(ROWS, 2, generator=generator) + 0.1
     parts = {
-        "weight_packed": pack(codes, 4), "weight_scale": scale, "weight_zero_point": pack(zeros, 4, packed_dim=0),
+        "weight_packed": pack(codes, 4),
+        "weight_scale": scale,
+        "weight_zero_point": pack(zeros, 4, packed_dim=0),
         "weight_shape": torch.tensor([ROWS, WIDTH]),
-    }  # fmt: skip
+    }
     wanted = (codes.float() - zeros.float().repeat_interleave(128, 1)) * scale.repeat_interleave(128, 1)
     assert torch.equal(read("compressed-tensors int4", parts).dequantize(), wanted)
 

@@ -19,6 +19,7 @@ from layerzero.planner.search import CoverProblem, search
 from layerzero.runtime import Runtime, install, uninstall
 from layerzero.selection.context import AgreedTerms
 from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.modes import CAPTURE
 from layerzero.spec.kernel import Kernel
 from tests.kernels import kernel
 from tests.planner.blocks import WIDTH, decoder, feed_forward, rows, weight
@@ -375,3 +376,20 @@ def test_a_kernel_out_of_service_is_named(tmp_path: Path) -> None:
             lz.PlanRefusedError, match=f"PLAN_KERNEL_REFUSED.*{name}.*CIRCUIT_OPEN|QUARANTINED"
         ):
             lz.load_plan(path, block, X, RESIDUAL)
+
+
+def test_a_capture_runs_what_was_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a capture a rehearsed plan is run though a kernel came since; without one it is said."""
+    block, other = feed_forward(), rows(9)
+    with lz.start(scoped=True) as runtime, torch.no_grad():
+        device = runtime.device()
+        monkeypatch.setattr(device, "mode", lambda: CAPTURE)
+        planned = PlannedBlock(block)
+        with lz.rehearse_capture():
+            planned(X, RESIDUAL)
+        before = planned._last
+        lz.add_policy(deny="native.*")
+        planned(X, RESIDUAL)
+        assert planned._last is before
+        with pytest.raises(lz.CudaGraphUnsafeError, match="needs a plan from before it"):
+            planned(other, other)

@@ -138,6 +138,48 @@ def test_weights_that_change_are_seen() -> None:
             torch.testing.assert_close(got, wanted)
 
 
+def test_weights_of_inference_mode_are_joined_anew_when_asked() -> None:
+    """Tensors made in inference mode count no changes: `refresh_weights` takes them over."""
+    with torch.inference_mode():
+        first, second = weight(16, WIDTH), weight(16, WIDTH, seed=2)
+    block, x = two_products(first, second, None, None), rows()
+    with lz.start(scoped=True):
+        planned = lz.plan(block, x)
+        assert step_of(planned, "linears")
+        with torch.inference_mode():
+            first.mul_(2)
+        planned.refresh_weights()
+        torch.testing.assert_close(planned(x), block(x))
+
+
+def test_a_block_may_switch_gradients_off() -> None:
+    """`no_grad` inside a function that wants no gradient is no obstacle; where one is wanted, it is said."""
+    weights = weight(16, WIDTH)
+
+    def block(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return F.silu(F.linear(x, weights))
+
+    with lz.start(scoped=True):
+        torch.testing.assert_close(lz.plan(block, rows())(rows()), block(rows()))
+        weights.requires_grad_()
+        with pytest.raises(lz.BlockError, match="BLOCK_NOT_TRACEABLE"):
+            lz.plan(block, rows())
+
+
+def test_plans_for_other_sizes_share_what_they_hold() -> None:
+    """Joined weights are made once for all sizes of a block, and stay what they are when another comes."""
+    first, second = weight(16, WIDTH), weight(16, WIDTH, seed=2)
+    with lz.start(scoped=True):
+        planned = lz.plan(two_products(first, second, None, None), rows(3))
+        before = planned._last.program.held if planned._last is not None else ()
+        planned(rows(5))
+        after = planned._last.program.held if planned._last is not None else ()
+    assert len(planned.records) == 2
+    assert len(before) == 1
+    assert before == after
+
+
 def test_weights_that_lie_side_by_side_take_no_more_memory() -> None:
     """Views of one tensor are joined without a copy, so that a plan holds nothing of its own."""
     whole = weight(48, WIDTH)
