@@ -28,6 +28,7 @@ from layerzero.spec.reasons import Reason, Rejected
 
 # The backends, and the ops that each has kernels for: a call imports the files that can serve it, no others.
 _OPS_OF = {
+    "cuda_kernels": "paged_attention quantized_linear",
     "flash_attn": "attention paged_attention ragged_attention",
     "flashinfer.attention": "attention paged_attention ragged_attention",
     "flashinfer.mla": "mla_attention",
@@ -37,19 +38,21 @@ _OPS_OF = {
     "native": "append_kv mla_attention paged_attention ragged_attention",
     "native.packed": "linear mlp",
     "native.products": "linear mlp",
+    "native.quantized": "fused_experts quantized_linear",
     "native.rows": "add_rms_norm rms_norm rope",
     "onednn": "linear mlp",
     "reference": " ".join(table.FILES),
     "torch_native": "add_layer_norm add_rms_norm append_kv cross_entropy embedding layer_norm linear "
     "linear_cross_entropy mlp rms_norm",
+    "torch_experts": "fused_experts select_experts",
     "torch_flex": "attention",
     "torch_moe": "moe",
     "torch_quantized": "dequantize quantize quantized_linear",
     "torch_ragged": "ragged_attention",
     "torch_sdpa": "attention",
     "torch_varlen": "ragged_attention",
-    "triton_kernels": "add_rms_norm add_rms_norm_quantize paged_attention quantize sample sample_topk "
-    "sample_topp verify_chain",
+    "triton_kernels": "add_rms_norm add_rms_norm_quantize append_kv paged_attention quantize "
+    "quantized_linear sample sample_topk sample_topp verify_chain",
     "xformers": "attention",
     "zentorch": "add_rms_norm attention linear moe quantized_linear rms_norm",
 }
@@ -58,7 +61,7 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {_PACKAGE + name: tuple(ops.split()) for name, ops in _OPS_OF.items()}
 )
 # What serves GPUs alone: the first call of a process on a CPU does not wait for their descriptions.
-_GPU_LIBRARIES = ("flash_attn", "flashinfer", "xformers")
+_GPU_LIBRARIES = ("cuda_kernels", "flash_attn", "flashinfer", "xformers")
 CUDA_ALONE = frozenset(_PACKAGE + name for name in _OPS_OF if name.startswith(_GPU_LIBRARIES))
 
 

@@ -19,7 +19,7 @@ from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:
     from layerzero.actors.isolation.isolated_kernels import Isolation
-    from layerzero.selection.dispatch_table import ActiveDispatchTable
+    from layerzero.selection.active_table import ActiveDispatchTable
     from layerzero.spec.capability_overlays import Overlay
 
 # What a device's prices are read by.

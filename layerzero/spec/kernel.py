@@ -131,6 +131,9 @@ def rejections(kernel: Kernel, spec: CallSpec, hardware: Hardware) -> list[Rejec
     reasons += _layout_rejections(capability, spec)
     if not spec.features <= capability.features:
         reasons += _feature_rejections(capability, spec)
+    if capability.only_with and not spec.features & capability.only_with:
+        needs = _any_of_text(capability.only_with)
+        reasons.append(Rejected(Reason.FEATURE_REQUIRED, "features", needs, "none of them", needs))
     if capability.limits:
         reasons += _limit_rejections(capability, spec)
     if spec.modes:

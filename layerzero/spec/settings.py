@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 PREFIX = "LAYERZERO_"
 # Read by other modules under the same prefix; a variable outside this list and the fields is not ours.
 OTHER_VARIABLES = frozenset(
-    PREFIX + word for word in ("CONFIG", "LOCK", "DENY", "ALLOW", "PREFER", "AVOID", "NATIVE")
+    PREFIX + word for word in ("CONFIG", "LOCK", "DENY", "ALLOW", "PREFER", "AVOID", "NATIVE", "GPU_MAP")
 )
 SETTING_IGNORED = "setting.ignored"
 SETTING_OVERRIDDEN = "setting.overridden"
@@ -91,7 +91,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         warm: import and compile better kernels in the "background", before start returns ("eager"), or never.
         compile_processes: processes that compile slow kernels side by side; 0 compiles in this one, None has
             as many as cores and free memory allow.
-        max_keys: distinct keys remembered for each op; older ones are chosen anew.
+        max_keys: distinct keys remembered for each op, those used last; 0 chooses anew for every call.
+        plan_ttl_s: seconds after which what is remembered is chosen anew; None remembers it until it changes.
         dispatch_table: file of decisions that `solve` made ahead; None chooses everything at run time.
         shipped_tables: price with the tables that come with the package, on hardware of their class.
         perfdb_days: days after which a measurement of this machine no longer counts; None keeps counting it.
@@ -158,7 +159,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     default_gain: NotNegative = 0.05
     warm: Literal["background", "eager", "off"] = "background"
     compile_processes: Whole | None = None
-    max_keys: Count = 4096
+    max_keys: Whole = 4096
+    plan_ttl_s: AboveZero | None = None
     dispatch_table: Text | None = None
     shipped_tables: bool = True
     perfdb_days: Days | None = None

@@ -215,6 +215,15 @@ def remembered(at: Site) -> Any:
     return len(at.cpu.table(ops_table.get("rms_norm")).by_key)
 
 
+def expiring(at: Site) -> Any:
+    """Whether a call is decided anew six seconds later."""
+    op = ops_table.get("rms_norm")
+    layerzero.sync.rms_norm(torch.randn(3, 512), WEIGHT)
+    before = at.cpu.table(op)
+    at.clock.advance(6.0)
+    return at.cpu.table(op) is not before
+
+
 def loaded(at: Site) -> Any:
     """Whether a better kernel that is cold has been loaded behind a call."""
     layerzero.sync.rms_norm(X, WEIGHT)
