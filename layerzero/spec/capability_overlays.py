@@ -30,6 +30,7 @@ from layerzero.spec.capability import (
 from layerzero.spec.condition import parse_limit
 from layerzero.spec.errors import CacheCorruptionError, ConfigurationError, PolicyValidationError
 from layerzero.spec.kernel import Kernel, version
+from layerzero.spec.older_capabilities import spelled
 from layerzero.spec.tolerances import FACTOR
 from layerzero.spec.user_file import UserFile
 
@@ -359,7 +360,7 @@ class _CapabilityFile(UserFile):
             limits = entry["capability"].get("limits")
             if isinstance(limits, list):
                 try:
-                    entry["capability"]["limits"] = [_spelled(limit) for limit in limits]
+                    entry["capability"]["limits"] = [spelled(limit) for limit in limits]
                 except (KeyError, TypeError, AttributeError) as error:
                     raise self.error_of(name, f"limits need limits of format 1, got {error!r}") from error
         log.info(MIGRATED, path=self.path, version=1, now=FORMAT)
@@ -396,29 +397,6 @@ class _CapabilityFile(UserFile):
         """The error of a kernel's entry."""
         why = why if why.startswith(kernel) else f"{kernel}: {why}"
         return self.error(("kernels", kernel), why, kernel=kernel)
-
-
-_SPELLING: Mapping[str, str] = {
-    "AtLeast": "{dim} >= {value}",
-    "AtMost": "{dim} <= {value}",
-    "MultipleOf": "{dim} % {value} == 0",
-    "OneOf": "{dim} in {values}",
-    "SameAs": "{dim} == {other}",
-    "ProductAtMost": "{dims} <= {value}",
-}
-_SAID_BY_DEFAULT = ("SIZE_UNSUPPORTED",)
-
-
-def _spelled(limit: Mapping[str, Any]) -> str:
-    """A limit of format 1 as a condition.
-
-    Raises: KeyError, TypeError, AttributeError: it is none.
-    """
-    values = {**limit, "dims": " * ".join(limit.get("dims", ()))}
-    text = _SPELLING[limit["type"]].format_map(values)
-    when, reason = limit.get("when", ""), limit.get("reason", "SIZE_UNSUPPORTED")
-    text += f" when {when}" if when else ""
-    return text + (f" else {reason}" if reason not in _SAID_BY_DEFAULT else "")
 
 
 _HINTS: dict[str, Any] = get_type_hints(Capability)
