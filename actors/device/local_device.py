@@ -120,16 +120,22 @@ class LocalDevice:
         )
         self.table_keeper = TableKeeper(self._inputs, self.registry, self.loader, self.refresh)
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
+        calls, counters = self.kernel_calls, self.counters
         self._recovery = Recovery(
-            self.kernel_calls, self.health, self.counters, self.hardware, self._refresh_budget_now,
+            calls,
+            self.health,
+            counters,
+            self.hardware,
+            self._refresh_budget_now,
             lambda plan, snapshot: self.table(plan.op, snapshot).recompute(plan.request),
-        )  # fmt: skip
-        self.compiler = PlanCompiler(
-            self.kernel_calls, self.health, self.loader, self._recovery, self.counters
         )
-        self._live_checks = LiveChecks(self.compiler)
+        self.compiler = PlanCompiler(calls, self.health, self.loader, self._recovery, counters)
+        self._live_checks = LiveChecks(self.compiler, self._states, self.clock)
         self._probe_timer = ProbeTimer(self.health, self.clock)
         self._expiry = PlanExpiry(self.clock, lambda: self.settings.plan_ttl_s, self._drop_plans)
+
+    def _states(self) -> list[DispatchState]:
+        return [self.snapshot, *self._policy_states.values()]
 
     def _health_changed(self, transition: Transition) -> None:
         if self._opened:  # stored quarantines arrive while the board is being made; nothing is planned yet
@@ -232,6 +238,7 @@ class LocalDevice:
         """Start anew in a forked child: fresh locks, no timers or threads, an empty snapshot."""
         self._lock = threading.RLock()
         self._probe_timer.reset_after_fork()
+        self._live_checks.outputs.reset_after_fork()
         self._expiry.reset_after_fork()
         self.loader.reset_after_fork()
         self.table_keeper.reset_after_fork()

@@ -21,21 +21,37 @@ COMMANDS = {
         "capabilities",
         "Export what kernels claim; check such files, and overlays that take some of it away",
     ),
+    "compare": (
+        "judging.report",
+        "Say what two reports differ in, by how much, and why: two machines, versions or policies",
+    ),
     "consistency": (
         "consistency",
         "Compare versions, kernels, plans, numerics and batch order over all devices of a deployment",
     ),
     "doctor": ("doctor", "Examine the installation: hardware, torch, libraries, kernels, health, policy"),
     "explain": ("explain", "Show every kernel's verdict on a call and why one is taken"),
+    "gate": (
+        "judging.gate",
+        "Say whether a release may go out: stages with thresholds and waivers out of RELEASE.yaml",
+    ),
     "kernels": ("doctor", "List the kernels and the state of each on a device"),
     "perfdb": (
         "tune",
         "Show what was measured on this machine: rows by op, and which of them count here",
     ),
     "policy": ("policy", "Work with policy files"),
+    "quantize": (
+        "quantize",
+        "Round the matrices of the model in FOLDER to a number format, and say what that costs by layer",
+    ),
     "ready": (
         "warmup",
         "Say whether a fresh process would serve MANIFEST without compiling; compiles nothing itself",
+    ),
+    "report": (
+        "judging.report",
+        "Write one HTML page about this machine: kernels by call with regret and why, batches, health, drift",
     ),
     "solve": (
         "solve",

@@ -33,20 +33,24 @@ class DeviceCounts(msgspec.Struct):
     batched_calls: float = 0.0
     tokens: float = 0.0
     wait_s: float = 0.0
+    wait_max_s: float = 0.0
     in_flight: float = 0.0
     queued: float = 0.0
     ended: dict[str, float] = {}
     kernels_out: dict[str, float] = {}
     kv_pages: dict[str, float] = {}
+    batch_sizes: dict[str, float] = {}
 
 
 # The samples that are read: the field, and the label that keys it where it is a table.
 _FIELDS: Final[Mapping[str, tuple[str, str | None]]] = {
     "batcher_items_total": ("calls", None),
+    "batcher_batch_size_bucket": ("batch_sizes", "le"),
     "batcher_batch_size_count": ("batches", None),
     "batcher_batch_size_sum": ("batched_calls", None),
     "batcher_tokens_total": ("tokens", None),
     "batcher_queue_wait_seconds_sum": ("wait_s", None),
+    "batcher_queue_wait_max_seconds": ("wait_max_s", None),
     "batcher_in_flight": ("in_flight", None),
     "batcher_queued": ("queued", None),
     "batcher_calls_total": ("ended", "outcome"),

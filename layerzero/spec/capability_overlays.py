@@ -168,6 +168,7 @@ _KNOWN: Mapping[str, Callable[[str], bool]] = {
     "platforms": PLATFORMS.__contains__,
     "dtypes": lambda name: isinstance(getattr(torch, name, None), torch.dtype),
     "index_dtypes": lambda name: name in ("int32", "int64"),
+    "only_with": FEATURE_REASONS.__contains__,
     "features": lambda name: name in FEATURE_REASONS or name.removeprefix("act_") in ACTIVATIONS,
 }
 
@@ -292,7 +293,7 @@ def _may_drop_promise(new: bool, old: bool) -> bool:
 
 _NARROWER: Mapping[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(("platforms", "dtypes", "index_dtypes", "features"), _subset),
-    **dict.fromkeys(("mma_families", "cpu_vendors", "archs", "layouts"), _subset_of_any),
+    **dict.fromkeys(("mma_families", "cpu_vendors", "archs", "layouts", "only_with"), _subset_of_any),
     **dict.fromkeys(("isa", "half_isa"), lambda new, old: new >= old),
     **dict.fromkeys(("sm_min", "alignment", "torch_min", "cuda_min", "driver_min"), _at_least),
     **dict.fromkeys(("sm_max", "torch_below"), _at_most),

@@ -35,8 +35,8 @@ SETTINGS_SKIPPED = "settings.skipped"
 BATCHING = ("all", "rows", "off")
 # What only opening a runtime reads.
 READ_AT_START = (
-    "capabilities", "cluster", "cluster_devices", "freeze_gc", "hang_s", "max_restarts", "nvtx",
-    "placement_timeout_s", "plugins", "timeline",
+    "capabilities", "cluster", "cluster_devices", "freeze_gc", "hang_s", "isolate", "isolate_timeout_s",
+    "max_restarts", "nvtx", "placement_timeout_s", "plugins", "timeline",
 )  # fmt: skip
 # The types of fields, each with what it needs in the words of an error. Infinity is above the largest float.
 _LARGEST = sys.float_info.max
@@ -48,6 +48,8 @@ Days = Annotated[float, Meta(gt=0, lt=1e5, description="a number of days above 0
 Share = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
 Text = Annotated[str, Meta(min_length=1, description="a non-empty string")]
 PluginName = Annotated[str, Meta(pattern=r"\A\S(.*\S)?\Z")]
+Pattern = Annotated[str, Meta(pattern=r"\A[a-z0-9_.*?\[\]!-]{1,96}\Z")]
+Isolated = Annotated[str, Meta(pattern=r"\A(process|/.*\S)\Z")]
 DeviceName = Annotated[
     str,
     Meta(pattern=r"\A(auto|cpu|cuda(:\d{1,2})?)\Z", description='"auto", "cpu", "cuda" or "cuda:<index>"'),
@@ -72,8 +74,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     What it may do:
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
         capabilities: file that takes away from what kernels claim to take; it cannot add to it.
-        plugins: backends of other distributions whose kernels may run, by entry point name; those installed
-            and not named are listed and never imported. In a variable, separated by commas.
+        plugins: backends and ops of other distributions that may run, by entry point name; others are listed,
+            never imported. `old=acme@/PY` takes `acme` from that interpreter's environment, in a process of
+            it, as the backend `old`. In a variable, separated by commas.
+        isolate: backends that run in processes of their own, as globs over kernel ids and backends: "process"
+            has this interpreter, a path is another environment's. In a variable `flashinfer=process,hub=/PY`.
+        isolate_timeout_s: seconds after which a call of such a backend counts as hung; its process ends.
         inference: True runs every op under `torch.inference_mode`, False never does, None follows the caller.
         determinism: "strict" admits only kernels whose rows do not depend on the batch they run in.
         graph_strict: True admits under CUDA graph capture only kernels that were proved safe on this machine,
@@ -105,6 +111,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     How it stays healthy:
         check_rate: share of calls that are run again on the reference, away from the caller; 0 checks none.
         drift_rate: share of calls that are timed and held against the measurement they were chosen by.
+        output_check_s: seconds after which outputs' shapes, dtypes and devices are looked at again, after the
+            first run; 0 never does, None is 10 with `plugins` and else 0.
         memory_headroom: share of a device's memory that kernels' workspaces leave free.
         workspace_limit_bytes: the most that one kernel's workspace may take; None leaves it to free memory.
         failures_to_open: failures of one kernel within `window_s` that take it out of service.
@@ -142,6 +150,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     strict: bool = False
     capabilities: Text | None = None
     plugins: tuple[PluginName, ...] = ()
+    isolate: dict[Pattern, Isolated] = {}
+    isolate_timeout_s: AboveZero = 30.0
     inference: bool | None = None
     determinism: Literal["default", "strict"] = "default"
     graph_strict: bool = False
@@ -167,6 +177,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     priority_aging_ms: NotNegative = 50.0
     check_rate: Share = 0.0
     drift_rate: Share = 0.0
+    output_check_s: NotNegative | None = None
     memory_headroom: Share = 0.05
     workspace_limit_bytes: Count | None = None
     failures_to_open: Count = 3
@@ -251,7 +262,7 @@ def _check(settings: Settings) -> None:
         raise ConfigurationError(f"version needs {FORMAT_VERSION}, got {settings.version!r}")
     for (name, hint), default in zip(_HINTS.items(), Settings.__struct_defaults__, strict=True):
         value = getattr(settings, name)
-        if value is default:
+        if value is default or value == {}:  # an empty mapping is made anew for each
             continue
         try:
             msgspec.convert(value, hint)
@@ -331,6 +342,8 @@ def _parsed(field: str, text: str, variable: str) -> Any:
     value: Any = word
     if get_origin(hint) is tuple:
         value = [name.strip() for name in word.split(",") if name.strip()]
+    elif get_origin(hint) is dict:
+        value = {k.strip(): v.strip() for k, _, v in (i.partition("=") for i in word.split(",")) if k.strip()}
     elif optional and word.lower() in ("", "none"):
         value = None
     elif bool in (hint, *get_args(hint)):
@@ -362,6 +375,8 @@ def _words(option: Any) -> str:
         return " or ".join(repr(word) for word in get_args(option))
     if get_origin(option) is tuple:
         return "a list of names of installed entry points"
+    if get_origin(option) is dict:
+        return 'globs over kernel ids, each with "process" or the absolute path of a Python interpreter'
     if get_origin(option) is Annotated:
         return str(get_args(option)[1].description)
     return {bool: "true or false", int: "a whole number", type(None): "none"}[option]

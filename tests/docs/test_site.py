@@ -6,7 +6,6 @@ import functools
 import http.server
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +17,8 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 import pytest
 from filelock import FileLock
+
+from tests.browser import headless_chromium, show_as
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_S = 280
@@ -79,26 +80,9 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """Headless Chromium, driven by the chromedriver beside it."""
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("no Chromium with a chromedriver here: apt-get install chromium chromium-driver")
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: the docs extra")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--hide-scrollbars",
-    ):
-        options.add_argument(flag)
-    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
-    chrome.set_page_load_timeout(120)
-    yield chrome
-    chrome.quit()
+    """Headless Chromium, one for all tests."""
+    with headless_chromium() as chrome:
+        yield chrome
 
 
 class Page(HTMLParser):
@@ -143,9 +127,7 @@ def test_no_page_scrolls_sideways(address: str, browser: Any, width: int, tmp_pa
     """At a phone's width and at a desktop's every page fits; a screenshot of each is kept."""
     shots = Path(os.environ.get("LZ_SCREENSHOTS", tmp_path))
     shots.mkdir(parents=True, exist_ok=True)
-    # A window of Chromium's is never narrower than 500: the emulated screen may be.
-    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    show_as(browser, width)
     wide = {}
     for page in PAGES:
         browser.get(address + page)

@@ -1,0 +1,198 @@
+"""Two processes timed in pairs of blocks, in turn, on one core: a tree against another, or against torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from layerzero.gates.sign_test import Answer, SignTest
+from layerzero.spec.errors import ConfigurationError
+
+WORKER: Final = Path(__file__).with_name("pace_worker.py")
+START_S: Final = 120.0
+# A block ends before most others get the core's next turn, and is long beside a pipe's wake-up.
+BLOCK_NS: Final = 400_000
+ROUNDS: Final = 800
+# Stopping as soon as the answer is likely would favour extreme rounds in the ratio that is shown.
+LEAST_ROUNDS: Final = 100
+_WARM_BLOCKS: Final = 30
+
+
+class PacedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call in words, `rms_norm x=16x512:float32`; with `callers`, so many await it together."""
+
+    call: str
+    callers: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.call} ({self.callers} callers)" if self.callers else self.call
+
+
+class PairedResult(msgspec.Struct, frozen=True):
+    """What the rounds said: the answer, how many, how many above the limit, the median ratio and times."""
+
+    call: str
+    answer: Answer
+    rounds: int
+    above: int
+    ratio: float
+    first_us: float
+    second_us: float
+
+
+class PaceProcess:
+    """A child process that times one call of one tree; `tree` None means the installed one."""
+
+    def __init__(
+        self, call: PacedCall, *, tree: Path | None = None, anchor: bool = False, device: str = "cpu",
+        cpu: int | None = None,
+    ) -> None:  # fmt: skip
+        self.tree = tree
+        self.name = str(call)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "LAYERZERO_PERFDB": "none"}
+        if tree is not None:
+            path = filter(None, (str(tree), os.environ.get("PYTHONPATH")))
+            environment["PYTHONPATH"] = os.pathsep.join(path)
+        pipe = subprocess.PIPE
+        self._child = subprocess.Popen(
+            [sys.executable, str(WORKER)],
+            stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=tree,
+        )  # fmt: skip
+        self._order: dict[str, Any] = {
+            "call": call.call, "callers": call.callers, "anchor": anchor, "device": device, "cpu": cpu,
+        }  # fmt: skip
+        self._calls = 1
+
+    def start(self) -> None:
+        """Wait until it is ready, and find how many calls a block takes.
+
+        Raises: ConfigurationError: the call or the tree does not run, with what the process said.
+        """
+        self._write(json.dumps(self._order))
+        json.loads(self._read())
+        while (took_ns := self.block()) < BLOCK_NS:
+            self._calls = min(
+                max(int(self._calls * BLOCK_NS / max(took_ns, 1)), self._calls + 1), self._calls * 8
+            )
+
+    def use_calls_of(self, other: PaceProcess) -> None:
+        """Run as many calls a block as another process does."""
+        self._calls = other._calls
+
+    def block(self) -> int:
+        """The nanoseconds of one block."""
+        self._write(str(self._calls))
+        return int(self._read())
+
+    def call_us(self, block_ns: float) -> float:
+        """Microseconds a call, for a block that took so long."""
+        return block_ns / self._calls / 1e3
+
+    def _write(self, line: str) -> None:
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(line + "\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            self._fail()
+
+    def _read(self) -> str:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            self._fail()
+        return line
+
+    def _fail(self) -> None:
+        assert self._child.stderr is not None
+        self._child.wait()
+        last = self._child.stderr.read().strip().splitlines()[-1:] or ["it ended"]
+        where = f" in {self.tree}" if self.tree else ""
+        raise ConfigurationError(
+            f"calls needs calls that run, {self.name!r}{where}: {last[0]}", call=self.name
+        )
+
+    def __enter__(self) -> PaceProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._child.kill()
+        self._child.communicate()
+
+
+def compare_paces(
+    call: PacedCall, first: Path | None, second: Path | None, *, slower: float, rounds: int = ROUNDS,
+    device: str = "cpu", first_is_anchor: bool = False, expected_ratio: float = 1.0,
+) -> PairedResult:  # fmt: skip
+    """Whether `second` is slower than `first` by more than the share `slower`, in at most so many rounds.
+
+    With `first_is_anchor`, plain torch is the first; `expected_ratio` is what the ratio was when it was
+    stored.
+
+    Raises: ConfigurationError: the call does not run in one of the trees.
+    """
+    cpu = _core()
+    with ExitStack() as stack:
+        ours = stack.enter_context(
+            PaceProcess(call, tree=first, anchor=first_is_anchor, device=device, cpu=cpu)
+        )
+        theirs = stack.enter_context(PaceProcess(call, tree=second, device=device, cpu=cpu))
+        ours.start()
+        theirs.start()
+        if not first_is_anchor:
+            theirs.use_calls_of(ours)
+        test = SignTest()
+        times: list[tuple[float, float]] = []
+        for pair in _rounds(ours, theirs, rounds):
+            times.append(pair)
+            test.add(pair[1] / pair[0] > expected_ratio * (1 + slower))
+            if test.answer != "undecided" and test.rounds >= LEAST_ROUNDS:
+                break
+    return _result(call, test, times)
+
+
+def measure_ratio(call: PacedCall, *, rounds: int, device: str = "cpu") -> PairedResult:
+    """The installed tree's time over plain torch's, for a baseline."""
+    cpu = _core()
+    with ExitStack() as stack:
+        anchor = stack.enter_context(PaceProcess(call, anchor=True, device=device, cpu=cpu))
+        ours = stack.enter_context(PaceProcess(call, device=device, cpu=cpu))
+        anchor.start()
+        ours.start()
+        return _result(call, SignTest(), list(_rounds(anchor, ours, rounds)))
+
+
+def _rounds(first: PaceProcess, second: PaceProcess, rounds: int) -> Iterator[tuple[float, float]]:
+    """Microseconds a call of both, round by round; each order in turn, so that a drift favours none."""
+    # The first one has waited while the second one started: neither may begin colder than the other.
+    for _ in range(_WARM_BLOCKS):
+        first.block(), second.block()
+    for number in range(rounds):
+        order = (first, second, second, first) if number % 2 else (second, first, first, second)
+        sums = {id(first): 0.0, id(second): 0.0}
+        for process in order:
+            sums[id(process)] += process.call_us(process.block()) / 2
+        yield sums[id(first)], sums[id(second)]
+
+
+def _result(call: PacedCall, test: SignTest, times: Sequence[tuple[float, float]]) -> PairedResult:
+    return PairedResult(
+        str(call), test.answer, len(times), test.above,
+        ratio=statistics.median(second / first for first, second in times),
+        first_us=statistics.median(first for first, _ in times),
+        second_us=statistics.median(second for _, second in times),
+    )  # fmt: skip
+
+
+def _core() -> int | None:
+    """The core that both share; None where a process cannot be bound to one."""
+    return max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
