@@ -21,16 +21,11 @@ import torch
 from layerzero._util import log
 from layerzero._util.files import replace_own
 from layerzero._util.strict_yaml import quote, suggestion
-from layerzero.spec.capability import (
-    ACTIVATIONS,
-    ALL_PLATFORMS,
-    FEATURE_REASONS,
-    Capability,
-)
+from layerzero.spec.capability import ACTIVATIONS, ALL_PLATFORMS, FEATURE_REASONS, Capability
 from layerzero.spec.condition import parse_limit
 from layerzero.spec.errors import CacheCorruptionError, ConfigurationError, PolicyValidationError
 from layerzero.spec.kernel import Kernel, version
-from layerzero.spec.older_capabilities import spelled
+from layerzero.spec.older_capabilities import respell
 from layerzero.spec.tolerances import FACTOR
 from layerzero.spec.user_file import UserFile
 
@@ -79,6 +74,10 @@ def content_hash(entries: Mapping[str, CapabilityEntry]) -> str:
     return _plain_hash(msgspec.to_builtins(entries, order="sorted"))
 
 
+def _changed(path: str | os.PathLike[str]) -> CacheCorruptionError:
+    return CacheCorruptionError(f"{path}: its kernels do not match its content hash", path=str(path))
+
+
 def _plain_hash(entries: Mapping[str, Any]) -> str:
     return hashlib.sha256(msgspec.json.encode(entries, order="sorted")).hexdigest()
 
@@ -123,7 +122,7 @@ def read(path: str | os.PathLike[str]) -> Capabilities:
     if file.migrated:
         return msgspec.structs.replace(document, content=content_hash(document.kernels))
     if content_hash(document.kernels) != document.content:
-        raise CacheCorruptionError(f"{path}: its kernels do not match its content hash", path=str(path))
+        raise _changed(path)
     return document
 
 
@@ -354,16 +353,13 @@ class _CapabilityFile(UserFile):
         """Spell the limits of format 1, which were records, as conditions; its hash is checked before."""
         kernels = self.kernels()
         if "content" in self.value and _plain_hash(kernels) != self.value["content"]:
-            message = f"{self.path}: its kernels do not match its content hash"
-            raise CacheCorruptionError(message, path=self.path)
+            raise _changed(self.path)
         self.value["version"] = FORMAT
         for name, entry in kernels.items():
-            limits = entry["capability"].get("limits")
-            if isinstance(limits, list):
-                try:
-                    entry["capability"]["limits"] = [spelled(limit) for limit in limits]
-                except (KeyError, TypeError, AttributeError) as error:
-                    raise self.error_of(name, f"limits need limits of format 1, got {error!r}") from error
+            try:
+                respell(entry["capability"])
+            except (KeyError, TypeError, AttributeError) as error:
+                raise self.error_of(name, f"limits need limits of format 1, got {error!r}") from error
         log.info(MIGRATED, path=self.path, version=1, now=FORMAT)
 
     def kernels(self) -> dict[str, dict[str, Any]]:

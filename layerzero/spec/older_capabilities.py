@@ -16,7 +16,16 @@ _SPELLING: Mapping[str, str] = {
 _SAID_BY_DEFAULT = ("SIZE_UNSUPPORTED",)
 
 
-def spelled(limit: Mapping[str, Any]) -> str:
+def respell(capability: dict[str, Any]) -> None:
+    """Spell the limits of one kernel as conditions, in place.
+
+    Raises: KeyError, TypeError, AttributeError: one is no limit of format 1.
+    """
+    if isinstance(limits := capability.get("limits"), list):
+        capability["limits"] = [_spelled(limit) for limit in limits]
+
+
+def _spelled(limit: Mapping[str, Any]) -> str:
     """A limit of format 1 as a condition.
 
     Raises: KeyError, TypeError, AttributeError: it is none.
