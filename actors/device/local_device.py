@@ -92,13 +92,9 @@ class LocalDevice:
         self._opened = False
         self._apply_settings()
         self.health = Health(
-            settings,
-            self.clock.now,
-            store=store,
-            device=str(self.device),
-            environment=device_class(self.hardware),
-            changed=self._health_changed,
-        )
+            settings, self.clock.now, store=store, device=str(self.device),
+            environment=device_class(self.hardware), changed=self._health_changed,
+        )  # fmt: skip
         self.worker = Worker(f"layerzero-{self.device}")
         self.event_thread = Worker(f"layerzero-reap-{self.device}")
         self._wire(cost)
