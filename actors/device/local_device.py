@@ -263,7 +263,7 @@ class LocalDevice:
             plan = table.by_signature[bits].get(signature)
         except TypeError:  # a trace's sizes have no hash
             plan = None
-        plan = plan or table.resolve(signature, args, bits)
+        plan = plan or self.compiler.events.resolve(table, signature, args, bits)
         if snapshot is not None and snapshot.agreed_terms is not None:
             snapshot.agreed_terms.record_call(plan.kernel)
         return plan

@@ -123,6 +123,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         max_restarts: crashes of a cluster's device within five minutes after which it stays down.
         placement_timeout_s: seconds to wait for a place in the cluster, and for a device that restarts.
     What it tells:
+        kernel_times: count calls and time by kernel; a remembered call then costs a microsecond more.
         spans: tell OpenTelemetry's tracer of ops, batches, choices and fallbacks; needs opentelemetry-api.
         timeline: file for a Chrome trace of what ran when, for whom and why then, written when the runtime
             closes; `{pid}` and `{rank}` stand for this process's numbers. None records nothing.
@@ -187,6 +188,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hang_s: AboveZero = 30.0
     max_restarts: Whole = 5
     placement_timeout_s: AboveZero = 60.0
+    kernel_times: bool = False
     spans: bool = False
     timeline: Text | None = None
     nvtx: bool = False
