@@ -3,8 +3,8 @@
     python -m benchmarks.gate_alarms [--runs 100] [--slower 1.0 1.1] [--load] [--out FILE]
 
 Each run is what `lz gate` does for one call: two fresh processes, paired rounds, the sign test, and once more
-where the answer is not "as fast". The slower tree is a copy whose function waits, by the clock, until the least
-of many blocks takes so much longer. `--load` keeps one process a core busy with matrix products, in bursts.
+where the answer is not "as fast". The slower tree is a copy whose function waits by the clock, so that the
+least time of many blocks is so much longer. `--load` keeps a process a core busy with products, in bursts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Products with quantized weights beside the products of today with the same weight unquantized.
 
-    python -m benchmarks.quantized [--device cpu|cuda] [--out PATH] [--threads N] [--rows 1,2,...] [--only FORMATS]
+    python -m benchmarks.quantized [--device cpu|cuda] [--out PATH] [--threads N] [--rows 1,2,...]
+        [--only FORMATS]
 
 One weight of 14,336 x 4,096, rows of bfloat16. The baseline on a CPU is the product with float32 weights in
 kept panels (`native.linear.packed`), on a GPU torch's own in bfloat16. Every kernel that takes a format runs
-beside it in turns; the record has the best of several rounds in microseconds, the ratio to the baseline of that
-row, and the largest error against float64 of the dequantized weight, over the largest output.
+beside it in turns; the record has the best of several rounds in microseconds, the ratio to the baseline of
+that row, and the largest error against float64 of the dequantized weight, over the largest output.
 """
 
 from __future__ import annotations

@@ -109,6 +109,8 @@ _HOMES = {
         "SelectionTimeoutError",
         "UnknownOpError",
     ),
+    "layerzero.formats.errors": ("FormatError",),
+    "layerzero.formats.quantized_tensor": ("QuantizedTensor",),
     "layerzero.spec.hardware": ("Hardware",),
     "layerzero.planner.block": ("Block", "BlockOp", "Edge"),
     "layerzero.planner.plan": ("load_plan", "plan"),

@@ -63,6 +63,8 @@ from layerzero.calls.compile_choice import CompiledChoice as CompiledChoice
 from layerzero.calls.compile_choice import compile_choice as compile_choice
 from layerzero.checkpoints import QuantizedCheckpoint as QuantizedCheckpoint
 from layerzero.checkpoints import load_quantized as load_quantized
+from layerzero.formats.errors import FormatError as FormatError
+from layerzero.formats.quantized_tensor import QuantizedTensor as QuantizedTensor
 from layerzero.integrations import patch as patch
 from layerzero.integrations import patch_table as patch_table
 from layerzero.integrations import unpatch as unpatch
@@ -506,11 +508,11 @@ async def fused_experts(
     Args: x (..., C), any float dtype; experts (..., T) int32 or int64 and scores (..., T) float, as
         `select_experts` gives them; w_up (E, 2F, C) and w_down (E, C, F) of x's kind without scales, or codes
         with up_scale and down_scale as `quantize` gives them for each expert (E, ...), with zero points,
-        tensor scales (E,) or (), format, block_size and inputs as in `quantized_linear`. gate says which F rows
-        of an expert's 2F are the gate's; activation is a gated kind of `mlp`; weighed says whether a score
-        multiplies the expert's answer or what it gets. The first weight is that of expert `first_expert`;
-        experts without a weight here, as -1, add nothing. The last `shared` weights are no routed experts:
-        every row goes through each, with weight 1.
+        tensor scales (E,) or (), format, block_size and inputs as in `quantized_linear`. gate says which F
+        rows of an expert's 2F are the gate's; activation is a gated kind of `mlp`; weighed says whether a
+        score multiplies the expert's answer or what it gets. The first weight is that of expert
+        `first_expert`; experts without a weight here, as -1, add nothing. The last `shared` weights are no
+        routed experts: every row goes through each, with weight 1.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
@@ -837,11 +839,12 @@ async def quantize(
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
-    Returns: (codes, scale): codes int8, float8 or, of four bits, uint8 (..., C / 2) with the even place in the
+    Returns: (codes, scale): codes int8, float8 or, of four bits, uint8 (..., C / 2) with the even place in
+    the
         low half of a byte; scale float32, float8_e8m0fnu (mxfp4, mxfp8) or float8_e4m3fn (nvfp4) of shape (),
-        (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded up. Halves
-        round to even; what lies beyond the format is clamped, never NaN. A NaN or infinity in x makes the
-        scale that it shares NaN or infinite, so that what comes back is not finite.
+        (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded up.
+        Halves round to even; what lies beyond the format is clamped, never NaN. A NaN or infinity in x makes
+        the scale that it shares NaN or infinite, so that what comes back is not finite.
     Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
     """
 
@@ -863,7 +866,8 @@ async def quantized_linear(
 ) -> Tensor:
     """Multiply each row of `x` by a quantized `weight` transposed and add `bias`.
 
-    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2, or uint8 (C, K / 2)
+    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2, or uint8 (C, K /
+    2)
         of a packed format; scale in a dtype of the format, of shape (), (C, 1), (C, G) or, with block_size b,
         (C / b, K / b) rounded up, as `quantize` gives them; bias (C,) or None; format is what the dtype of
         weight does not say; zero_point uint8 in scale's shape (int4), 8 where None; tensor_scale float32 ()
@@ -1091,8 +1095,8 @@ async def select_experts(
     Args: router_logits (..., E), any float dtype; bias (E,) is added to the scores for the choice alone, or
         None. Scores are the softmax over all experts or the sigmoid of each logit. With groups, E is cut into
         that many groups of neighbours, and only experts of the top_groups groups are chosen whose two best
-        scores, with bias, have the largest sum (their best one, where there is no bias). Weights are the scores
-        without bias, divided by their sum over the chosen where renormalize, times scaling.
+        scores, with bias, have the largest sum (their best one, where there is no bias). Weights are the
+        scores without bias, divided by their sum over the chosen where renormalize, times scaling.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.

@@ -307,11 +307,11 @@ def fused_experts(
     Args: x (..., C), any float dtype; experts (..., T) int32 or int64 and scores (..., T) float, as
         `select_experts` gives them; w_up (E, 2F, C) and w_down (E, C, F) of x's kind without scales, or codes
         with up_scale and down_scale as `quantize` gives them for each expert (E, ...), with zero points,
-        tensor scales (E,) or (), format, block_size and inputs as in `quantized_linear`. gate says which F rows
-        of an expert's 2F are the gate's; activation is a gated kind of `mlp`; weighed says whether a score
-        multiplies the expert's answer or what it gets. The first weight is that of expert `first_expert`;
-        experts without a weight here, as -1, add nothing. The last `shared` weights are no routed experts:
-        every row goes through each, with weight 1.
+        tensor scales (E,) or (), format, block_size and inputs as in `quantized_linear`. gate says which F
+        rows of an expert's 2F are the gate's; activation is a gated kind of `mlp`; weighed says whether a
+        score multiplies the expert's answer or what it gets. The first weight is that of expert
+        `first_expert`; experts without a weight here, as -1, add nothing. The last `shared` weights are no
+        routed experts: every row goes through each, with weight 1.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
     Returns: x's shape and dtype; answers are added in float32, in the order of experts' columns.
     Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
@@ -584,11 +584,12 @@ def quantize(
         given; None takes the largest magnitude of what shares the scale. tensor_scale, float32 (), is nvfp4's
         second level, 1 where None.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
-    Returns: (codes, scale): codes int8, float8 or, of four bits, uint8 (..., C / 2) with the even place in the
+    Returns: (codes, scale): codes int8, float8 or, of four bits, uint8 (..., C / 2) with the even place in
+    the
         low half of a byte; scale float32, float8_e8m0fnu (mxfp4, mxfp8) or float8_e4m3fn (nvfp4) of shape (),
-        (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded up. Halves
-        round to even; what lies beyond the format is clamped, never NaN. A NaN or infinity in x makes the
-        scale that it shares NaN or infinite, so that what comes back is not finite.
+        (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded up.
+        Halves round to even; what lies beyond the format is clamped, never NaN. A NaN or infinity in x makes
+        the scale that it shares NaN or infinite, so that what comes back is not finite.
     Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
     """
 
@@ -607,7 +608,8 @@ def quantized_linear(
 ) -> Tensor:
     """Multiply each row of `x` by a quantized `weight` transposed and add `bias`.
 
-    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2, or uint8 (C, K / 2)
+    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2, or uint8 (C, K /
+    2)
         of a packed format; scale in a dtype of the format, of shape (), (C, 1), (C, G) or, with block_size b,
         (C / b, K / b) rounded up, as `quantize` gives them; bias (C,) or None; format is what the dtype of
         weight does not say; zero_point uint8 in scale's shape (int4), 8 where None; tensor_scale float32 ()
@@ -794,8 +796,8 @@ def select_experts(
     Args: router_logits (..., E), any float dtype; bias (E,) is added to the scores for the choice alone, or
         None. Scores are the softmax over all experts or the sigmoid of each logit. With groups, E is cut into
         that many groups of neighbours, and only experts of the top_groups groups are chosen whose two best
-        scores, with bias, have the largest sum (their best one, where there is no bias). Weights are the scores
-        without bias, divided by their sum over the chosen where renormalize, times scaling.
+        scores, with bias, have the largest sum (their best one, where there is no bias). Weights are the
+        scores without bias, divided by their sum over the chosen where renormalize, times scaling.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
     Returns: (experts (..., top_k) int32, weights (..., top_k) float32). Of equal scores the lower expert and
         the lower group are chosen.

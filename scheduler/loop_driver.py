@@ -101,8 +101,7 @@ class LoopDriver:
         self._callers_changed = False
         self._now_s = 0.0
         self._tick_scheduled = False
-        # Batches run in a context of their own: they belong to no caller more than to the others.
-        self._context = Context()
+        self._context = Context()  # batches belong to no caller more than to the others
         self._deadlines = CallDeadlines(self, self._context)
         self._hold_end = DueTimer(loop, self._on_hold_end, self._context)  # what is held back goes by then
         self._drained: asyncio.Future[None] | None = None  # set when a draining driver's last caller has gone

@@ -122,7 +122,7 @@ class LoopDrivers:
         self._worker = worker
         self._settings = settings or Settings()
         self._always_inline = always_inline
-        self.by_loop: dict[asyncio.AbstractEventLoop, LoopDriver] = {}
+        self.by_loop: dict[Any, LoopDriver] = {}  # asyncio's loops, and runs of trio
         self._closed_stats = BatcherStats()
         self._closed = False
         self._timeline: tuple[Timeline, str] | None = None  # with what it calls the device
@@ -160,7 +160,7 @@ class LoopDrivers:
 
         return current_loop(self.by_loop)
 
-    def _open(self, loop: asyncio.AbstractEventLoop) -> LoopDriver:
+    def _open(self, loop: Any) -> LoopDriver:
         with self._lock:
             if self._closed:
                 raise RuntimeClosedError("the runtime is closed")

@@ -14,6 +14,7 @@ from layerzero.actors.device.live_checks import LiveChecks
 from layerzero.actors.device.loading import KernelLoader
 from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.actors.device.plan_compiler import PlanCompiler
+from layerzero.actors.device.plan_expiry import PlanExpiry
 from layerzero.actors.device.recovery import Recovery, validated_args
 from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.selection_inputs import SelectionInputs
@@ -91,13 +92,9 @@ class LocalDevice:
         self._opened = False
         self._apply_settings()
         self.health = Health(
-            settings,
-            self.clock.now,
-            store=store,
-            device=str(self.device),
-            environment=device_class(self.hardware),
-            changed=self._health_changed,
-        )
+            settings, self.clock.now, store=store, device=str(self.device),
+            environment=device_class(self.hardware), changed=self._health_changed,
+        )  # fmt: skip
         self.worker = Worker(f"layerzero-{self.device}")
         self.event_thread = Worker(f"layerzero-reap-{self.device}")
         self._wire(cost)
@@ -106,6 +103,7 @@ class LocalDevice:
             # A look later, behind the first calls, would drop what they decided.
             self.workspace_budget.refresh(settings)
         self.spans = self.kernel_calls.spans = self._live_checks.apply_settings(self)
+        self._expiry.arm()
         self._opened = True
 
     def _wire(self, cost: CostModel) -> None:
@@ -113,26 +111,23 @@ class LocalDevice:
         now = self.clock.now
         budget = WorkspaceBudget(self.device, self.hardware, now)
         self._inputs = SelectionInputs(self.settings, self.hardware, self.registry, self.health, budget, cost)
-        self.loader = KernelLoader(
-            str(self.device), self.registry, self.counters, now, self.refresh, lambda: self.settings
-        )
+        name, settings = str(self.device), lambda: self.settings
+        self.loader = KernelLoader(name, self.registry, self.counters, now, self.refresh, settings)
         self.table_keeper = TableKeeper(self._inputs, self.registry, self.loader, self.refresh)
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
         calls, counters = self.kernel_calls, self.counters
-        self._recovery = Recovery(
-            calls,
-            self.health,
-            counters,
-            self.hardware,
-            self._refresh_budget_now,
-            lambda plan, snapshot: self.table(plan.op, snapshot).recompute(plan.request),
-        )
+        refresh, again = self._refresh_budget_now, self._reconsidered
+        self._recovery = Recovery(calls, self.health, counters, self.hardware, refresh, again)
         self.compiler = PlanCompiler(calls, self.health, self.loader, self._recovery, counters)
         self._live_checks = LiveChecks(self.compiler, self._states, self.clock)
         self._probe_timer = ProbeTimer(self.health, self.clock)
+        self._expiry = PlanExpiry(self.clock, lambda: self.settings.plan_ttl_s, self._drop_plans)
 
     def _states(self) -> list[DispatchState]:
         return [self.snapshot, *self._policy_states.values()]
+
+    def _reconsidered(self, plan: Plan, snapshot: DispatchState | None) -> Selection:
+        return self.table(plan.op, snapshot).recompute(plan.request)
 
     def _health_changed(self, transition: Transition) -> None:
         if self._opened:  # stored quarantines arrive while the board is being made; nothing is planned yet
@@ -160,6 +155,7 @@ class LocalDevice:
         self.spans = self.kernel_calls.spans = self._live_checks.apply_settings(self)
         self.table_keeper.put(dispatch_table, self.snapshot.policy)
         self._refresh_workspace_budget()
+        self._expiry.arm()
         self.refresh()
 
     def _refresh_workspace_budget(self) -> None:
@@ -204,26 +200,20 @@ class LocalDevice:
         """Make the next snapshot after kernels or their health have changed."""
         self._advance(self.snapshot.policy)
 
-    def _advance(self, policy: Policy) -> None:
+    def _drop_plans(self) -> None:
+        """Make the next snapshot with nothing remembered but what was rehearsed for captures."""
+        self._advance(self.snapshot.policy, keep=False)
+
+    def _advance(self, policy: Policy, keep: bool = True) -> None:
         with self._lock:
-            before = self.snapshot
-            version = before.version + 1
-            self.snapshot = self._successor(before, policy, version)
+            version = self.snapshot.version + 1
+            context = self._rules if keep else None
+            self.snapshot = self.snapshot.successor(version, policy, context)
             self._policy_states = {
-                digest: self._successor(state, state.policy, version)
+                digest: state.successor(version, state.policy, context)
                 for digest, state in self._policy_states.items()
             }
         self._probe_timer.arm()
-
-    def _successor(self, before: DispatchState, policy: Policy, version: int) -> DispatchState:
-        tables: dict[str, PlanTable] = {}
-        rehearsed = dict(before.rehearsed_plans)
-        # Tables whose rules cannot have changed stay: a change of one op costs the others nothing.
-        for name, table in list(before.tables.items()):
-            if self._rules(name, policy).fingerprint(name) == table.fingerprint:
-                tables[name] = table
-            rehearsed[name] = table.rehearsed_plans()
-        return DispatchState(version, policy, tables, rehearsed_plans=rehearsed)
 
     def state_for_policy(self, policy: Policy) -> DispatchState:
         """The snapshot of a context's own policy, stored until the next change."""
@@ -241,6 +231,7 @@ class LocalDevice:
         self._lock = threading.RLock()
         self._probe_timer.reset_after_fork()
         self._live_checks.outputs.reset_after_fork()
+        self._expiry.reset_after_fork()
         self.loader.reset_after_fork()
         self.table_keeper.reset_after_fork()
         self._costs_loading = None
@@ -272,7 +263,7 @@ class LocalDevice:
             plan = table.by_signature[bits].get(signature)
         except TypeError:  # a trace's sizes have no hash
             plan = None
-        plan = plan or table.resolve(signature, args, bits)
+        plan = plan or self.compiler.events.resolve(table, signature, args, bits)
         if snapshot is not None and snapshot.agreed_terms is not None:
             snapshot.agreed_terms.record_call(plan.kernel)
         return plan
@@ -391,6 +382,7 @@ class LocalDevice:
         """Stop the threads and timers; every later call raises RuntimeClosedError."""
         self.loader.stop()
         self._probe_timer.stop()
+        self._expiry.stop()
         with self._lock:
             self.closed = True
             self.snapshot = DispatchState(self.snapshot.version + 1, self.snapshot.policy)

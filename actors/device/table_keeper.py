@@ -1,4 +1,4 @@
-"""TableKeeper: the dispatch table of one device under the policy of the moment, solved again where it must be."""
+"""TableKeeper: the dispatch table of one device under the policy of the moment, solved again where needed."""
 
 from __future__ import annotations
 

@@ -175,7 +175,8 @@ def _found(order: frames.LoadOrder) -> Kernel:
         if kernel.id == order.kernel:
             return kernel
     raise BackendNotAvailableError(
-        f"the environment of {sys.executable} has no kernel {order.kernel!r}",
+        f"the environment of {sys.executable} has no kernel {order.kernel!r}: one that a program made needs "
+        "an origin, the module:function that gives it there",
         backend=order.kernel.split(".")[0],
     )
 

@@ -365,12 +365,12 @@ class IsolatedWorker:
         except msgspec.MsgspecError as error:
             return WorkerError(f"the process of {self.name!r} answered with {error}", Reason.WORKER_FAILED)
         if fault.kind == BackendNotAvailableError.__name__:
-            reason = Reason(fault.reason) if fault.reason in Reason.__members__ else Reason.WORKER_FAILED
-            error: Exception = self._unavailable(fault.message, reason)
+            reason = Reason.__members__.get(fault.reason, Reason.WORKER_FAILED)
+            raised: Exception = self._unavailable(fault.message, reason)
         else:
-            error = _KINDS.get(fault.kind, RuntimeError)(fault.message)
-        error.add_note(f"in the process of {self.name!r}:\n{fault.traceback}")
-        return error
+            raised = _KINDS.get(fault.kind, RuntimeError)(fault.message)
+        raised.add_note(f"in the process of {self.name!r}:\n{fault.traceback}")
+        return raised
 
     def close(self) -> None:
         """End the process and its thread; a second close does nothing."""

@@ -65,7 +65,7 @@ def load_policy(path: str | os.PathLike[str]) -> None:
 
 
 def lock(op: str, kernel: str, *, when: str | tuple[str, ...] = (), for_s: float | None = None) -> None:
-    """Make every call of `op` (or `op/causal`, or `rms_*`) run on `kernel`, a kernel id, a backend or a glob of either.
+    """Make every call of `op` (`op/causal`, `rms_*`) run on `kernel`: an id, a backend or a glob of them.
 
     A call that the locked kernel cannot take raises NoKernelFoundError with its reasons; it never runs
     elsewhere. `when` limits the lock (`"Sq > 1024"`), `for_s` ends it.

@@ -15,7 +15,7 @@ from layerzero.ops import table as ops_table
 from layerzero.perfdb.record import Environment
 from layerzero.perfdb.table_file import content_hash
 from layerzero.selection.cost.measured import MeasuredCosts
-from layerzero.selection.dispatch_table import Bucket, DispatchTable, HeldOut, capabilities_hash
+from layerzero.selection.dispatch_table import Bucket, DispatchTable, HeldOut, limits_of
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import ConfigurationError
 
@@ -65,7 +65,10 @@ def solve(
         date=datetime.now(UTC).date().isoformat(),
         hardware=Environment.of_hardware(opened.hardware),
         policy=runtime.policy.digest,
-        capabilities=capabilities_hash(opened.registry.all()),
+        limits={
+            name: limits_of(name, opened.registry.for_op(name), opened.hardware.platform)
+            for name in sorted({bucket.op for bucket in buckets})
+        },
         content=content_hash(tuple(buckets)),
         held_out=held_out,
         buckets=tuple(buckets),

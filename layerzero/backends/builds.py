@@ -35,6 +35,8 @@ _OLD_STRING = re.compile(rb"\0_ZN[K]?(?:3c10|2at|5torch)[^\0]*(?:RKSs|ESs)[^\0]*
 _NEW_STRING = re.compile(rb"\0_ZN[K]?(?:3c10|2at|5torch)[^\0]*__cxx11[^\0]*(?=\0)")
 _PYTHON = re.compile(r"\.cpython-(\d)(\d+)[a-z]*-")
 _MAX_OBJECTS = 64
+# What this process runs with already, and what is called without its extension (backends/xformers.py).
+_NOT_ASKED = frozenset({"torch", "triton", "xformers"})
 _REQUIREMENT_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
@@ -110,7 +112,7 @@ def _string_table(data: mmap.mmap) -> bytes:
 
 
 def build_facts(distribution: str) -> tuple[BuildFact, ...]:
-    """What the shared objects of an installed distribution need: one fact a kind, what does not fit first."""
+    """What the shared objects of an installed distribution need: one fact a kind."""
     try:
         found = importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -120,11 +122,11 @@ def build_facts(distribution: str) -> tuple[BuildFact, ...]:
 
 
 def facts_of(library: str, paths: list[Path]) -> tuple[BuildFact, ...]:
-    """What shared objects need of this process."""
+    """What shared objects need of this process; of variants for several builds those that fit."""
     facts: dict[str, BuildFact] = {}
     for path in paths:
         for fact in _facts_of_file(library, path):
-            if fact.what not in facts or not fact.fits:
+            if fact.what not in facts or (fact.fits and not facts[fact.what].fits):
                 facts[fact.what] = fact
     return tuple(facts[what] for what in sorted(facts))
 
@@ -170,8 +172,8 @@ def check_build(kernel: Kernel) -> None:
         return  # its own environment is asked there
     for requirement in kernel.distributions:
         name = _REQUIREMENT_NAME.match(requirement)
-        if name is None or name[0] in ("torch", "triton"):
-            continue  # what this process runs with already
+        if name is None or name[0] in _NOT_ASKED:
+            continue
         try:
             installed = importlib.metadata.version(name[0])
         except importlib.metadata.PackageNotFoundError:

@@ -55,9 +55,8 @@ class QuantizedCheckpoint(Mapping[str, Tensor | QuantizedTensor]):
             raise self._not_held()
         hidden = {module + end for module in self._modules.values() for end in convention.parts}
         self._plain = {name: None for name in self._tensors.names if name not in hidden}
-        self[
-            next(iter(self._modules))
-        ]  # what the folder claims is held against one weight now, the others when read
+        # What the folder claims is held against one weight now, and against the others when they are read.
+        self[next(iter(self._modules))]
 
     @property
     def folder(self) -> Path:

@@ -38,6 +38,7 @@ LAYOUTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
+_OTHERS = (".json", ".jinja", ".txt", ".model")
 Progress = Callable[[int, int, str], None]
 
 
@@ -210,15 +211,11 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _copy_others(source: Path, target: Path) -> None:
-    """Tokenizer, generation settings and texts: every file that holds no weights."""
+    """Tokenizer, generation settings and texts: every file of these kinds that is not written yet."""
     for path in sorted(source.iterdir()):
-        if (
-            path.is_file()
-            and not (target / path.name).exists()
-            and path.suffix in (".json", ".jinja", ".txt", ".model")
-        ):
-            if path.name != INDEX:
-                shutil.copyfile(path, target / path.name)
+        copied = path.suffix in _OTHERS and path.name != INDEX and not (target / path.name).exists()
+        if copied and path.is_file():
+            shutil.copyfile(path, target / path.name)
 
 
 def _bytes(folder: Path) -> int:

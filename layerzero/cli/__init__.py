@@ -54,8 +54,8 @@ COMMANDS = {
         "Write one HTML page about this machine: kernels by call with regret and why, batches, health, drift",
     ),
     "solve": (
-        "tune",
-        "Decide every measured bucket now and write the decisions to PATH, as a dispatch table",
+        "solve",
+        "Decide ranges of calls now and write the decisions to PATH, as a dispatch table",
     ),
     "top": ("top", "Watch the process whose metrics are at URL, until interrupted"),
     "trace": (

@@ -1,4 +1,4 @@
-"""Number formats of quantized tensors, as data: what a code means, its scales, its packing, its checkpoints."""
+"""Number formats of quantized tensors, as data: codes, scales, packing, conventions of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether scales and zero points fit a format: shapes and dtypes at each call, values once a tensor is made."""
+"""Whether scales and zero points fit a format: shapes and dtypes at each call, values once."""
 
 from __future__ import annotations
 

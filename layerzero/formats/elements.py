@@ -50,18 +50,30 @@ ELEMENTS: Mapping[str, Element] = MappingProxyType(
             Element("int8", 8, torch.int8, 127.0, 6, "two's complement"),
             Element("e4m3", 8, torch.float8_e4m3fn, 448.0, 8, _FP8),
             Element("e5m2", 8, torch.float8_e5m2, 57344.0, 15, _FP8),
-            # The code is the number plus 8, the zero point of symmetric weights in every checkpoint of this kind.
+            # The code is the number plus 8, the zero point of symmetric weights in every checkpoint of this
+            # kind.
             Element(
-                "int4", 4, torch.uint8, 7.0, 2, "number + 8", values=tuple(float(code - 8) for code in range(16))
+                "int4",
+                4,
+                torch.uint8,
+                7.0,
+                2,
+                "number + 8",
+                values=tuple(float(code - 8) for code in range(16)),
             ),
             Element("nf4", 4, torch.uint8, 1.0, 0, "arXiv 2305.14314", values=_NF4, ties_to_even=False),
             Element(
-                "e2m1", 4, torch.uint8, 6.0, 2, "OCP microscaling formats specification 1.0",
+                "e2m1",
+                4,
+                torch.uint8,
+                6.0,
+                2,
+                "OCP microscaling formats specification 1.0",
                 values=(*_E2M1, *(-value for value in _E2M1)),
             ),
         )
     }
-)  # fmt: skip
+)
 
 
 @functools.lru_cache(maxsize=64)

@@ -24,10 +24,10 @@ class QuantizedTensor:
     """Numbers (..., R, C) of a format of `FORMATS`, quantized along the last axis.
 
     Args: codes in the format's storage, (..., R, C) or, of four bits, (..., R, C / 2) with the even place in
-        the low half of a byte; scale of shape (), (..., R, 1) or (..., R, G), each for C / G neighbours, or with
-        block_size b (..., ceil(R / b), ceil(C / b)); zero_point, of int4, codes 0 to 15 as uint8 in scale's
-        shape, 8 where there is none; tensor_scale, of nvfp4, float32 of shape () or (...) without R and C.
-        A number is (code - zero_point) * scale * tensor_scale.
+        the low half of a byte; scale of shape (), (..., R, 1) or (..., R, G), each for C / G neighbours, or
+        with block_size b (..., ceil(R / b), ceil(C / b)); zero_point, of int4, codes 0 to 15 as uint8 in
+        scale's shape, 8 where there is none; tensor_scale, of nvfp4, float32 of shape () or (...) without R
+        and C. A number is (code - zero_point) * scale * tensor_scale.
     Raises: FormatError: something does not fit the format or each other; a scale that is not a positive,
         finite number is among it. `reason` says which.
     """
@@ -176,7 +176,7 @@ class QuantizedTensor:
         return f"QuantizedTensor({self.format}, {tuple(self.shape)}, scale by {shared}, {self.device})"
 
     def state_dict(self, prefix: str = "") -> dict[str, Any]:
-        """Its parts by name, as `torch.save` and `load_state_dict` know them; the inverse is `from_state_dict`."""
+        """Its parts by name, as `torch.save` knows them; the inverse is `from_state_dict`."""
         described = {"format": self.format, "block_size": self.block_size}
         return {prefix + name: value for name, value in {**self._parts(), **described}.items()}
 
@@ -246,7 +246,7 @@ def _with_zero_points(x: Tensor, form: Format, granularity: str, size: int) -> t
 
 
 def _unchecked(like: QuantizedTensor, **changes: Any) -> QuantizedTensor:
-    """A tensor of parts that were checked before: values are not looked at again, which would wait for a GPU."""
+    """A tensor of parts that were checked before: looking at values again would wait for a GPU."""
     made = object.__new__(QuantizedTensor)
     for field in fields(QuantizedTensor):
         object.__setattr__(made, field.name, changes.get(field.name, getattr(like, field.name)))
@@ -254,7 +254,7 @@ def _unchecked(like: QuantizedTensor, **changes: Any) -> QuantizedTensor:
 
 
 def _as_bytes(value: Any) -> Any:
-    """A float8 tensor as its bytes and its dtype's name: `torch.load` with weights_only reads no such storage."""
+    """A float8 tensor as bytes and its dtype's name: `torch.load` with weights_only reads no others."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.itemsize > 1:
         return value
     return value.view(torch.uint8), str(value.dtype).removeprefix("torch.")

@@ -23,8 +23,8 @@ class Format:
     """A number format: `name`, its element and its scales, the most usual granularity first.
 
     `group_sizes` are those that the format allows, the usual one first; any where `open_groups`. `scales` are
-    the dtypes of scales, the one that `quantize` gives first. With `two_level` scales are multiplied by one of
-    float32 for the whole tensor. `zero_points` says that codes may be shifted, by a code for each scale.
+    the dtypes of scales, the one that `quantize` gives first. With `two_level` scales are multiplied by one
+    of float32 for the whole tensor. `zero_points` says that codes may be shifted, by a code for each scale.
     """
 
     name: str
@@ -96,19 +96,27 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         form.name: form
         for form in (
             _format("int8", "int8", "row group tensor block", "arXiv 2208.07339"),
-            _format("fp8_e4m3", "e4m3", "row block group tensor", "arXiv 2209.05433; blocks: arXiv 2412.19437"),
+            _format(
+                "fp8_e4m3", "e4m3", "row block group tensor", "arXiv 2209.05433; blocks: arXiv 2412.19437"
+            ),
             _format("fp8_e5m2", "e5m2", "row block group tensor", "arXiv 2209.05433"),
             _format("int4", "int4", "group row", "arXiv 2210.17323", zero_points=True),
             _format("nf4", "nf4", "group row", "arXiv 2305.14314", group_sizes=(64, 128, 32)),
             _format("mxfp4", "e2m1", "group", _OCP, group_sizes=(32,), open_groups=False, scales=_E8M0),
             _format("mxfp8", "e4m3", "group", _OCP, group_sizes=(32,), open_groups=False, scales=_E8M0),
             _format(
-                "nvfp4", "e2m1", "group", "docs.nvidia.com, TensorRT: NVFP4", group_sizes=(16,),
-                open_groups=False, scales=(torch.float8_e4m3fn,), two_level=True,
+                "nvfp4",
+                "e2m1",
+                "group",
+                "docs.nvidia.com, TensorRT: NVFP4",
+                group_sizes=(16,),
+                open_groups=False,
+                scales=(torch.float8_e4m3fn,),
+                two_level=True,
             ),
         )
     }
-)  # fmt: skip
+)
 # Codes whose dtype says the format.
 _BY_DTYPE = MappingProxyType(
     {FORMATS[name].element.storage: FORMATS[name] for name in ("int8", "fp8_e4m3", "fp8_e5m2")}

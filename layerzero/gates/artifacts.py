@@ -74,14 +74,14 @@ def _write_decisions(runtime: Runtime, folder: Path, notes: list[str]) -> None:
     except ConfigurationError as error:
         notes.append(f"{TABLE}: {error}")
         return
-    taken = activate(folder / TABLE, device.hardware, device.kernels(), strict=False)
-    refusal = taken.refusal or taken.problem(runtime.policy)
+    active = activate(folder / TABLE, device.hardware, device.kernels(), strict=False)
+    refusal = active.refusal or active.problem(runtime.policy)
     verdict = {"ok": not refusal, "problem": refusal, "buckets": len(table.buckets), "content": table.content}
     put_whole(folder / VALIDATION, _json(verdict))
 
 
 def _snapshot(runtime: Runtime, path: Path, notes: list[str]) -> None:
-    """A copy of the measurements as SQLite itself makes one, whoever writes meanwhile."""
+    """A copy of the measurements as SQLite itself makes one, while others may write."""
     source = perfdb_path(runtime.device().settings)
     if source is None or not source.is_file():
         notes.append(f"{path.name}: nothing was measured on this machine")

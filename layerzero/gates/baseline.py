@@ -114,10 +114,10 @@ def read_baseline(
         if getattr(baseline.environment, name) != getattr(environment, name)
     ]
     if differing:
-        here = "; ".join(
+        needed = "; ".join(
             f"{each.partition(' ')[0]} {getattr(environment, each.partition(' ')[0])}" for each in differing
         )
-        raise refuse(Reason.BASELINE_ENVIRONMENT_DIFFERS, "environment", here, "; ".join(differing))
+        raise refuse(Reason.BASELINE_ENVIRONMENT_DIFFERS, "environment", needed, "; ".join(differing))
     age_days = (today - date.fromisoformat(baseline.date)).days
     if age_days > max_age_days:
         raise refuse(Reason.BASELINE_STALE, "date", f"at most {max_age_days:g} days", f"{age_days} days")

@@ -87,7 +87,7 @@ def excuse(outcome: StageOutcome, waivers: Iterable[Waiver], today: date) -> Sta
 
 
 def check_waivers(waivers: Sequence[Waiver], today: date) -> StageOutcome:
-    """A stage of its own: a waiver that has expired fails the gate until somebody renews or removes it."""
+    """A stage of its own: a waiver that has expired fails the gate until it is renewed or removed."""
     expired = tuple(
         Finding(
             f"waivers/{waiver.finding}",

@@ -122,8 +122,8 @@ class Release(msgspec.Struct, frozen=True):
         Raises: ConfigurationError: the file has no such suite.
         """
         if suite not in self.suites:
-            known = ", ".join(self.suites)
-            raise ConfigurationError(f"suite needs one of {known} in {self.path}, got {suite!r}")
+            names = ", ".join(self.suites)
+            raise ConfigurationError(f"suite needs one of {names} in {self.path}, got {suite!r}")
         return {name: self.stages[name] for name in self.suites[suite]}
 
 

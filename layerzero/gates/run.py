@@ -36,30 +36,30 @@ def run_gate(
     Raises: ConfigurationError: the file has no such suite. OSError: the folder cannot be written.
     """
     stages = release.stages_of(suite)
-    now = datetime.now(UTC)
-    today = now.date()
+    begun_at = datetime.now(UTC)
+    today = begun_at.date()
     runner = StageRunner(runtime, release.folder)
     outcomes: list[StageOutcome] = []
     for name, stage in stages.items():
         begun(name)
         outcomes.append(excuse(runner.run(name, stage), release.waivers, today))
     notes = unused(release.waivers, outcomes)
-    kept: tuple[tuple[str, str], ...] = ()
+    hashes: tuple[tuple[str, str], ...] = ()
     folder = None if artifacts is None else Path(artifacts)
     if folder is not None:
         begun("artifacts")
         notes += tuple(write_artifacts(runtime, folder))
-        kept = tuple(each for each in digests(folder) if each[0] not in (JSON_NAME, PAGE_NAME))
+        hashes = tuple(each for each in digests(folder) if each[0] not in (JSON_NAME, PAGE_NAME))
     hardware = runtime.device().hardware
     report = GateReport(
         title=f"{Path(release.path).name}, suite {suite}, layerzero {VERSION}",
         suite=suite,
-        written_at=now.isoformat(timespec="seconds"),
+        written_at=begun_at.isoformat(timespec="seconds"),
         machine=f"{platform.node()}, {hardware.name}, {hardware.platform}, torch {hardware.torch}",
         stages=(*outcomes, check_waivers(release.waivers, today)),
         waivers=release.waivers,
         notes=notes,
-        artifacts=kept,
+        artifacts=hashes,
     )
     if folder is not None:
         plain = msgspec.json.format(msgspec.json.encode(report.as_plain()), indent=1)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class StageRunner:
             finding = Finding("error", f"{type(error).__name__}: {error}"[:1000])
             outcome = StageOutcome(name, 1, 0.0, (finding,))
         findings = tuple(
-            msgspec.structs.replace(found, name=f"{name}/{found.name}") for found in outcome.findings
+            msgspec.structs.replace(each, name=f"{name}/{each.name}") for each in outcome.findings
         )
         seconds = round(time.monotonic() - begin_s, 2)
         return msgspec.structs.replace(outcome, stage=name, seconds=seconds, findings=findings)
@@ -98,7 +99,8 @@ class StageRunner:
 
     def numerics(self, stage: NumericsStage) -> StageOutcome:
         """No kernel errs by more than the limit of its op and dtype."""
-        findings, worst = [], {}
+        findings: list[Finding] = []
+        worst: dict[str, float] = {}
         runs = [run for run in self._kernel_runs(stage.ops) if not run.raised and not run.contract]
         for run in runs:
             limit = _limit_of(stage.limits, run)
@@ -133,16 +135,14 @@ class StageRunner:
             if not (tree / "layerzero" / "__init__.py").is_file():
                 raise ConfigurationError(f"against needs a tree with layerzero/, got {tree}", path=str(tree))
             for call in stage.paced_calls:
-                yield (
-                    1.0,
-                    confirmed(lambda call=call: compare_paces(call, tree.resolve(), _own_tree(), **rounds)),
-                )
+                measure = partial(compare_paces, call, tree.resolve(), _own_tree(), **rounds)
+                yield 1.0, confirmed(measure)
             return
-        here = Environment.of_hardware(self.device.hardware)
+        environment = Environment.of_hardware(self.device.hardware)
         today = datetime.now(UTC).date()
         stored = read_baseline(
             self._folder / stage.baseline,
-            here,
+            environment,
             sha256=stage.sha256,
             max_age_days=stage.max_age_days,
             today=today,
@@ -150,7 +150,7 @@ class StageRunner:
         only = set(stage.paced_calls)
         for each in stored.paced:
             if not only or each.call in only:
-                yield each.ratio, confirmed(lambda e=each: _against_anchor(e.call, e.ratio, rounds))
+                yield each.ratio, confirmed(partial(_against_anchor, each.call, each.ratio, rounds))
 
     def matrix(self, stage: MatrixStage) -> StageOutcome:
         """The environment has what the release promises."""

@@ -35,7 +35,7 @@ _POSITIONS = 4096
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a block: `experts` and `latent` (the width of a latent cache) are 0 where there are none."""
+    """The sizes of a block; `experts` and `latent` (the width of a latent cache) are 0 without any."""
 
     name: str
     width: int
@@ -101,7 +101,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             name=str(values.get("_name_or_path") or kind),
             width=width,
-            inner=size("moe_intermediate_size", "intermediate_size") if experts else size("intermediate_size"),
+            inner=size("moe_intermediate_size", "intermediate_size")
+            if experts
+            else size("intermediate_size"),
             heads=heads,
             kv_heads=size("num_key_value_heads", default=heads),
             head_dim=size("head_dim", default=max(1, width // heads)),
@@ -117,7 +119,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_calls(model: ModelConfig, rows: Span, context: Span) -> Iterator[Call]:
-    """The calls of a block at the ends of what it is asked for: `rows` decoded at once, `context` before them.
+    """The calls of a block at the ends of what is asked for: `rows` decoded at once, `context` before them.
 
     Raises: ValueError: a span is none.
     """

@@ -145,7 +145,11 @@ def _families(device: SolvableDevice, op: Op, asked: Iterable[CallSpec]) -> list
     for point in itertools.chain(
         (_Point(device.table(op).bucket(request)) for request in asked),
         # A kernel that was timed in a wider type than its operands have is priced by that; no call asks it.
-        (_Point(request, us) for request, us in measured if request.dtype in request.dtypes),
+        (
+            _Point(request, us)
+            for request, us in measured
+            if request.dtype in (request.dtypes or (request.dtype,))
+        ),
     ):
         sizes = tuple(sorted(point.request.dims.items()))
         exact = tuple((axis, size) for axis, size in sizes if axis in op.exact_dims)
@@ -195,9 +199,7 @@ def _warm(device: SolvableDevice, op: Op, request: CallSpec) -> None:
     device.counters.add("buckets_warmed", op=op.name)
 
 
-def _price(
-    device: SolvableDevice, op: Op, requests: Sequence[CallSpec], cost: CostModel
-) -> _Priced | None:
+def _price(device: SolvableDevice, op: Op, requests: Sequence[CallSpec], cost: CostModel) -> _Priced | None:
     """Every sample decided; None where no kernel takes any of them."""
     table = device.table(op)
     decided: list[tuple[CallSpec, Selection]] = []
@@ -207,7 +209,11 @@ def _price(
         except NoKernelFoundError:
             continue  # said of the points that were asked for or measured
     kernels = sorted(
-        (k for k in table.kernels if any(c.kernel == k.id and c.eligible for _, s in decided for c in s.trace)),
+        (
+            k
+            for k in table.kernels
+            if any(c.kernel == k.id and c.eligible for _, s in decided for c in s.trace)
+        ),
         key=lambda k: (not k.default, k.tie_break_order, k.id),
     )
     if not kernels:
@@ -361,7 +367,8 @@ def _lost(times: Mapping[str, float], kernels: Collection[str]) -> dict[str, flo
 
 def _summary(judged: Iterable[Sequence[_Judged]]) -> HeldOut | None:
     """The mean loss of what is decided, beside that of the one kernel that is best over all calls."""
-    losses, decided = [], 0.0
+    losses: list[_Judged] = []
+    decided = 0.0
     for family in judged:
         losses += family
         decided += sum(lost.ways[_best_way(family)] for lost in family)

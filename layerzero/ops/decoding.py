@@ -14,7 +14,6 @@ from layerzero.ops.op import Args, Decoding
 from layerzero.spec.call_spec import CallSpec
 
 _KEYS = frozenset({*kv_formats.CODE_FEATURES, *kv_formats.SCALE_FEATURES})
-_QUERIES = frozenset(f"q_{name.removeprefix('kv_')}" for name in kv_formats.CODE_FEATURES)
 
 
 def _decode_operands(args: Args) -> Args:
@@ -29,12 +28,12 @@ def _operand_numbers(spec: CallSpec) -> int:
     """Keys and values, and queries where they are codes."""
     batch, widths = max(spec.dim("B"), 1) if "Sk" in spec.dims else 1, spec.dim("D") + spec.dim("Dv")
     written = spec.dim("S", spec.dim("Sk")) * spec.dim("Hk") * widths
-    if not _QUERIES.isdisjoint(spec.features):
+    if spec.dtype in kv_formats.CODE_NAMES:
         written += spec.dim("T", spec.dim("Sq")) * spec.dim("Hq") * spec.dim("D")
     return batch * written
 
 
-OPERAND_DECODING = Decoding(_KEYS | _QUERIES, _decode_operands, _operand_numbers)
+OPERAND_DECODING = Decoding(_KEYS, _decode_operands, _operand_numbers)
 
 
 def pages_decoding(*, queries: int, scales: int) -> Decoding:
@@ -49,7 +48,8 @@ def pages_decoding(*, queries: int, scales: int) -> Decoding:
         numbers = [
             _page_numbers(args[pools + at], args[scales + at], pages, heads, args[0].dtype) for at in (0, 1)
         ]
-        own = _own_tables(*args[tables].shape, args[0].device)
+        batch, width = args[tables].shape
+        own = _own_tables(batch, width, args[0].device)
         return (*args[:pools], *numbers, own, *args[tables + 1 : scales], None, None, *args[scales + 2 :])
 
     return Decoding(_KEYS, decode, _page_elements, lambda spec: {"N": max(spec.dim("B") * spec.dim("M"), 1)})

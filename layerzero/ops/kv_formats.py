@@ -31,6 +31,7 @@ ELEMENT_OF: Mapping[torch.dtype, Element] = MappingProxyType(
     {ELEMENTS[name].storage: ELEMENTS[name] for name in ("int8", "e4m3", "e5m2")}
 )
 CODE_DTYPES = tuple(ELEMENT_OF)
+CODE_NAMES = frozenset(map(checks.dtype_name, CODE_DTYPES))
 # What a request says of coded keys and values, beside their scales' granularity: a feature for each format.
 CODE_FEATURES: Mapping[str, torch.dtype] = MappingProxyType(
     {f"kv_{checks.dtype_name(dtype)}": dtype for dtype in CODE_DTYPES}
@@ -159,7 +160,7 @@ def encode_rows(rows: Tensor, codes: torch.dtype, scale: Tensor | None) -> tuple
 def code_bytes(spec: CallSpec) -> int:
     """Bytes of one element of the keys and values of a request: those of its dtype where it names none."""
     named = [f.removeprefix("kv_") for f in spec.features if f.removeprefix("kv_") in _FLOATS]
-    if any(feature in spec.features for feature in CODE_FEATURES):
+    if spec.dtype in CODE_NAMES or any(feature in spec.features for feature in CODE_FEATURES):
         return 1
     return checks.dtype_bytes(named[0] if named else spec.dtype)
 
@@ -250,15 +251,15 @@ def check_operand_scales(call: Any, heads: int) -> dict[str, bool]:
         raise FormatError(
             "q_scale", "the granularity of k_scale", f"scales by {granularity}", Reason.SCALE_LAYOUT_MISMATCH
         )
-    return features | {f"kv_{stored}": True, f"q_{stored}": True}
+    return features  # the dtype of the request is that of all three
 
 
 def describe_coded(
     op: str, call: Any, dims: Mapping[str, int], features: Mapping[str, bool], *, layout: str = "",
     typed: Sequence[Tensor] = (),
 ) -> CallSpec:  # fmt: skip
-    """The spec of a call with codes: its dtype is the result's, beside those of `typed`."""
-    dtype = checks.dtype_name(number_dtype(call.q))
+    """The spec of a call with codes: its dtype is the queries', beside those of `typed`."""
+    dtype = checks.dtype_name(call.q.dtype)
     dtypes = (dtype, *(checks.dtype_name(tensor.dtype) for tensor in typed))
     spec = describe(op, (call.q, call.k, call.v), dims, features, layout=layout, dtype=dtype)
     return spec.replace(dtypes=dtypes)
@@ -270,7 +271,7 @@ def need_valid_operand_scales(scales: Sequence[Any]) -> None:
         need_valid_scale(name, scale)
 
 
-def decoded_operands(call: Any, heads: int, dtype: torch.dtype | None = None) -> dict[str, Tensor | None]:
+def decoded_operands(call: Any, heads: int, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """The fields of a call that its codes change: numbers in float32, float64 beside q of it, or `dtype`."""
     if call.k_scale is None:
         return {}

@@ -56,17 +56,37 @@ def read_table_file(
     """
     try:
         data = read_given(path)
+    except (OSError, ValueError) as error:
+        raise CacheCorruptionError(f"{path}: {error}", path=str(path)) from error
+    return decode_table(data, str(path), kind, field, migrations, format=format, **versions)
+
+
+def decode_table(
+    data: bytes,
+    path: str,
+    kind: type[T],
+    field: str,
+    migrations: Mapping[int, Callable[[Plain], Plain]],
+    *,
+    format: int,
+    **versions: int,
+) -> T:
+    """The table in the bytes of a file, as `read_table_file` reads it; `path` names it in errors.
+
+    Raises: CacheCorruptionError.
+    """
+    try:
         stated = decode_json(data, _FormatOnly).format
         table = (
             decode_json(data, kind)
             if stated not in migrations
             else _migrated(data, kind, field, [migrations[v] for v in range(stated, format)])
         )
-    except (OSError, ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
-        raise CacheCorruptionError(f"{path}: {error}", path=str(path)) from error
+    except (ValueError, KeyError, TypeError, AttributeError, msgspec.MsgspecError) as error:
+        raise CacheCorruptionError(f"{path}: {error}", path=path) from error
     if stated in migrations:
-        log.info(MIGRATED, path=str(path), format=stated, now=format)
-    need_table(table, str(path), field, format=format, **versions)
+        log.info(MIGRATED, path=path, format=stated, now=format)
+    need_table(table, path, field, format=format, **versions)
     return table
 
 

@@ -105,8 +105,7 @@ def _load_costs(device: ScheduledDevice, *, at_once: bool) -> None:
 
     def costs() -> Any:
         # Asking which kernels there are imports what a first call can do without: in the background, too.
-        # What was measured in this process says little of one that runs in another.
-        kernels = {kernel.id: kernel for kernel in device.registry.all() if not kernel.isolated}
+        kernels = {kernel.id: kernel for kernel in device.registry.all()}
         return load_costs(settings, kernels, device.hardware, device.measured)
 
     device.load_costs(costs, at_once=at_once)

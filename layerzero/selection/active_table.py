@@ -8,6 +8,7 @@ calls are decided at run time and say so.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
@@ -17,7 +18,7 @@ from layerzero._util import log
 from layerzero.perfdb import Environment
 from layerzero.selection.context import SelectionOptions
 from layerzero.selection.decide import pick
-from layerzero.selection.dispatch_table import Bucket, DispatchTable, capabilities_hash
+from layerzero.selection.dispatch_table import EVERY_OP, Bucket, DispatchTable, capabilities_hash, limits_of
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.policy.rules import Rule
 from layerzero.selection.record import Accepted, Candidate
@@ -41,8 +42,9 @@ _NOTHING: Lookup[Bucket] = lambda sizes: None  # noqa: E731
 class ActiveDispatchTable:
     """A table that holds for this device, or why it does not (`refusal`).
 
-    `original` is the file's own where this one was solved again under another policy, which decides the ops
-    of `left`, too; `identity` is equal for tables that decide alike.
+    `differs(op)` says what of the op's kernels is not as it was when the table was solved: such an op is not
+    decided by it. `original` is the file's own where this one was solved again under another policy, which
+    decides the ops of `left`, too; `identity` is equal for tables that decide alike.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ActiveDispatchTable:
         path: str,
         refusal: str = "",
         *,
+        differs: Callable[[str], str] = lambda op: "",
         original: ActiveDispatchTable | None = None,
         left: frozenset[str] = frozenset(),
     ) -> None:
@@ -59,11 +62,13 @@ class ActiveDispatchTable:
         self.table = table
         self.original = original or self
         self._left = left
+        self._differs = differs
         self.identity: Hashable = (table.content, table.policy) if table is not None else refusal
         self._policy = table.policy if table is not None else ""
         self._buckets: dict[Family, list[Bucket]] = {}
         for bucket in table.buckets if table is not None else ():
             self._buckets.setdefault(bucket.family, []).append(bucket)
+        self._ops = frozenset(family.op for family in self._buckets)
         self._trees: dict[Hashable, Lookup[Bucket]] = {}
         self._upper_rules: dict[str, tuple[Rule, ...] | None] = {}
 
@@ -99,7 +104,7 @@ class ActiveDispatchTable:
         except KeyError:
             bucket = None  # sizes by other names than this family has
         if bucket is None:
-            return BUCKET_MISS
+            return None if self._differs(request.op) else BUCKET_MISS
         upper = self._rules_above(policy)
         if upper is not None and not any(rule.applies(request) for rule in upper):
             return bucket
@@ -112,8 +117,9 @@ class ActiveDispatchTable:
 
     def problem(self, policy: Policy) -> str:
         """Why the table decides nothing under a process's policy; empty where it decides."""
-        if self.refusal or self._rules_above(policy) is not None:
-            return self.refusal
+        refusal = self.refusal or next(filter(None, map(self._differs, sorted(self._ops))), "")
+        if refusal or self._rules_above(policy) is not None:
+            return refusal
         return f"{self.path}: it was solved under another policy, and is not solved again yet"
 
     def under(
@@ -140,7 +146,8 @@ class ActiveDispatchTable:
         count = len(buckets)
         log.info(SOLVED_AGAIN, path=self.path, policy=policy.digest[:12], buckets=count, left=sorted(left))
         again = msgspec.structs.replace(original.table, policy=policy.digest, buckets=tuple(buckets))
-        return ActiveDispatchTable(again, self.path, original=original, left=frozenset(left))
+        differs = original._differs
+        return ActiveDispatchTable(again, self.path, differs=differs, original=original, left=frozenset(left))
 
     def _rules_above(self, policy: Policy) -> tuple[Rule, ...] | None:
         """The rules of the upper layers without which `policy` is the table's; None where it never is."""
@@ -155,6 +162,8 @@ class ActiveDispatchTable:
     def _tree(self, place: Hashable, request: CallSpec) -> Lookup[Bucket]:
         """The comparisons of a request's family, compiled when it is first asked for."""
         buckets = self._buckets.get(family_of(request), [])
+        if self._differs(request.op):
+            buckets = []
         tree = _NOTHING
         try:
             if buckets:
@@ -170,7 +179,7 @@ class ActiveDispatchTable:
 def _decided_again(
     bucket: Bucket, policy: Policy, kernels: Mapping[str, Kernel], options: SelectionOptions
 ) -> Bucket | None:
-    """A range decided under another policy; None where that leaves no kernel that the range was priced for."""
+    """A range decided under another policy; None where it leaves no kernel that the range has a price of."""
     request = CallSpec(
         op=bucket.op,
         dtype=bucket.dtype,
@@ -216,8 +225,39 @@ def _without_upper_layers(policy: Policy) -> Iterator[tuple[Policy, tuple[Rule, 
         yield Policy(below), tuple(rule for rule in policy.rules if rule.layer >= layer)
 
 
+def kernels_differ(
+    table: DispatchTable, path: str, platform: str, kernels_of: Callable[[str], Iterable[Kernel]]
+) -> Callable[[str], str]:
+    """A function of an op: what of its kernels is not as the table has it, empty where all is.
+
+    An op is looked at when it is first asked for: a first call need not wait for the kernels of all others.
+    `kernels_of` gives those of an op, and all of them for "*".
+    """
+
+    @functools.cache
+    def digest_of(op: str) -> str:
+        return (
+            capabilities_hash(kernels_of(op)) if op == EVERY_OP else limits_of(op, kernels_of(op), platform)
+        )
+
+    @functools.cache
+    def differs(op: str) -> str:
+        name = EVERY_OP if EVERY_OP in table.limits else op
+        if table.limits.get(name) == digest_of(name):
+            return ""
+        why = f"{path}: kernels of {op} or their limits have changed since: solve again"
+        log.error(TABLE_REFUSED, path=path, why=why)
+        return why
+
+    return differs
+
+
 def activate(
-    path: str | os.PathLike[str], hardware: Hardware, kernels: Iterable[Kernel], *, strict: bool
+    path: str | os.PathLike[str],
+    hardware: Hardware,
+    kernels_of: Callable[[str], Iterable[Kernel]],
+    *,
+    strict: bool,
 ) -> ActiveDispatchTable:
     """The table of a file, if it holds for this device; else refused, with a logged reason.
 
@@ -228,11 +268,13 @@ def activate(
         differences = table.hardware.differences(Environment.of_hardware(hardware))
         if differences:
             raise ConfigurationError(f"{path}: it was solved for another machine: {'; '.join(differences)}")
-        if table.capabilities != capabilities_hash(kernels):
-            raise ConfigurationError(f"{path}: kernels or their limits have changed since: solve again")
+        differs = kernels_differ(table, str(path), hardware.platform, kernels_of)
+        changed = next(filter(None, (differs(bucket.op) for bucket in table.buckets)), "") if strict else ""
+        if changed:
+            raise ConfigurationError(changed)
     except (CacheCorruptionError, ConfigurationError) as error:
         if strict:
             raise ConfigurationError(str(error), path=str(path)) from error
         log.error(TABLE_REFUSED, path=str(path), why=str(error))
         return ActiveDispatchTable(None, str(path), str(error))
-    return ActiveDispatchTable(table, str(path))
+    return ActiveDispatchTable(table, str(path), differs=differs)

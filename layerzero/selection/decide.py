@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from layerzero.ops.op import Op
 from layerzero.selection.context import CostModel, SelectionContext, SelectionOptions
-from layerzero.selection.cost.roofline import ROOFLINE, TIMED, ideal_us, roofline_us
+from layerzero.selection.cost.roofline import ESTIMATE_MARGIN, ROOFLINE, TIMED, ideal_us, roofline_us
 from layerzero.selection.policy.policy import RequestPolicy
 from layerzero.selection.policy.rules import Rule
 from layerzero.selection.record import Accepted, Candidate, Selection
@@ -22,6 +23,7 @@ from layerzero.selection.transform import adapt
 from layerzero.selection.workspace import exceeds_budget, transform_bytes, workspace_bytes
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.errors import NoKernelFoundError
+from layerzero.spec.gpu_map import preferred_on
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason, Rejected
@@ -70,9 +72,11 @@ def decide(
             no_kernel_message(op, request, trace, lock), trace=trace, op=op.name, request=request
         )
     ready = [c for c in eligible if c.accepted is not None and c.accepted.ready]
-    best_warm, _ = pick(eligible, by_id, options)
+    sm = context.hardware.sm
+    preferred = preferred_on(op.name, sm) if sm is not None else ()
+    best_warm, _ = pick(eligible, by_id, options, preferred)
     pool = ready or eligible
-    chosen, why = pick(pool, by_id, options)
+    chosen, why = pick(pool, by_id, options, preferred)
     if lock is not None:
         why = f"locked by {lock.source}" + (f": {lock.note}" if lock.note else "")
     elif isinstance(table_entry, Rejected):
@@ -115,9 +119,7 @@ def decide_ahead(
     if kernel is None or rules.lock is not None or kernel.id in context.status.probing:
         return None
 
-    def cost(
-        kernel: Kernel, work: WorkEstimate, request: CallSpec, hardware: Hardware
-    ) -> tuple[float, str]:
+    def cost(kernel: Kernel, work: WorkEstimate, request: CallSpec, hardware: Hardware) -> tuple[float, str]:
         if not entry.multiple:
             return entry.expected_us, AHEAD
         return math.hypot(entry.floor_us, entry.multiple * ideal_us(work, request, hardware)), AHEAD
@@ -227,13 +229,26 @@ class _Judge:
 
 
 def pick(
-    pool: Sequence[Candidate], by_id: Mapping[str, Kernel], options: SelectionOptions
+    pool: Sequence[Candidate],
+    by_id: Mapping[str, Kernel],
+    options: SelectionOptions,
+    preferred: Sequence[str] = (),
 ) -> tuple[Candidate, str]:
-    """The candidate to take and one sentence why."""
+    """The candidate to take and one sentence why; `preferred` are globs of what the hardware runs best."""
     best = min(pool, key=lambda c: (_accepted_of(c).total_us, by_id[c.kernel].tie_break_order, c.kernel))
     floor = _accepted_of(best).total_us
     if len(pool) == 1:
         return best, "the only kernel that takes the request"
+    for candidate in _of_globs(pool, preferred) if _accepted_of(best).source == ROOFLINE else ():
+        total = _accepted_of(candidate).total_us
+        if _accepted_of(candidate).source == ROOFLINE and total <= floor * ESTIMATE_MARGIN:
+            gain = (total / floor - 1) * 100 if floor else 0.0
+            if candidate is best:
+                return best, f"preferred on this hardware, and the cheapest at {floor:.1f} us expected"
+            return (
+                candidate,
+                f"preferred on this hardware: {best.kernel} gains only {gain:.1f} %, by estimates",
+            )
     defaults = [c for c in pool if by_id[c.kernel].default]
     for default in defaults:
         total = _accepted_of(default).total_us
@@ -252,6 +267,12 @@ def pick(
             f"first in fixed order among {len(band)} within {options.tie_band:.0%} of {floor:.1f} us",
         )
     return best, f"cheapest at {floor:.1f} us expected"
+
+
+def _of_globs(pool: Sequence[Candidate], globs: Sequence[str]) -> list[Candidate]:
+    """The candidates that globs name, in their order, the cheapest of each first."""
+    cheapest_first = sorted(pool, key=lambda c: (_accepted_of(c).total_us, c.kernel)) if globs else ()
+    return [c for glob in globs for c in cheapest_first if fnmatchcase(c.kernel, glob)]
 
 
 def _accepted_of(candidate: Candidate) -> Accepted:

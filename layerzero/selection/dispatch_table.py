@@ -16,12 +16,13 @@ import msgspec
 
 from layerzero.ops import table as ops_table
 from layerzero.perfdb import Environment
-from layerzero.perfdb.table_file import Plain, need_table, read_table_file, write_table_file
+from layerzero.perfdb.table_file import Plain, decode_table, read_table_file, write_table_file
 from layerzero.selection.key import GRID_VERSION
 from layerzero.selection.solver.families import Family, grid_below
 from layerzero.spec.kernel import Kernel
 
 FORMAT = 3
+EVERY_OP = "*"
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -79,8 +80,8 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Buckets with what they hold for; `content` is the hash of the buckets.
 
-    `hardware` is the machine, `policy` the policy's digest, `capabilities` that of every kernel's limits,
-    `held_out` what is known by op of how good the decisions are.
+    `hardware` is the machine, `policy` the policy's digest, `limits` by op that of its kernels' limits (of
+    all kernels, by "*", in tables of older formats), `held_out` by op how good the decisions are.
     """
 
     format: int = FORMAT
@@ -88,7 +89,7 @@ class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     date: str
     hardware: Environment
     policy: str
-    capabilities: str
+    limits: dict[str, str]
     content: str
     held_out: dict[str, HeldOut] = {}
     buckets: tuple[Bucket, ...]
@@ -108,9 +109,13 @@ class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """
         return read_table_file(path, cls, "buckets", MIGRATIONS, format=FORMAT, grid=GRID_VERSION)
 
-    def need_whole(self, path: str) -> None:
-        """Raises: CacheCorruptionError, by `path`: it is of another format, or does not match its hash."""
-        need_table(self, path, "buckets", format=FORMAT, grid=GRID_VERSION)
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> DispatchTable:
+        """The table in the bytes of a file, as `load` reads it; `path` names it.
+
+        Raises: CacheCorruptionError.
+        """
+        return decode_table(data, path, cls, "buckets", MIGRATIONS, format=FORMAT, grid=GRID_VERSION)
 
 
 def _renamed(table: Plain) -> Plain:
@@ -123,6 +128,7 @@ def _renamed(table: Plain) -> Plain:
 
 def _ranged(table: Plain) -> Plain:
     """Format 2 named one point of the grid, which stands for all sizes above the point before it."""
+    table["limits"] = {EVERY_OP: table.pop("capabilities")}
     for bucket in table["buckets"]:
         op = bucket["op"]
         exact = ops_table.get(op).exact_dims if op in ops_table.FILES else frozenset()
@@ -136,6 +142,11 @@ def _ranged(table: Plain) -> Plain:
 
 
 MIGRATIONS = {1: _renamed, 2: _ranged}
+
+
+def limits_of(op: str, kernels: Iterable[Kernel], platform: str) -> str:
+    """The digest of what the kernels of an op for one platform take: what a decision about it rests on."""
+    return capabilities_hash(k for k in kernels if k.op == op and platform in k.capability.platforms)
 
 
 def capabilities_hash(kernels: Iterable[Kernel]) -> str:

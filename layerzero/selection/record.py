@@ -19,8 +19,8 @@ from layerzero.spec.reasons import Reason, Rejected, as_plain
 class Transform(msgspec.Struct, frozen=True, tag=True, gc=False):
     """One change of the operands before a kernel runs: `kind`, from what to what, priced in microseconds.
 
-    A "split" runs the kernel once for each part of at most `size` along one axis; a "dequantize" writes `size`
-    bytes of numbers, which codes stand for.
+    A "split" runs the kernel once for each part of at most `size` along one axis; a "dequantize" writes
+    `size` bytes of numbers, which codes stand for.
     """
 
     kind: Literal["layout", "cast", "contiguous", "split", "dequantize"]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero._util.foreign import has_memory
+from layerzero.ops import kv_formats
 from layerzero.ops.batching import concat_copy
 from layerzero.ops.checks import address_of
 from layerzero.ops.op import Decoding, Op, Split
@@ -53,12 +54,13 @@ def adapt(
 
     Copies are priced for the sizes of `bucketed`.
     """
-    transforms: list[Transform] = []
     decoding = op.decoding
-    if decoding is not None and any(r.field in decoding.features for r in rejected):
-        transforms.append(_dequantized(decoding, request, bucketed, hardware))
-        request, bucketed = _of_numbers(decoding, request), _of_numbers(decoding, bucketed)
-        rejected = rejections(kernel, request, hardware)
+    is_coded = decoding is not None and (
+        request.dtype in kv_formats.CODE_NAMES or any(r.field in decoding.features for r in rejected)
+    )
+    if decoding is not None and is_coded:
+        return _adapt_decoded(op, kernel, request, hardware, bucketed, decoding)
+    transforms: list[Transform] = []
     reasons = {r.reason for r in rejected}
     if not reasons <= TRANSFORMABLE:
         return None
@@ -77,9 +79,8 @@ def adapt(
     if Reason.MISALIGNED in reasons and op.uncopied_operands:
         return None
     if reasons & _LAYOUT:
-        if "kv_scale_per_token" in request.features:
-            return None  # the scales lie as the operands do
-        if op.layouts is None or request.layout not in op.layouts.names:
+        by_token = "kv_scale_per_token" in request.features  # such scales lie as the operands do
+        if op.layouts is None or request.layout not in op.layouts.names or by_token:
             return None
         other = op.layouts.names[1 - op.layouts.names.index(request.layout)]
         transforms.append(Transform("layout", request.layout, other, VIEW_US * len(op.layouts.operands)))
@@ -98,19 +99,41 @@ def adapt(
     return (adapted, tuple(transforms)) if not rejections(kernel, adapted, hardware) else None
 
 
+def _adapt_decoded(
+    op: Op, kernel: Kernel, request: CallSpec, hardware: Hardware, bucketed: CallSpec, decoding: Decoding
+) -> tuple[CallSpec, tuple[Transform, ...]] | None:
+    """`adapt` of a call over codes as one over numbers."""
+    first = _dequantized(decoding, request, bucketed, hardware)
+    request, bucketed = _of_numbers(decoding, request), _of_numbers(decoding, bucketed)
+    refusals = rejections(kernel, request, hardware)
+    if not refusals:
+        return request, (first,)
+    adapted = adapt(op, kernel, request, refusals, hardware, bucketed)
+    return None if adapted is None else (adapted[0], (first, *adapted[1]))
+
+
 def _dequantized(decoding: Decoding, request: CallSpec, bucketed: CallSpec, hardware: Hardware) -> Transform:
     """Codes read and numbers written, in some launches; the format and its result by name."""
-    written = decoding.written(bucketed) * _BYTES.get(request.dtype, 4)
+    after = _number_dtype(request.dtype)
+    written = decoding.written(bucketed) * _BYTES.get(after, 4)
     moved = decoding.written(bucketed) + written
     price = COPY_LAUNCH_US * _DECODE_LAUNCHES + moved / hardware.bandwidth * 1e6
-    before = next((f for f in sorted(request.features & decoding.features) if "scale" not in f), "codes")
-    return Transform("dequantize", before.partition("_")[2], request.dtype, price, written)
+    named = (f.partition("_")[2] for f in sorted(request.features & decoding.features) if "scale" not in f)
+    return Transform("dequantize", next(named, request.dtype), after, price, written)
 
 
 def _of_numbers(decoding: Decoding, request: CallSpec) -> CallSpec:
     return request.replace(
-        features=request.features - decoding.features, dims={**request.dims, **decoding.sizes(request)}
+        dtype=_number_dtype(request.dtype),
+        dtypes=tuple(map(_number_dtype, request.dtypes)),
+        features=request.features - decoding.features,
+        dims={**request.dims, **decoding.sizes(request)},
     )
+
+
+def _number_dtype(dtype: str) -> str:
+    """What numbers are made in: the queries' dtype, bfloat16 where they are codes."""
+    return "bfloat16" if dtype in kv_formats.CODE_NAMES else dtype
 
 
 def _needs_dense(capability: Capability, request: CallSpec) -> bool:

@@ -71,7 +71,6 @@ FEATURE_REASONS: Mapping[str, Reason] = {
     **dict.fromkeys(
         ("kv_scale_per_tensor", "kv_scale_per_head", "kv_scale_per_token"), Reason.SCALE_LAYOUT_MISMATCH
     ),
-    **dict.fromkeys(("q_float8_e4m3fn", "q_float8_e5m2", "q_int8"), Reason.QUANT_FORMAT_UNSUPPORTED),
     **dict.fromkeys(
         ("quant_int4", "quant_nf4", "quant_mxfp4", "quant_mxfp8", "quant_nvfp4", "quant_int8",
          "quant_fp8_e4m3", "quant_fp8_e5m2", "inputs_int8", "inputs_fp8_e4m3"),

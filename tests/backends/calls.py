@@ -256,7 +256,7 @@ def _fit(width: int, form: Format) -> int:
 
 
 def _scaled(case: Case, form: Format, width: int) -> tuple[str, int]:
-    """(granularity, group size) that a case asks for, or the usual one of a format that has no such scales."""
+    """(granularity, group size) that a case asks for, or the format's usual one where it has no such."""
     usual = "row" if "row" in form.granularities else form.granularities[0]
     layout = _asked(case, "scale_per_", form.granularities, usual)
     if layout == "block":
@@ -349,7 +349,8 @@ def _select_experts(case: Case, rand: Any, generator: torch.Generator) -> tuple[
     named = {
         "top_k": min(top_k, e // 2) if grouped else top_k, "scaling": 2.5,
         "scoring": "sigmoid" if "scores_sigmoid" in case.asks else "softmax",
-        "renormalize": "scores_raw" not in case.asks, "groups": 4 if grouped else 1, "top_groups": 2 if grouped else 1,
+        "renormalize": "scores_raw" not in case.asks, "groups": 4 if grouped else 1,
+        "top_groups": 2 if grouped else 1,
     }  # fmt: skip
     return [rand(n, e), rand(e) if "bias" in case.asks else None], named
 
@@ -361,9 +362,11 @@ def _fused_experts(case: Case, rand: Any, generator: torch.Generator) -> tuple[l
     experts = torch.rand(n, e, generator=generator).argsort(-1)[:, :top_k].int()
     scores = torch.rand(n, top_k, generator=generator)
     named: dict[str, Any] = {
-        "activation": _asked(case, "act_", GATES, "swiglu"), "gate": "second" if "gate_second" in asks else "first",
+        "activation": _asked(case, "act_", GATES, "swiglu"),
+        "gate": "second" if "gate_second" in asks else "first",
         "weighed": "inputs" if "weighed_inputs" in asks else "outputs",
-        "first_expert": 1 if "local_experts" in asks else 0, "shared": 1 if "shared_experts" in asks and e > 1 else 0,
+        "first_expert": 1 if "local_experts" in asks else 0,
+        "shared": 1 if "shared_experts" in asks and e > 1 else 0,
     }  # fmt: skip
     if "weights_plain" in asks:
         return [rand(n, c), experts, scores, rand(e, 2 * f, c) * c**-0.5, rand(e, c, f) * f**-0.5], named

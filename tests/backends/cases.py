@@ -108,8 +108,8 @@ ASKS: dict[str, tuple[str, ...]] = {
     "quantized_linear": (*_QUANTS, *_SCALES, *_PARTS, "bias", *_INPUTS),
     "select_experts": ("bias", "scores_sigmoid", "scores_raw", "expert_groups"),
     "fused_experts": (
-        *_QUANTS, *_SCALES, *_PARTS, *_INPUTS, "weights_plain", "gate_second", "weighed_inputs", "local_experts",
-        "shared_experts", "act_geglu", "act_geglu_tanh", "act_reglu",
+        *_QUANTS, *_SCALES, *_PARTS, *_INPUTS, "weights_plain", "gate_second", "weighed_inputs",
+        "local_experts", "shared_experts", "act_geglu", "act_geglu_tanh", "act_reglu",
     ),
     "linear_cross_entropy": ("mean", "label_smoothing", "bias"),
     "moe": ("act_geglu", "act_geglu_tanh", "act_reglu", "scores_sigmoid", "scores_raw"),
@@ -164,12 +164,14 @@ _NOT_IN_PAIRS = frozenset({"fused_experts"})
 _TOGETHER = {
     "quantized_linear": (
         ("quant_fp8_e4m3", "inputs_quantized", "bias"), ("quant_int4", "scale_per_group", "zero_point"),
-        ("quant_fp8_e4m3", "scale_per_block", "inputs_quantized"), ("quant_nf4", "scale_per_group", "scale_16bit"),
+        ("quant_fp8_e4m3", "scale_per_block", "inputs_quantized"), ("quant_nf4", "scale_per_group",
+        "scale_16bit"),
     ),
     "fused_experts": (
         ("quant_int4", "scale_per_group", "zero_point", "shared_experts", "local_experts"),
-        ("quant_fp8_e4m3", "scale_per_block", "inputs_quantized", "gate_second"), ("quant_nvfp4", "tensor_scale"),
-        ("quant_mxfp4", "inputs_int8", "weighed_inputs"), ("quant_nf4", "scale_per_group", "shared_experts"),
+        ("quant_fp8_e4m3", "scale_per_block", "inputs_quantized", "gate_second"), ("quant_nvfp4",
+        "tensor_scale"), ("quant_mxfp4", "inputs_int8", "weighed_inputs"), ("quant_nf4", "scale_per_group",
+        "shared_experts"),
     ),
 }  # fmt: skip
 

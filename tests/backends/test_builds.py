@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,8 +52,13 @@ def test_a_library_of_the_other_abi_is_refused_before_its_code_runs(
     loaded: list[str] = []
     with lz.start(lz.Settings(warm="off"), scoped=True) as runtime:
         for name in ("old", "new"):
+
+            def load(name: str = name) -> Callable[..., torch.Tensor]:
+                loaded.append(name)
+                return torch.rms_norm
+
             kernel = lz.Kernel.of(
-                f"{name}.rms_norm", lambda name=name: loaded.append(name) or torch.rms_norm,
+                f"{name}.rms_norm", load,
                 (0.5, 0.5, 1.0), "a test's", source="a test's", distributions=(f"{name}-abi>=1",),
             )  # fmt: skip
             runtime.add_kernel(kernel)
@@ -73,6 +79,8 @@ def test_a_library_of_another_cuda_python_or_libc_is_named(tmp_path: Path) -> No
     assert (facts["CUDA"].needs, facts["CUDA"].fits) == ("CUDA 9", False)
     assert (facts["Python"].needs, facts["Python"].fits) == ("3.8", False)
     assert facts["Python"].got == "{}.{}".format(*sys.version_info[:2])
+    mine = compiled("void run() {}", tmp_path / f"_uses{SUFFIX}")
+    assert {fact.what: fact.fits for fact in facts_of("uses", [other, mine])}["Python"]  # it has both builds
     newer = uses.read_bytes().replace(b"\0libcudart.so.9\0", b"\0GLIBC_9.99\0xxx\0")
     (tmp_path / "_newer.so").write_bytes(newer)
     libc = {fact.what: fact for fact in facts_of("newer", [tmp_path / "_newer.so"])}["C library"]

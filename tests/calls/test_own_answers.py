@@ -152,14 +152,14 @@ CALLS: list[tuple[str, Call, Call]] = [
     (
         "quantized_linear",
         {
-            "x": draw(3, 16), "weight": nibbles(5, 8), "scale": draw(5, 2).abs(), "bias": draw(5), "format": "int4",
-            "zero_point": nibbles(5, 2), "inputs": "float",
+            "x": draw(3, 16), "weight": nibbles(5, 8), "scale": draw(5, 2).abs(), "bias": draw(5), "format":
+            "int4", "zero_point": nibbles(5, 2), "inputs": "float",
         },
         {"weight": nibbles(5, 8), "format": ..., "zero_point": nibbles(5, 2), "inputs": "int8"},
     ),
     (
-        "quantized_linear", {"x": draw(3, 16), "weight": nibbles(5, 8), "scale": draw(5, 2).abs(), "format": "int4"},
-        {"format": "nf4", "weight": ...},
+        "quantized_linear", {"x": draw(3, 16), "weight": nibbles(5, 8), "scale": draw(5, 2).abs(), "format":
+        "int4"}, {"format": "nf4", "weight": ...},
     ),
     (
         "quantized_linear",
@@ -176,10 +176,11 @@ CALLS: list[tuple[str, Call, Call]] = [
     (
         "select_experts",
         {
-            "router_logits": draw(3, 8), "bias": draw(8), "top_k": 2, "scoring": "softmax", "renormalize": True,
-            "groups": 4, "top_groups": 2, "scaling": 1.0,
+            "router_logits": draw(3, 8), "bias": draw(8), "top_k": 2, "scoring": "softmax", "renormalize":
+            True, "groups": 4, "top_groups": 2, "scaling": 1.0,
         },
-        {"top_k": 3, "scoring": "sigmoid", "renormalize": False, "groups": 2, "top_groups": 4, "scaling": 2.5},
+        {"top_k": 3, "scoring": "sigmoid", "renormalize": False, "groups": 2, "top_groups": 4, "scaling":
+        2.5},
     ),
     (
         "fused_experts", EXPERTS,
@@ -198,14 +199,16 @@ CALLS: list[tuple[str, Call, Call]] = [
     ),
     (
         "fused_experts",
-        {**EXPERTS, "w_up": nibbles(4, 12, 4), "w_down": nibbles(4, 8, 3), "format": "int4"}, {"format": "nf4"},
+        {**EXPERTS, "w_up": nibbles(4, 12, 4), "w_down": nibbles(4, 8, 3), "format": "int4"}, {"format":
+        "nf4"},
     ),
     (
         "fused_experts",
         {
             "x": draw(3, 16), "experts": EXPERTS["experts"], "scores": EXPERTS["scores"], "format": "nvfp4",
             "w_up": nibbles(4, 32, 8), "w_down": nibbles(4, 16, 8), "up_scale": E4M3[:1, :1].expand(4, 32, 1),
-            "down_scale": E4M3[:1, :1].expand(4, 16, 1), "up_tensor_scale": draw(4), "down_tensor_scale": draw(4),
+            "down_scale": E4M3[:1, :1].expand(4, 16, 1), "up_tensor_scale": draw(4), "down_tensor_scale":
+            draw(4),
         },
         {"up_scale": ..., "down_scale": ...},
     ),

@@ -46,7 +46,7 @@ def test_a_product_runs_on_what_was_read(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(out, x @ numbers.T, rtol=1e-4, atol=1e-4)
 
 
-# -- compressed-tensors writes its own ----------------------------------------------------------------------
+# -- compressed-tensors writes its own --------------------------------------------------------------------
 
 
 def scheme(**weights: Any) -> Any:
@@ -75,7 +75,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "int8 packed": ("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, "int8"),
     "int8 by channel": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, "int8"),
-    "float8 by channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, "fp8_e4m3"),
+    "float8 by channel": (
+        "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}, "fp8_e4m3"
+    ),
     "float8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, "fp8_e4m3"),
     "nvfp4": (
         "nvfp4-pack-quantized",
@@ -129,7 +131,7 @@ def test_what_bitsandbytes_quantizes_is_read_as_it_dequantizes_it(tmp_path: Path
     )
 
 
-# -- folders that are not what they say -----------------------------------------------------------------------
+# -- folders that are not what they say -------------------------------------------------------------------
 
 
 def test_every_convention_read_as_every_other_is_refused(tmp_path: Path) -> None:
@@ -233,9 +235,9 @@ def test_an_index_may_not_name_files_outside_of_its_folder(tmp_path: Path) -> No
         lz.load_quantized(folder)
     index.unlink()
     (folder / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="needs model.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"needs model\.safetensors"):
         lz.load_quantized(folder)
-    with pytest.raises(FileNotFoundError, match="needs config.json"):
+    with pytest.raises(FileNotFoundError, match=r"needs config\.json"):
         lz.load_quantized(tmp_path)
 
 

@@ -1,7 +1,7 @@
 """Small folders of quantized weights, as each library lays them out, beside the numbers they stand for.
 
 compressed-tensors writes its own. The layouts of AWQ, GPTQ, bitsandbytes, gpt-oss, ModelOpt and DeepSeek are
-written here from what their sources say, since those libraries need a GPU, or more than a test may load; where
+written here from what their sources say: those libraries need a GPU, or more than a test may load. Where
 bitsandbytes is installed its own quantization is compared with (`test_readers.py`).
 """
 
@@ -151,6 +151,6 @@ def fp8_block() -> Written:
 
 WRITERS: dict[str, Callable[[], Written]] = {
     "awq": awq, "gptq": gptq, "gptq_v2": lambda: gptq("gptq_v2"), "nf4": nf4,
-    "nf4 in one level": lambda: nf4(nested=False), "mxfp4": mxfp4, "nvfp4": nvfp4, "modelopt fp8": modelopt_fp8,
-    "fp8 by block": fp8_block,
+    "nf4 in one level": lambda: nf4(nested=False), "mxfp4": mxfp4, "nvfp4": nvfp4,
+    "modelopt fp8": modelopt_fp8, "fp8 by block": fp8_block,
 }  # fmt: skip

@@ -133,7 +133,7 @@ def _codes_of_one(weight: QuantizedTensor) -> Tensor:
 
 
 def test_power_of_two_scales_are_those_of_the_specification() -> None:
-    """The exponent of the largest number less that of the element's largest power; zeros and subnormals too."""
+    """The exponent of the largest number less that of the element's largest power, of zeros too."""
     x = torch.zeros(6, 32)
     x[0, 3], x[1, 0], x[2, 1], x[3, 5] = 6.0, -7.9, 1e-44, 3e38
     x[5, 0] = torch.nan

@@ -1,4 +1,4 @@
-"""Quantized tensors: what does not fit is refused by a reason code, and parts, moves and files keep the numbers."""
+"""Quantized tensors: what does not fit has a reason code; parts, moves and files keep the numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_saved_copied_and_named_parts_hold_the_same_numbers(name: str) -> None:
     for other in again:
         assert torch.equal(other.dequantize(), weight.dequantize()) and repr(other) == repr(weight)
     assert again[3] is weight
-    with pytest.raises(KeyError, match="layer2.codes"):
+    with pytest.raises(KeyError, match=r"layer2\.codes"):
         QuantizedTensor.from_state_dict(state, "layer2.")
 
 
@@ -123,24 +123,40 @@ def test_a_second_scale_that_does_not_fit_is_refused(second: Tensor, reason: Rea
     [
         (lambda: QuantizedTensor.quantize(torch.ones(2, 100), "int4"), Reason.GROUP_DOES_NOT_DIVIDE),
         (lambda: QuantizedTensor.quantize(torch.ones(2, 48), "mxfp4"), Reason.GROUP_DOES_NOT_DIVIDE),
-        (lambda: QuantizedTensor.quantize(torch.ones(2, 64), "mxfp4", group_size=64), Reason.QUANT_GROUP_UNSUPPORTED),
-        (lambda: QuantizedTensor.quantize(torch.ones(2, 7), "nf4", granularity="row"), Reason.PACKED_LAYOUT_MISMATCH),
-        (lambda: QuantizedTensor.quantize(torch.ones(2, 64), "nvfp4", granularity="row"), Reason.SCALE_LAYOUT_MISMATCH),
+        (
+            lambda: QuantizedTensor.quantize(torch.ones(2, 64), "mxfp4", group_size=64),
+            Reason.QUANT_GROUP_UNSUPPORTED,
+        ),
+        (
+            lambda: QuantizedTensor.quantize(torch.ones(2, 7), "nf4", granularity="row"),
+            Reason.PACKED_LAYOUT_MISMATCH,
+        ),
+        (
+            lambda: QuantizedTensor.quantize(torch.ones(2, 64), "nvfp4", granularity="row"),
+            Reason.SCALE_LAYOUT_MISMATCH,
+        ),
         (lambda: QuantizedTensor.quantize(torch.full((2, 64), torch.nan), "int8"), Reason.SCALE_NOT_FINITE),
-        (lambda: QuantizedTensor.quantize(torch.ones(2, 64), "nf4", symmetric=False), Reason.ZERO_POINT_MISMATCH),
+        (
+            lambda: QuantizedTensor.quantize(torch.ones(2, 64), "nf4", symmetric=False),
+            Reason.ZERO_POINT_MISMATCH,
+        ),
         (lambda: lz.sync.quantize(torch.ones(2, 100), format="int4"), Reason.GROUP_DOES_NOT_DIVIDE),
         (lambda: lz.sync.dequantize(GOOD.codes, GOOD.scale), Reason.QUANT_FORMAT_UNSUPPORTED),
         (lambda: lz.sync.dequantize(GOOD.codes, GOOD.scale, format="int8"), Reason.PACKED_LAYOUT_MISMATCH),
         (
-            lambda: lz.sync.quantized_linear(torch.ones(2, 256), GOOD.codes, GOOD.scale[:, :3], format="int4"),
+            lambda: lz.sync.quantized_linear(
+                torch.ones(2, 256), GOOD.codes, GOOD.scale[:, :3], format="int4"
+            ),
             Reason.SCALE_SHAPE_MISMATCH,
         ),
         (
-            lambda: lz.sync.quantized_linear(torch.ones(2, 256), GOOD.codes, GOOD.scale, format="int4", inputs="dynamic"),
+            lambda: lz.sync.quantized_linear(
+                torch.ones(2, 256), GOOD.codes, GOOD.scale, format="int4", inputs="dynamic"
+            ),
             Reason.QUANT_FORMAT_UNSUPPORTED,
         ),
     ],
-)  # fmt: skip
+)
 def test_a_call_that_does_not_fit_is_refused_by_its_reason(call: Any, reason: Reason) -> None:
     """Before anything is computed."""
     with pytest.raises(FormatError) as caught:

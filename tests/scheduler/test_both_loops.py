@@ -66,7 +66,7 @@ def test_concurrent_callers_share_each_launch(loop: str, us: float, worker: Work
                 value = await doubled(fronts.current(), value, us=us)
             return value
 
-        results = await gathered(*(lambda i=i: caller(i) for i in range(64)))  # type: ignore[misc]
+        results = await gathered(*(lambda i=i: caller(i) for i in range(64)))
         assert results == [32 * i for i in range(64)]
         assert device.runs == [64] * 5
         await turns(4)
@@ -82,7 +82,7 @@ def test_a_poisoned_caller_fails_alone(loop: str, worker: Worker) -> None:
     async def main() -> None:
         front = LoopDrivers(Device(), worker).current()
         values = [1, 2, "poison", 4]
-        results = await gathered(*(lambda v=v: doubled(front, v) for v in values))  # type: ignore[misc]
+        results = await gathered(*(lambda v=v: doubled(front, v) for v in values))
         assert isinstance(results[2], ValueError)
         assert [results[i] for i in (0, 1, 3)] == [2, 4, 8]
 
@@ -96,11 +96,11 @@ def test_a_full_queue_rejects_or_lets_wait_in_order(loop: str, worker: Worker) -
     async def main() -> None:
         small = Settings(max_queue_size=2, max_batch_size=1, queue_full_policy="reject")
         front = LoopDrivers(Device(), worker, small).current()
-        results = await gathered(*(lambda i=i: doubled(front, i) for i in range(3)))  # type: ignore[misc]
+        results = await gathered(*(lambda i=i: doubled(front, i) for i in range(3)))
         refused = [r for r in results if isinstance(r, OverloadedError)]
         assert len(refused) == 1 and refused[0].retry_after > 0
         patient = LoopDrivers(Device(), worker, small.replace(queue_full_policy="wait")).current()
-        results = await gathered(*(lambda i=i: doubled(patient, i) for i in range(10)))  # type: ignore[misc]
+        results = await gathered(*(lambda i=i: doubled(patient, i) for i in range(10)))
         assert results == [2 * i for i in range(10)] and settled(patient)
 
     anyio.run(main, backend=loop)
@@ -219,7 +219,7 @@ def test_closing_answers_everybody(loop: str, worker: Worker) -> None:
             fronts.close()
             gate.set()
 
-        calls = [lambda i=i: doubled(front, i, us=DEAR) for i in range(3)]  # type: ignore[misc]
+        calls = [lambda i=i: doubled(front, i, us=DEAR) for i in range(3)]
         *results, _ = await gathered(*calls, close)
         assert [type(result) for result in results] == [RuntimeClosedError] * 3
 
@@ -260,7 +260,7 @@ def test_public_ops_give_what_the_blocking_ones_give(loop: str) -> None:
 
     with lz.start(lz.Settings(warm="off")) as runtime:
         rows = torch.ones(2, 32, requires_grad=True)  # what is imported with first calls is not the loop's
-        assert lz.to_host and lz.sync.rms_norm(rows.detach(), weight) is not None
+        assert callable(lz.to_host) and lz.sync.rms_norm(rows.detach(), weight).shape == rows.shape
         lz.sync.linear(rows, torch.eye(32)).sum().backward()
         for _ in range(2):
             anyio.run(main, backend=loop)

@@ -87,6 +87,8 @@ def paged_attention(
     key_heads, page = k_cache.shape[head], k_cache.shape[token]
     parts = parts_of(sequences * key_heads, block_tables.shape[1] * page, multiprocessors(q.device))
     out = torch.empty((sequences, heads, width), dtype=q.dtype, device=q.device)
+    if sequences == 0:
+        return out
     mixed, best, weight = out, out, out
     if parts > 1:
         mixed = torch.empty((sequences, heads, parts, width), dtype=torch.float32, device=q.device)

@@ -88,6 +88,14 @@ def compile_for(request: CallSpec) -> None:
         _wide(device, form, dtype, request.dim("S"), name)
 
 
+def steady(scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Scales whose groups lie side by side, and zero points with their steps."""
+    others = zero_point is not None and zero_point.stride() != scale.stride()
+    if others or (scale.shape[1] > 1 and scale.stride(1) != 1):
+        return scale.contiguous(), None if zero_point is None else zero_point.contiguous()
+    return scale, zero_point
+
+
 def quantized_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str, format: str | None,
     zero_point: Tensor | None, tensor_scale: Tensor | None, block_size: int,
@@ -98,8 +106,14 @@ def quantized_linear(
     rows = x.reshape(-1, x.shape[-1])
     if rows.stride(0) % 8 or rows.stride(1) != 1:
         rows = rows.contiguous()
+    if weight.stride(0) % 16 or weight.stride(1) != 1:
+        weight = weight.contiguous()
+    scale, zero_point = steady(scale, zero_point)
+    bias = None if bias is None else bias.contiguous()
     count, inner = rows.shape
     width, group, chunks = weight.shape[0], inner // scale.shape[1], inner // _CHUNK
+    if count == 0:
+        return x.new_empty((*x.shape[:-1], width))
     flags = [int(part is not None) for part in (zero_point, tensor_scale, bias)]
     others = [or_any(part, scale) for part in (zero_point, tensor_scale, bias)]
     is_few = count <= _FEW_ROWS

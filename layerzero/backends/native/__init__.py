@@ -57,9 +57,8 @@ def _ragged() -> Callable[..., Any]:
         window_left, right = window_bounds(is_causal, window)
         factor = q.shape[2] ** -0.5 if scale is None else scale
         cap = 0.0 if softcap is None else softcap
-        if not native(
-            out, lse, q, k, v, cu, cu_k, factor, window_left, right, cap, *(scales[:2] or _NO_SCALES)
-        ):
+        codes = scales[:2] or _NO_SCALES
+        if not native(out, lse, q, k, v, cu, cu_k, factor, window_left, right, cap, *codes):
             _refused("ragged_attention", args)
         return out if lse is None else (out, lse)
 

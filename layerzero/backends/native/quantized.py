@@ -196,9 +196,26 @@ def _fused_experts() -> Callable[..., Any]:
         down = laid_out(w_down, down_scale, format, down_zero, down_second, block_size)
         if up is None or down is None or x.numel() == 0:
             out: Tensor = fallback(
-                x, experts, scores, w_up, w_down, up_scale, down_scale, activation, gate, weighed, first_expert,
-                shared, inputs, format, up_zero, down_zero, up_second, down_second, block_size,
-            )  # fmt: skip
+                x,
+                experts,
+                scores,
+                w_up,
+                w_down,
+                up_scale,
+                down_scale,
+                activation,
+                gate,
+                weighed,
+                first_expert,
+                shared,
+                inputs,
+                format,
+                up_zero,
+                down_zero,
+                up_second,
+                down_second,
+                block_size,
+            )
             return out
         whole = whole_inputs(inputs, format_of(w_up.dtype, format).name, block_size)
         rows = x.reshape(-1, x.shape[-1]).float()

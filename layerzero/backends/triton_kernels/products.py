@@ -254,7 +254,11 @@ def quantized_linear(
     if rows.stride(0) % 2 or rows.stride(1) != 1:  # pairs of numbers are read at once
         rows = rows.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    scale = scale if scale.dim() < 2 or scale.stride(1) == 1 else scale.contiguous()
+    if scale.dim() == 2 and scale.shape[1] > 1 and scale.stride(1) != 1:
+        scale = scale.contiguous()
+    if zero_point is not None and zero_point.stride() != scale.stride():  # both are found by the same steps
+        scale, zero_point = scale.contiguous(), zero_point.contiguous()
+    bias = None if bias is None else bias.contiguous()
     count, inner = rows.shape
     width = weight.shape[0]
     group, scale_row, block = _scale_layout(scale, inner, block_size)

@@ -275,7 +275,7 @@ def cut(args: Args, start: int, stop: int) -> Args:
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[start:stop]
     q, k, v = (operand[start:stop] for operand in call[:3])
-    scales = {
+    scales: dict[str, Any] = {
         name: scale[start:stop] if scale is not None and scale.dim() > 1 else scale
         for name, scale in zip(kv_formats.OPERAND_SCALES, call[17:20], strict=True)
     }
@@ -302,7 +302,7 @@ def work(spec: CallSpec) -> WorkEstimate:
     """Two products over the visible pairs; q, k, v and the output once through memory."""
     batch, heads, groups = spec.dim("B"), spec.dim("Hq"), spec.dim("Hk")
     widths = spec.dim("D") + spec.dim("Dv")
-    element = 8 if spec.dtype == "float64" else 4 if spec.dtype == "float32" else 2
+    element = checks.dtype_bytes(spec.dtype)
     key_element = kv_formats.code_bytes(spec)
     moved = batch * widths * (spec.dim("Sq") * heads * element + spec.dim("Sk") * groups * key_element)
     return WorkEstimate(flops=2.0 * batch * heads * widths * visible_pairs(spec), bytes=float(moved))

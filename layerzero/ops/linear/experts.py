@@ -1,4 +1,4 @@
-"""A mixture of experts in two steps: select_experts routes rows, fused_experts runs the experts they chose."""
+"""The experts of a mixture, with quantized or plain weights: fused_experts."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def fused_experts(
     Args: x (..., C), any float dtype; experts (..., T) int32 or int64 and scores (..., T) float, as
         `select_experts` gives them; w_up (E, 2F, C) and w_down (E, C, F) of x's kind without scales, or codes
         with up_scale and down_scale as `quantize` gives them for each expert (E, ...), with zero points,
-        tensor scales (E,) or (), format, block_size and inputs as in `quantized_linear`. gate says which F rows
-        of an expert's 2F are the gate's; activation is a gated kind of `mlp`; weighed says whether a score
-        multiplies the expert's answer or what it gets. The first weight is that of expert `first_expert`;
-        experts without a weight here, as -1, add nothing. The last `shared` weights are no routed experts:
-        every row goes through each, with weight 1.
+        tensor scales (E,) or (), format, block_size and inputs as in `quantized_linear`. gate says which F
+        rows of an expert's 2F are the gate's; activation is a gated kind of `mlp`; weighed says whether a
+        score multiplies the expert's answer or what it gets. The first weight is that of expert
+        `first_expert`; experts without a weight here, as -1, add nothing. The last `shared` weights are no
+        routed experts: every row goes through each, with weight 1.
     Returns: x's shape and dtype; answers are added in float32, in the order of experts' columns.
     Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
     Source: arXiv 2401.04088, section 2.1; shared experts: arXiv 2412.19437, section 2.1.2.
@@ -66,8 +66,27 @@ def fused_experts(
 
 
 def _check(args: Args) -> CallSpec:
-    (x, experts, scores, w_up, w_down, up_scale, down_scale, activation, gate, weighed, first_expert, shared,
-     inputs, name, up_zero, down_zero, up_second, down_second, block_size) = args  # fmt: skip
+    (
+        x,
+        experts,
+        scores,
+        w_up,
+        w_down,
+        up_scale,
+        down_scale,
+        activation,
+        gate,
+        weighed,
+        first_expert,
+        shared,
+        inputs,
+        name,
+        up_zero,
+        down_zero,
+        up_second,
+        down_second,
+        block_size,
+    ) = args
     checks.need_rows("x", x)
     checks.need_index("experts", experts)
     checks.need_rows("scores", scores)

@@ -32,8 +32,8 @@ def select_experts(
     Args: router_logits (..., E), any float dtype; bias (E,) is added to the scores for the choice alone, or
         None. Scores are the softmax over all experts or the sigmoid of each logit. With groups, E is cut into
         that many groups of neighbours, and only experts of the top_groups groups are chosen whose two best
-        scores, with bias, have the largest sum (their best one, where there is no bias). Weights are the scores
-        without bias, divided by their sum over the chosen where renormalize, times scaling.
+        scores, with bias, have the largest sum (their best one, where there is no bias). Weights are the
+        scores without bias, divided by their sum over the chosen where renormalize, times scaling.
     Returns: (experts (..., top_k) int32, weights (..., top_k) float32). Of equal scores the lower expert and
         the lower group are chosen.
     Raises: ValueError, TypeError: an argument does not fit, by name.
@@ -58,9 +58,11 @@ def _check(args: Args) -> CallSpec:
     checks.need_number("scaling", scaling)
     checks.need_same_device("router_logits", logits, bias=bias)
     features = {
-        "bias": bias is not None, "scores_sigmoid": scoring == "sigmoid", "scores_raw": not renormalize,
+        "bias": bias is not None,
+        "scores_sigmoid": scoring == "sigmoid",
+        "scores_raw": not renormalize,
         "expert_groups": top_groups < groups,
-    }  # fmt: skip
+    }
     dims = {"N": logits.numel() // experts, "E": experts, "T": top_k, "G": groups}
     typed = [logits] if bias is None else [logits, bias]
     return describe("select_experts", [logits], dims, features, typed=typed)

@@ -67,11 +67,12 @@ def quantize(
         0 stands where nothing is grouped. scale, in the shape and a dtype of the second result, is used as
         given; None takes the largest magnitude of what shares the scale. tensor_scale, float32 (), is nvfp4's
         second level, 1 where None.
-    Returns: (codes, scale): codes int8, float8 or, of four bits, uint8 (..., C / 2) with the even place in the
+    Returns: (codes, scale): codes int8, float8 or, of four bits, uint8 (..., C / 2) with the even place in
+    the
         low half of a byte; scale float32, float8_e8m0fnu (mxfp4, mxfp8) or float8_e4m3fn (nvfp4) of shape (),
-        (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded up. Halves
-        round to even; what lies beyond the format is clamped, never NaN. A NaN or infinity in x makes the
-        scale that it shares NaN or infinite, so that what comes back is not finite.
+        (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded up.
+        Halves round to even; what lies beyond the format is clamped, never NaN. A NaN or infinity in x makes
+        the scale that it shares NaN or infinite, so that what comes back is not finite.
     Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
     """
     raise NotImplementedError

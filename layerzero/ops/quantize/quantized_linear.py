@@ -34,7 +34,8 @@ def quantized_linear(
 ) -> SignedCall:
     """Multiply each row of `x` by a quantized `weight` transposed and add `bias`.
 
-    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2, or uint8 (C, K / 2)
+    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2, or uint8 (C, K /
+    2)
         of a packed format; scale in a dtype of the format, of shape (), (C, 1), (C, G) or, with block_size b,
         (C / b, K / b) rounded up, as `quantize` gives them; bias (C,) or None; format is what the dtype of
         weight does not say; zero_point uint8 in scale's shape (int4), 8 where None; tensor_scale float32 ()

@@ -27,7 +27,6 @@ from layerzero.selection.cost.kriging import Floats, covariance
 from layerzero.selection.cost.latency_model import MIN_POINTS, LatencyModel, fit
 from layerzero.selection.cost.measured_points import (
     FEATURES,
-    INVISIBLE,
     SIBLING,
     MeasuredPoint,
     PointCluster,
@@ -36,9 +35,16 @@ from layerzero.selection.cost.measured_points import (
     position_of,
     split_clusters,
 )
-from layerzero.selection.cost.roofline import MEASURED, ROOFLINE, SHIPPED, ideal_us, roofline_us
+from layerzero.selection.cost.roofline import (
+    ESTIMATE_MARGIN,
+    MEASURED,
+    ROOFLINE,
+    SHIPPED,
+    ideal_us,
+    roofline_us,
+)
 from layerzero.selection.cost.wave_quantization import kernel_work_us
-from layerzero.selection.key import grid
+from layerzero.selection.key import INVISIBLE, grid
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
@@ -53,8 +59,6 @@ RADIUS = 4.0
 # At most so many say by how much estimates miss.
 NEAREST = 10
 MAX_POINTS = 2048
-# What an estimate has to gain over measurements before it is believed: Efficiency values miss by about this.
-ESTIMATE_MARGIN = 1.3
 # The relative spread at which a row counts half; beyond `perfdb.record.MAX_SPREAD` it does not count.
 HALF_WEIGHT_SPREAD = 0.1
 # A row faster than this share of the roofs' time is a mistake, not a kernel: caches give less.

@@ -57,8 +57,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a policy.
 
     `patterns` are globs; one of them must match the kernel id or the backend name. `op` is an op name or a
-    glob over op names; `kind` is a feature or mode the request must have (`causal`). `until` ends a timeboxed rule, in
-    seconds of the monotonic clock. `source` is where a reader finds the rule: `policy.yaml:12`,
+    glob over op names; `kind` is a feature or mode the request must have (`causal`). `until` ends a timeboxed
+    rule, in seconds of the monotonic clock. `source` is where a reader finds the rule: `policy.yaml:12`,
     `LAYERZERO_DENY`.
     """
 

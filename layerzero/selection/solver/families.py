@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from layerzero.selection.cost.measured_points import INVISIBLE
-from layerzero.selection.key import grid
+from layerzero.selection.key import INVISIBLE, grid
 from layerzero.spec.call_spec import CallSpec
 
 

@@ -1,7 +1,7 @@
 """One comparison tree out of many ranges, as a closure: from a call's sizes to what stands for them.
 
-The ranges are the leaves of a decision tree, so some axis can always be cut between them. Ranges that overlap,
-or of which none can be cut off, are refused: a file that holds them was not written by the solver.
+The ranges are the leaves of a decision tree, so some axis can always be cut between them. Ranges that
+overlap, or that no cut tells apart, are refused: a file that holds them was not written by the solver.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def _compiled(entries: list[Entry[V]], known: dict[str, tuple[int, int]], axes: 
     if len(entries) == 1:
         return _leaf(entries[0], known)
     axis, at = _best_cut(entries, axes)
-    low, high = [], []
+    low: list[Entry[V]] = []
+    high: list[Entry[V]] = []
     for entry in entries:
         (low if entry.ranges[axis][1] <= at else high).append(entry)
     first, last = known.get(axis, _ALL)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,12 +25,12 @@ Whole = NDArray[np.int64]
 CANNOT = 1e3
 MAX_LEAVES = 2048
 FOLDS = 5
-# Of trees within this much of the least held-out loss, relative and absolute, the smallest is kept.
-_AS_GOOD = 1.02
-_AS_GOOD_LOSS = 2e-4
+# A tree is kept in place of a smaller one where it loses less by more than so many standard errors of the
+# difference, call by call.
+_STANDARD_ERRORS = 1.0
 _ROUNDING = 1e-12
-# Losses count up to here when splits are scored: a share of the best cost. Set on published attention latencies
-# (benchmarks/solver.py) with a tenth of the shapes held out; twice or half of it changes little.
+# Losses count up to here when splits are scored: a share of the best cost. Set on published attention
+# latencies (benchmarks/solver.py) with a tenth of the shapes held out; twice or half of it changes little.
 _NEAR = 0.3
 
 
@@ -91,10 +92,11 @@ class Fitted:
 
 
 def best_split(sizes: Whole, losses: Floats) -> Split | None:
-    """The split that lowers a node's score most; None where none does. Both sides hold a sample.
+    """The split that lowers a node's score most; None where all sizes are equal. Both sides hold a sample.
 
     The score is the loss of the best single kernel, and how far the losses are from their mean: a split after
-    which both sides still take one kernel may be what the next one needs.
+    which both sides still take one kernel may be what the next one needs. Of splits that are alike the one
+    nearest the middle is taken, also where none lowers anything: what it leads to is judged later.
     """
     near = np.minimum(losses, _NEAR)
     count, total, near_total = len(sizes), losses.sum(axis=0), near.sum(axis=0)
@@ -110,9 +112,10 @@ def best_split(sizes: Whole, losses: Floats) -> Split | None:
         low_count = (ends + 1)[:, None]
         explained = near_low**2 / low_count + (near_total - near_low) ** 2 / (count - low_count)
         change = low.min(axis=1) + (total - low).min(axis=1) - explained.sum(axis=1) - before
-        first = int(np.argmin(change))
-        if change[first] < min(found.change if found else 0.0, -_ROUNDING * count):
-            found = Split(float(change[first]), axis, int(column[ends[first]]))
+        alike = np.flatnonzero(change <= change.min() + _ROUNDING * count)
+        middle = alike[np.argmin(np.abs(ends[alike] + 1 - count / 2))]
+        if found is None or change[middle] < found.change:
+            found = Split(float(change[middle]), axis, int(column[ends[middle]]))
     return found
 
 
@@ -171,18 +174,22 @@ def fit(samples: Samples, *, folds: int = FOLDS, max_leaves: int = MAX_LEAVES) -
         raise ValueError(f"samples need sizes and costs, got {samples.costs.shape}")
     losses, ladder = samples.losses(), _ladder(max_leaves)
     fold = folds_of(samples, folds)
-    held_out = np.zeros(len(ladder))
-    used = [number for number in range(folds) if 0 < np.count_nonzero(fold == number) < len(fold)]
-    for number in used:
-        held = fold == number
-        held_out += _held_out_losses(samples.sizes, losses, held, ladder)
-    counted = sum(int(np.count_nonzero(fold == number)) for number in used)
-    means = held_out / counted if counted else np.full(len(ladder), np.nan)
-    allowed = means.min() * _AS_GOOD + _AS_GOOD_LOSS if counted else 0.0
-    size = next((n for n, mean in zip(ladder, means, strict=True) if mean <= allowed), 1)
-    root, done = grow(samples.sizes, losses, size)
-    chosen = float(means[ladder.index(size)])
-    return Fitted(root, len(done) + 1, chosen, float(means[0]))
+    lost = [
+        _held_out_losses(samples.sizes, losses, fold == number, ladder)
+        for number in range(folds)
+        if 0 < np.count_nonzero(fold == number) < len(fold)
+    ]
+    if not lost:
+        root, _ = grow(samples.sizes, losses, 1)
+        return Fitted(root, 1, math.nan, math.nan)
+    held_out = np.concatenate(lost)
+    means = held_out.mean(axis=0)
+    best = int(np.argmin(means))
+    more = held_out - held_out[:, [best]]
+    errors = more.std(axis=0) / math.sqrt(len(held_out))
+    size = int(np.argmax(means - means[best] <= _STANDARD_ERRORS * errors))
+    root, done = grow(samples.sizes, losses, ladder[size])
+    return Fitted(root, len(done) + 1, float(means[size]), float(means[0]))
 
 
 def _ladder(max_leaves: int) -> list[int]:
@@ -195,24 +202,23 @@ def _ladder(max_leaves: int) -> list[int]:
 
 
 def _held_out_losses(sizes: Whole, losses: Floats, held: NDArray[np.bool_], ladder: Sequence[int]) -> Floats:
-    """The summed held-out loss of the trees of each size: one tree, its splits counted in their order."""
+    """The loss at each held-out sample (samples, trees) of the tree of each size: one tree, by its splits."""
     root, done = grow(sizes[~held], losses[~held], ladder[-1])
     inner, outer = sizes[held], losses[held]
-    at: dict[int, Whole] = {id(root): np.arange(len(inner))}
-    total = float(outer[:, root.choice].sum())
-    sums, made = [], 1
+    rows_of: dict[int, Whole] = {id(root): np.arange(len(inner))}
+    current = outer[:, root.choice].copy()
+    columns, made = [], 1
     for size in ladder:
         for node in done[made - 1 : size - 1]:
-            rows = at.pop(id(node))
+            rows = rows_of.pop(id(node))
             assert node.low is not None and node.high is not None
             below = inner[rows, node.axis] <= node.at
-            total -= float(outer[rows, node.choice].sum())
             for side, part in ((node.low, rows[below]), (node.high, rows[~below])):
-                at[id(side)] = part
-                total += float(outer[part, side.choice].sum())
+                rows_of[id(side)] = part
+                current[part] = outer[part, side.choice]
         made = max(made, size)
-        sums.append(total)
-    return np.array(sums)
+        columns.append(current.copy())
+    return np.stack(columns, axis=1)
 
 
 def collapse(node: Node) -> Node:

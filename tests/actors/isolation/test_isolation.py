@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import pickle
@@ -24,6 +25,9 @@ import layerzero.sync
 from layerzero.actors.isolation.arena import HostArena
 from layerzero.actors.isolation.worker_process import IsolatedWorker, WorkerError
 from layerzero.health import BreakerState
+from layerzero.perfdb import versions_of
+from layerzero.selection.cost.roofline import ROOFLINE
+from layerzero.selection.record import Selection
 from layerzero.spec.reasons import Reason
 from tests.actors.isolation import plugged
 
@@ -47,6 +51,13 @@ def asking(what: float) -> Tensor:
 def right(rows: Tensor, scale: float = 1.0) -> Tensor:
     """What the op means, times what the kernel's version says of itself."""
     return scale * torch.nn.functional.rms_norm(rows, rows.shape[-1:], eps=1e-6)
+
+
+def chosen() -> Selection:
+    """What this thread ran last."""
+    selection = lz.last_selection()
+    assert selection is not None
+    return selection
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -103,7 +114,7 @@ class TestOneWorker:
     def test_a_kernel_in_a_process_of_its_own_answers(self, steady: lz.Runtime) -> None:
         """Right numbers, in memory of the caller's; the kernel's library is not imported here."""
         result = layerzero.sync.rms_norm(X)
-        assert lz.last_selection().kernel == "wild.rms_norm"
+        assert chosen().kernel == "wild.rms_norm"
         again = layerzero.sync.rms_norm(2 * X[:, ::2])  # strided, and of other sizes
         torch.testing.assert_close(result, right(X))
         torch.testing.assert_close(again, right(2 * X[:, ::2]))
@@ -174,14 +185,14 @@ def test_a_crash_rests_the_backend_which_comes_back_and_a_second_one_quarantines
     worker = worker_of(runtime)
     first = worker.pid
     torch.testing.assert_close(layerzero.sync.rms_norm(asking(plugged.SEGV)), right(asking(plugged.SEGV)))
-    selection = lz.last_selection()
+    selection = chosen()
     assert "SIGSEGV" in selection.why and "WORKER_CRASHED" in selection.why
     until(lambda: worker.running and worker.starts == 2 and state_of(runtime) is BreakerState.HALF_OPEN)
     torch.testing.assert_close(layerzero.sync.rms_norm(X), right(X))
-    assert lz.last_selection().kernel == "wild.rms_norm" and state_of(runtime) is BreakerState.CLOSED
+    assert chosen().kernel == "wild.rms_norm" and state_of(runtime) is BreakerState.CLOSED
     assert worker.pid not in (first, None)
     torch.testing.assert_close(layerzero.sync.rms_norm(asking(plugged.ABORT)), right(asking(plugged.ABORT)))
-    assert "SIGABRT" in lz.last_selection().why
+    assert "SIGABRT" in chosen().why
     assert state_of(runtime) is BreakerState.QUARANTINED
     counted = runtime.counters.snapshot().items()
     assert [value for series, value in counted if series.name == "isolated_deaths"] == [2]
@@ -196,7 +207,7 @@ def test_a_hang_ends_at_the_time_limit_and_without_another_kernel_the_error_has_
     """
     worker = worker_of(runtime)
     torch.testing.assert_close(layerzero.sync.rms_norm(asking(plugged.HANG)), right(asking(plugged.HANG)))
-    assert "WORKER_HUNG" in lz.last_selection().why
+    assert "WORKER_HUNG" in chosen().why
     until(lambda: worker.running and worker.starts == 2 and state_of(runtime) is BreakerState.HALF_OPEN)
     lz.lock("rms_norm", "wild")
     with pytest.raises(lz.KernelExecutionError, match="WORKER_CRASHED") as raised:
@@ -215,7 +226,7 @@ def test_a_worker_killed_while_idle_is_begun_anew(runtime: lz.Runtime) -> None:
         until(lambda starts=starts: worker.running and worker.starts == starts)  # type: ignore[misc]
         until(lambda: state_of(runtime) is BreakerState.HALF_OPEN)
         torch.testing.assert_close(layerzero.sync.rms_norm(X), right(X))
-    assert lz.last_selection().kernel == "wild.rms_norm"
+    assert chosen().kernel == "wild.rms_norm"
 
 
 def test_two_versions_and_two_environments_serve_side_by_side(tmp_path: Path) -> None:
@@ -276,6 +287,39 @@ def test_what_cannot_run_apart_is_refused_by_name() -> None:
         chosen = lz.select("rms_norm", wanting)
         codes = {r.reason for c in chosen.trace if c.kernel == "torch.rms_norm.native" for r in c.rejected}
         assert Reason.NO_GRADIENT in codes
+
+
+def test_a_kernel_that_a_program_made_says_where_it_comes_from(tmp_path: Path) -> None:
+    """By its origin, which its process imports; without one it is refused by name. Patterns are reported."""
+    module = "from wild_kernels import *\nimport dataclasses\n"
+    module += (
+        "made = lambda: dataclasses.replace(kernels()[0], id='made.rms_norm', backend='made', origin=O)\n"
+    )
+    (tmp_path / "made_here.py").write_text(module + "O = 'made_here:made'\n")
+    settings = lz.Settings(isolate={"made": "process", "nobody.*": "process"}, warm="off")
+    with pytest.MonkeyPatch.context() as patch, lz.start(settings, scoped=True) as runtime:
+        patch.syspath_prepend(tmp_path)
+        made = importlib.import_module("made_here").made()
+        runtime.add_kernel(made)
+        runtime.add_kernel(dataclasses.replace(made, id="made.rms_norm.lost", origin=""))
+        runtime.device().warm(["made.rms_norm", "made.rms_norm.lost"])
+        blocked = runtime.device().registry.blocked()
+        assert "needs an origin" in blocked["made.rms_norm.lost"].got
+        torch.testing.assert_close(layerzero.sync.rms_norm(X, backend="made"), right(X))
+        states = {row.backend: row.state for row in lz.doctor(imports=False).isolated}
+        assert states == {"nobody.*": "matches no kernel", "made": str(worker_of(runtime, "made").pid)}
+
+
+def test_what_was_measured_here_says_nothing_of_a_kernel_that_runs_apart() -> None:
+    """Neither a shipped table nor this machine's rows: it is priced by estimates, its process included."""
+    with lz.start(lz.Settings(warm="off", perfdb=None), scoped=True):
+        here = {c.kernel: c.accepted for c in lz.select("rms_norm", X).trace}["torch.rms_norm.native"]
+    with lz.start(lz.Settings(warm="off", perfdb=None, isolate={"torch": "process"}), scoped=True) as runtime:
+        apart = {c.kernel: c.accepted for c in lz.select("rms_norm", X).trace}["torch.rms_norm.native"]
+        kernel = runtime.device().registry.get("torch.rms_norm.native")
+    assert here is not None and apart is not None and kernel is not None
+    assert apart.kernel_us > here.kernel_us + 30 and apart.source == ROOFLINE
+    assert versions_of(kernel) == "isolated process"
 
 
 def test_callers_of_several_threads_share_a_worker(runtime: lz.Runtime) -> None:

@@ -1,0 +1,77 @@
+"""Two processes timed in turn: what they measure, and what they say of calls that do not run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from layerzero.gates.paired_rounds import PacedCall, PaceProcess, compare_paces
+from layerzero.gates.stages import confirmed
+from layerzero.spec.errors import ConfigurationError
+
+ROOT = Path(__file__).resolve().parents[2]
+CALL = PacedCall("rms_norm x=4x64:float32 weight=64:float32")
+SLOW = """
+
+def __getattr__(name):
+    import time
+
+    function = _blocking(_table.get(name))
+    def slow(**arguments):
+        time.sleep(0.002)
+        return function(**arguments)
+    globals()[name] = slow
+    return slow
+"""
+
+
+def test_a_tree_that_is_far_slower_is_found(tmp_path: Path) -> None:
+    """Each process measures the tree that it is given: a copy that waits in every call is slower."""
+    tree = tmp_path / "slow"
+    shutil.copytree(
+        ROOT / "layerzero", tree / "layerzero", ignore=shutil.ignore_patterns("__pycache__", "tables")
+    )
+    (tree / "layerzero" / "tables").mkdir()
+    with (tree / "layerzero" / "sync.py").open("a") as file:
+        file.write(SLOW)
+    found = compare_paces(CALL, ROOT, tree, slower=0.05)
+    assert found.answer == "slower" and found.ratio > 5 and found.above == found.rounds == 100
+
+
+def test_a_slow_answer_is_asked_again() -> None:
+    """One that is not "as fast" counts only if fresh processes say so as well."""
+    asked: list[int] = []
+
+    def measure(*answers: str) -> str:
+        queue = list(answers)
+        asked.clear()
+
+        def once() -> object:
+            asked.append(1)
+            return type("Result", (), {"answer": queue.pop(0)})()
+
+        return confirmed(once).answer  # type: ignore[arg-type]
+
+    assert measure("as fast") == "as fast" and len(asked) == 1
+    assert measure("slower", "as fast") == "as fast" and len(asked) == 2
+    assert measure("slower", "slower") == "slower"
+
+
+def test_awaited_calls_are_timed_too() -> None:
+    """Callers that await together answer in nanoseconds a block."""
+    with PaceProcess(PacedCall(CALL.call, callers=4)) as awaited:
+        awaited.start()
+        assert awaited.block() > 0
+
+
+def test_a_call_that_does_not_run_is_named() -> None:
+    """An argument that the op has not: the call, and what the process said."""
+    words = "rms_norm y=1x8:float32"
+    with (
+        PaceProcess(PacedCall(words)) as process,
+        pytest.raises(ConfigurationError, match="calls needs calls that run") as caught,
+    ):
+        process.start()
+    assert words in str(caught.value) and "y" in str(caught.value).rpartition(":")[2]

@@ -1,0 +1,88 @@
+"""RELEASE.yaml: what it holds, and what is refused with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from layerzero.gates.paired_rounds import PacedCall
+from layerzero.gates.release_file import CommandStage, NumericsStage, PerformanceStage, Release, read_release
+from layerzero.spec.errors import ConfigurationError
+
+WHOLE = """
+version: 1
+suites:
+  quick: [numerics]
+stages:
+  numerics:
+    limits: {rms_norm: {float32: 0.001}}
+  parity:
+    command: ["{python}", "-c", "0"]
+    limit_s: 60
+  performance:
+    calls: ["rms_norm x=1x8:float32", {call: "linear x=1x8:float32 weight=8x8:float32", callers: 4}]
+    against: ../last
+waivers:
+  - {finding: "numerics/*", owner: ann, reason: a known one, expires: 2026-12-31}
+"""
+
+
+def written(folder: Path, text: str) -> Release:
+    """The release of a file with this text."""
+    path = folder / "RELEASE.yaml"
+    path.write_text(text)
+    return read_release(path)
+
+
+def test_stages_suites_and_waivers_are_read(tmp_path: Path) -> None:
+    """Each stage by its kind; a suite that the file does not name has all stages."""
+    release = written(tmp_path, WHOLE)
+    assert list(release.stages_of("quick")) == ["numerics"]
+    assert list(release.stages_of("full")) == list(release.stages_of("stress")) == list(release.stages)
+    numerics, parity, performance = release.stages.values()
+    assert isinstance(numerics, NumericsStage) and numerics.limits == {"rms_norm": {"float32": 0.001}}
+    assert isinstance(parity, CommandStage) and parity.limit_s == 60
+    assert isinstance(performance, PerformanceStage)
+    assert performance.paced_calls[1] == PacedCall("linear x=1x8:float32 weight=8x8:float32", 4)
+    (waiver,) = release.waivers
+    assert (waiver.owner, waiver.last_day.isoformat()) == ("ann", "2026-12-31")
+    assert release.folder == tmp_path.resolve()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("version: 1", "version: 2"), r":2: version needs 1, got 2"),
+        (("suites:", "suits:"), r"unknown part 'suits'.*suites"),
+        (("quick: [numerics]", "quick: [numeric]"), r"unknown stage 'numeric'.*numerics"),
+        (("quick: [numerics]", "quick: numerics"), "suite quick needs a list"),
+        (("limits:", "limit:"), r":6: stage numerics: .*limit"),
+        (("limit_s: 60", "limit_s: soon"), r":8: stage parity: .*limit_s"),
+        (("  parity:\n    command:", "  parity:\n    commands:"), "stage parity needs a command"),
+        (("against: ../last", "rounds: 100"), "needs either against"),
+        (("against: ../last", "against: x\n    baseline: y"), "needs either against"),
+        (("against: ../last", "against: x\n    slower: 0"), "needs slower between"),
+        (("owner: ann, ", ""), "waiver 1 needs finding, owner, reason and expires"),
+        (("owner: ann", 'owner: " "'), "waiver 1 needs owner, got an empty text"),
+        (("2026-12-31", "someday"), r":15: waiver 1 needs .*expires"),
+        (("stages:", "stages: []\nwaiver:"), "stages|waiver"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, change: tuple[str, str], said: str) -> None:
+    """Another version, misspelt parts, missing fields, waivers without an owner or an end."""
+    assert change[0] in WHOLE
+    with pytest.raises(ConfigurationError, match=said):
+        written(tmp_path, WHOLE.replace(*change))
+
+
+def test_a_file_without_stages_or_suite_is_refused(tmp_path: Path) -> None:
+    """Nothing to run, a suite that is not there, a cut file, no file."""
+    with pytest.raises(ConfigurationError, match="stages needs at least one"):
+        written(tmp_path, "version: 1\n")
+    with pytest.raises(ConfigurationError, match="suite needs one of quick, full, stress"):
+        written(tmp_path, WHOLE).stages_of("nightly")
+    with pytest.raises(ConfigurationError):
+        written(tmp_path, WHOLE[: WHOLE.index("waivers") + 30])
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_release(tmp_path / "missing.yaml")
