@@ -20,10 +20,10 @@ from layerzero.ops.op import Args, Op
 from layerzero.planner.fusions import Fusion, Joined, Take, find_fusions
 from layerzero.planner.search import Alternative, CoverProblem
 from layerzero.planner.values import (
-    TensorFormat,
     PlacedBlock,
     PlacedOp,
     Slot,
+    TensorFormat,
     format_of,
     slots_of,
     swapped_format,

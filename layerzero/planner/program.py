@@ -16,7 +16,7 @@ from layerzero.ops.op import Op
 from layerzero.planner.choices import Choice
 from layerzero.planner.fusions import Joined
 from layerzero.planner.search import Solution
-from layerzero.planner.values import TensorFormat, PlacedBlock, PlacedOp, Slot, dense_strides, format_of
+from layerzero.planner.values import PlacedBlock, PlacedOp, Slot, TensorFormat, dense_strides, format_of
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.plan import Plan
 from layerzero.selection.record import Selection

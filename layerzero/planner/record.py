@@ -10,7 +10,7 @@ import msgspec
 
 from layerzero.planner.choices import Choice, Choices, Refusal
 from layerzero.planner.search import Solution
-from layerzero.planner.values import TensorFormat, PlacedBlock, format_of
+from layerzero.planner.values import PlacedBlock, TensorFormat, format_of
 
 
 class PlannedStep(msgspec.Struct, frozen=True, kw_only=True):
