@@ -78,7 +78,7 @@ def layers(bug: dict[int, float]) -> list[Row]:
         outputs[name] = value
         count = int(name.split()[1]) + 1 if name.endswith(" output") else count
 
-    ours.mlp = broken  # type: ignore[method-assign]
+    setattr(ours, "mlp", broken)  # noqa: B010
     outputs: dict[str, Tensor] = {}
     truth: dict[str, Tensor] = {}
     with lz.start(scoped=True), torch.no_grad():

@@ -43,7 +43,7 @@ class _Training:
         self._optimizer.zero_grad()
         logits = llama(self._side, self.model, self._ids, lambda name, value: None)
         loss = self._side.cross_entropy(logits, self._targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._optimizer.step()
         self.losses.append(loss.item())
 
