@@ -20,7 +20,7 @@ from layerzero.spec.errors import LayerZeroError
 _SPAN = re.compile(r"(?P<first>[0-9]{1,9})(?:\.\.(?P<last>[0-9]{1,9}))?")
 
 
-class _SpanType(click.ParamType):
+class _SpanType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
     """A span of sizes: `1..256`, or one size."""
 
     name = "FIRST..LAST"

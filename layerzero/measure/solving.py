@@ -367,7 +367,8 @@ def _lost(times: Mapping[str, float], kernels: Collection[str]) -> dict[str, flo
 
 def _summary(judged: Iterable[Sequence[_Judged]]) -> HeldOut | None:
     """The mean loss of what is decided, beside that of the one kernel that is best over all calls."""
-    losses, decided = [], 0.0
+    losses: list[_Judged] = []
+    decided = 0.0
     for family in judged:
         losses += family
         decided += sum(lost.ways[_best_way(family)] for lost in family)

@@ -127,7 +127,7 @@ def _need_kernels(device: LocalDevice, bundle: Bundle) -> None:
     def kernels_of(op: str) -> tuple[Kernel, ...]:
         return device.registry.all() if op == EVERY_OP else device.registry.for_op(op)
 
-    differs = kernels_differ(table, bundle.path, device.hardware.platform, kernels_of)
+    differs = kernels_differ(table, str(bundle.path), device.hardware.platform, kernels_of)
     if any(differs(bucket.op) for bucket in table.buckets):
         needs, got = "those that its dispatch table was solved for", "others, or of other limits"
         problem = Rejected(Reason.BUNDLE_ENVIRONMENT_DIFFERS, "kernels", needs, got)

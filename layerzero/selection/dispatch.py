@@ -202,8 +202,8 @@ class PlanTable:
 
     def check_outputs_again(self) -> None:
         """Compare the outputs of every plan's next run with what they have to be."""
-        for plans in self.by_signature:
-            for plan in list(plans.values()):
+        for recent in self._recent:
+            for plan in recent.values():
                 plan.check_outputs_again()
 
     def describe(self, args: Args, bits: int) -> CallSpec:

@@ -41,6 +41,7 @@ class Recent(Generic[K, V]):
         """Keep a value; where the younger generation is full, the older one goes."""
         if not self._room:
             return
+        self._older.pop(key, None)
         if len(self.newer) >= self._room and key not in self.newer:
             self._older = {} if self._without_older else self.newer
             self.newer = {}

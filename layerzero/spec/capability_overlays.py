@@ -21,15 +21,11 @@ import torch
 from layerzero._util import log
 from layerzero._util.files import replace_own
 from layerzero._util.strict_yaml import quote, suggestion
-from layerzero.spec.capability import (
-    ACTIVATIONS,
-    ALL_PLATFORMS,
-    FEATURE_REASONS,
-    Capability,
-)
+from layerzero.spec.capability import ACTIVATIONS, ALL_PLATFORMS, FEATURE_REASONS, Capability
 from layerzero.spec.condition import parse_limit
 from layerzero.spec.errors import CacheCorruptionError, ConfigurationError, PolicyValidationError
 from layerzero.spec.kernel import Kernel, version
+from layerzero.spec.older_capabilities import respell
 from layerzero.spec.tolerances import FACTOR
 from layerzero.spec.user_file import UserFile
 
@@ -78,6 +74,10 @@ def content_hash(entries: Mapping[str, CapabilityEntry]) -> str:
     return _plain_hash(msgspec.to_builtins(entries, order="sorted"))
 
 
+def _changed(path: str | os.PathLike[str]) -> CacheCorruptionError:
+    return CacheCorruptionError(f"{path}: its kernels do not match its content hash", path=str(path))
+
+
 def _plain_hash(entries: Mapping[str, Any]) -> str:
     return hashlib.sha256(msgspec.json.encode(entries, order="sorted")).hexdigest()
 
@@ -122,7 +122,7 @@ def read(path: str | os.PathLike[str]) -> Capabilities:
     if file.migrated:
         return msgspec.structs.replace(document, content=content_hash(document.kernels))
     if content_hash(document.kernels) != document.content:
-        raise CacheCorruptionError(f"{path}: its kernels do not match its content hash", path=str(path))
+        raise _changed(path)
     return document
 
 
@@ -353,16 +353,13 @@ class _CapabilityFile(UserFile):
         """Spell the limits of format 1, which were records, as conditions; its hash is checked before."""
         kernels = self.kernels()
         if "content" in self.value and _plain_hash(kernels) != self.value["content"]:
-            message = f"{self.path}: its kernels do not match its content hash"
-            raise CacheCorruptionError(message, path=self.path)
+            raise _changed(self.path)
         self.value["version"] = FORMAT
         for name, entry in kernels.items():
-            limits = entry["capability"].get("limits")
-            if isinstance(limits, list):
-                try:
-                    entry["capability"]["limits"] = [_spelled(limit) for limit in limits]
-                except (KeyError, TypeError, AttributeError) as error:
-                    raise self.error_of(name, f"limits need limits of format 1, got {error!r}") from error
+            try:
+                respell(entry["capability"])
+            except (KeyError, TypeError, AttributeError) as error:
+                raise self.error_of(name, f"limits need limits of format 1, got {error!r}") from error
         log.info(MIGRATED, path=self.path, version=1, now=FORMAT)
 
     def kernels(self) -> dict[str, dict[str, Any]]:
@@ -397,29 +394,6 @@ class _CapabilityFile(UserFile):
         """The error of a kernel's entry."""
         why = why if why.startswith(kernel) else f"{kernel}: {why}"
         return self.error(("kernels", kernel), why, kernel=kernel)
-
-
-_SPELLING: Mapping[str, str] = {
-    "AtLeast": "{dim} >= {value}",
-    "AtMost": "{dim} <= {value}",
-    "MultipleOf": "{dim} % {value} == 0",
-    "OneOf": "{dim} in {values}",
-    "SameAs": "{dim} == {other}",
-    "ProductAtMost": "{dims} <= {value}",
-}
-_SAID_BY_DEFAULT = ("SIZE_UNSUPPORTED",)
-
-
-def _spelled(limit: Mapping[str, Any]) -> str:
-    """A limit of format 1 as a condition.
-
-    Raises: KeyError, TypeError, AttributeError: it is none.
-    """
-    values = {**limit, "dims": " * ".join(limit.get("dims", ()))}
-    text = _SPELLING[limit["type"]].format_map(values)
-    when, reason = limit.get("when", ""), limit.get("reason", "SIZE_UNSUPPORTED")
-    text += f" when {when}" if when else ""
-    return text + (f" else {reason}" if reason not in _SAID_BY_DEFAULT else "")
 
 
 _HINTS: dict[str, Any] = get_type_hints(Capability)
