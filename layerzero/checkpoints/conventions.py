@@ -20,7 +20,7 @@ from layerzero.spec.reasons import Reason
 
 
 @dataclass(frozen=True)
-class Convention:
+class FolderConvention:
     """How one library stores quantized weights.
 
     `mark` is the end of the name of the tensor that every quantized weight has, `parts` the ends of all that
@@ -38,20 +38,20 @@ class Convention:
 class Claim:
     """What the configuration of a folder says: its convention, the format by the library's name, options."""
 
-    convention: Convention
+    convention: FolderConvention
     says: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 _PACKED = (".qweight", ".qzeros", ".scales", ".g_idx", ".bias_packed")
 _STATE = ".weight.quant_state.bitsandbytes__nf4"
-CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
+CONVENTIONS: Mapping[str, FolderConvention] = MappingProxyType(
     {
         convention.method: convention
         for convention in (
-            Convention("awq", ".qweight", _PACKED, readers.awq),
-            Convention("gptq", ".qweight", _PACKED, readers.gptq),
-            Convention(
+            FolderConvention("awq", ".qweight", _PACKED, readers.awq),
+            FolderConvention("gptq", ".qweight", _PACKED, readers.gptq),
+            FolderConvention(
                 "bitsandbytes", _STATE,
                 (
                     _STATE, ".weight", ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax",
@@ -59,13 +59,13 @@ CONVENTIONS: Mapping[str, Convention] = MappingProxyType(
                 ),
                 readers.nf4,
             ),
-            Convention("mxfp4", "_blocks", ("_blocks", "_scales"), readers.mxfp4, name=""),
-            Convention("fp8", ".weight_scale_inv", (".weight", ".weight_scale_inv"), readers.fp8_block),
-            Convention(
+            FolderConvention("mxfp4", "_blocks", ("_blocks", "_scales"), readers.mxfp4, name=""),
+            FolderConvention("fp8", ".weight_scale_inv", (".weight", ".weight_scale_inv"), readers.fp8_block),
+            FolderConvention(
                 "modelopt", ".weight_scale",
                 (".weight", ".weight_scale", ".weight_scale_2", ".input_scale"), readers.modelopt,
             ),
-            Convention(
+            FolderConvention(
                 "compressed-tensors", ".weight_scale",
                 (
                     ".weight", ".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point",
@@ -87,46 +87,48 @@ def claim_of(folder: Path) -> Claim:
     """
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"folder needs config.json, got none in {folder}")
-    said = read_json(folder / "config.json").get("quantization_config")
-    if said is None:
-        own = read_json(folder / "hf_quant_config.json")
-        said = {"quant_method": "modelopt", **own["quantization"]} if "quantization" in own else None
-    if not isinstance(said, dict):
+    config = read_json(folder / "config.json").get("quantization_config")
+    if config is None:
+        hf_quant = read_json(folder / "hf_quant_config.json")
+        config = (
+            {"quant_method": "modelopt", **hf_quant["quantization"]} if "quantization" in hf_quant else None
+        )
+    if not isinstance(config, dict):
         raise _unknown("a quantization_config", "none")
-    method = str(said.get("quant_method", ""))
+    method = str(config.get("quant_method", ""))
     convention = CONVENTIONS.get(method)
     if convention is None:
         raise _unknown(f"a quant_method of {', '.join(CONVENTIONS)}", repr(method))
-    return Claim(convention, _says(method, said), said)
+    return Claim(convention, _says(method, config), config)
 
 
-def _says(method: str, said: Mapping[str, Any]) -> str:
+def _says(method: str, config: Mapping[str, Any]) -> str:
     """The library's name for the format; what is not read here is refused."""
     if method in ("awq", "gptq"):
-        bits = said.get("bits", said.get("w_bit"))
+        bits = config.get("bits", config.get("w_bit"))
         if bits != 4:
             raise _unknown(f"bits of 4 for {method}", bits)
-        version = str(said.get("version", "gemm")).lower()
+        version = str(config.get("version", "gemm")).lower()
         if method == "awq" and version != "gemm":
             raise _unknown("awq's version gemm", repr(version))
         return "int4"
     if method == "bitsandbytes":
-        kind = said.get("bnb_4bit_quant_type", "fp4")
-        if not said.get("load_in_4bit", said.get("_load_in_4bit")) or kind != "nf4":
+        kind = config.get("bnb_4bit_quant_type", "fp4")
+        if not config.get("load_in_4bit", config.get("_load_in_4bit")) or kind != "nf4":
             raise _unknown("bitsandbytes' load_in_4bit with bnb_4bit_quant_type nf4", repr(kind))
         return "nf4"
     if method == "modelopt":
-        algorithm = str(said.get("quant_algo", ""))
+        algorithm = str(config.get("quant_algo", ""))
         if algorithm not in ("FP8", "NVFP4"):
             raise _unknown("modelopt's quant_algo FP8 or NVFP4", repr(algorithm))
         return algorithm
     if method == "fp8":
-        sides = said.get("weight_block_size")
+        sides = config.get("weight_block_size")
         if not isinstance(sides, list | tuple) or len(set(sides)) != 1:
             raise _unknown("fp8's weight_block_size of two equal sides", sides)
         return "fp8 by block"
     if method == "compressed-tensors":
-        layout = str(said.get("format", ""))
+        layout = str(config.get("format", ""))
         if layout not in readers.COMPRESSED:
             raise _unknown(f"compressed-tensors' format {', '.join(readers.COMPRESSED)}", repr(layout))
         return layout

@@ -50,8 +50,8 @@ class TensorFolder:
         else:
             raise FileNotFoundError(f"folder needs model.safetensors or {INDEX}, got neither in {folder}")
         self._files = {file: _opened(file) for file in set(self._file_of.values())}
-        held = {file: frozenset(handle.keys()) for file, handle in self._files.items()}
-        missing = [name for name, file in self._file_of.items() if name not in held[file]]
+        names_of = {file: frozenset(handle.keys()) for file, handle in self._files.items()}
+        missing = [name for name, file in self._file_of.items() if name not in names_of[file]]
         if missing:
             raise FormatError(
                 INDEX, "tensors that its files hold", missing[0], Reason.CHECKPOINT_FORMAT_MISMATCH
@@ -64,10 +64,10 @@ class TensorFolder:
 
     def files(self) -> dict[str, list[str]]:
         """The names of each file, in order."""
-        found: dict[str, list[str]] = {}
+        names_by_file: dict[str, list[str]] = {}
         for name, file in self._file_of.items():
-            found.setdefault(file.name, []).append(name)
-        return found
+            names_by_file.setdefault(file.name, []).append(name)
+        return names_by_file
 
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
@@ -79,8 +79,8 @@ class TensorFolder:
         """
         if name not in self._file_of:
             raise FormatError(str(self.path), f"the tensor {name}", "none", Reason.CHECKPOINT_FORMAT_MISMATCH)
-        found: Tensor = self._files[self._file_of[name]].get_tensor(name)
-        return found
+        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""

@@ -243,8 +243,8 @@ def _mxfp4_pack(parts: Parts) -> QuantizedTensor:
 
 def _plain_codes(parts: Parts) -> QuantizedTensor:
     """int8 or float8 codes under the weight's own name."""
-    own = {"int-quantized": (torch.int8,), "float-quantized": (torch.float8_e4m3fn,)}
-    codes = parts.need(".weight", *own.get(parts.says, (torch.int8, torch.float8_e4m3fn)))
+    dtypes_of = {"int-quantized": (torch.int8,), "float-quantized": (torch.float8_e4m3fn,)}
+    codes = parts.need(".weight", *dtypes_of.get(parts.says, (torch.int8, torch.float8_e4m3fn)))
     scale = parts.need(".weight_scale", *_FLOATS)
     if parts.has(".weight_zero_point") and bool(parts.get(".weight_zero_point").any()):
         raise FormatError(

@@ -107,17 +107,17 @@ def quantize_folder(
                 if name not in chosen:
                     written[name] = weight
                     continue
-                made = rounder.round(weight.float(), form, size)
-                layers.append(error_of(name, weight, made, (grams or {}).get(name)))
-                written |= _stored(name.removesuffix(".weight"), made)
+                rounded = rounder.round(weight.float(), form, size)
+                layers.append(error_of(name, weight, rounded, (grams or {}).get(name)))
+                written |= _stored(name.removesuffix(".weight"), rounded)
                 if progress is not None:
                     progress(len(layers), len(chosen), name)
             _save(written, partial / file)
             place |= dict.fromkeys(written, file)
         if len(tensors.files()) > 1:
             (partial / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": place}), encoding="utf-8")
-        said = _described(form, size, chosen, tensors)
-        text = json.dumps(config | {"quantization_config": said}, indent=2)
+        described = _described(form, size, chosen, tensors)
+        text = json.dumps(config | {"quantization_config": described}, indent=2)
         (partial / "config.json").write_text(text, encoding="utf-8")
         _copy_others(source, partial)
         partial.chmod(0o755)

@@ -53,17 +53,17 @@ def quantize(
     from layerzero.checkpoints.writing import LEFT_ALONE, quantize_folder, weights_to_round
 
     target = out or folder.with_name(f"{folder.resolve().name}-{form}")
-    left = (*LEFT_ALONE, *ignore)
+    ignored = (*LEFT_ALONE, *ignore)
     grams: dict[str, Any] = {}
     tokens = 0
     try:
         with output.progress("quantize", json_, str) as progress:
             if calibrate is not None:
-                names = weights_to_round(TensorFolder(folder), left)
+                names = weights_to_round(TensorFolder(folder), ignored)
                 text = calibrate.read_text(encoding="utf-8")
                 grams, tokens = run_text(folder, text, names, progress)
             report = quantize_folder(
-                folder, target, form, method=method, group_size=group_size, ignore=left, grams=grams,
+                folder, target, form, method=method, group_size=group_size, ignore=ignored, grams=grams,
                 tokens=tokens, progress=progress,
             )  # fmt: skip
     except (LayerZeroError, ValueError, FileExistsError, FileNotFoundError) as error:

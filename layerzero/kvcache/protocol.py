@@ -78,8 +78,8 @@ class KVCacheSpec:
         """Bytes of one token's key and value in pages, with the scales that are its own."""
         if not self.is_coded:
             return self.token_bytes
-        own = 8 if self.scale_granularity == "token" else 0
-        return self.num_kv_heads * (self.head_dim + self.head_dim_v + own)
+        scale_bytes = 8 if self.scale_granularity == "token" else 0
+        return self.num_kv_heads * (self.head_dim + self.head_dim_v + scale_bytes)
 
     def check(self, keys: Tensor, values: Tensor) -> int:
         """The number of tokens in `keys` (S, heads, width) and `values` (S, heads, value_width).

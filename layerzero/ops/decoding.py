@@ -49,8 +49,16 @@ def pages_decoding(*, queries: int, scales: int) -> Decoding:
             _page_numbers(args[pools + at], args[scales + at], pages, heads, args[0].dtype) for at in (0, 1)
         ]
         batch, width = args[tables].shape
-        own = _own_tables(batch, width, args[0].device)
-        return (*args[:pools], *numbers, own, *args[tables + 1 : scales], None, None, *args[scales + 2 :])
+        new_tables = _own_tables(batch, width, args[0].device)
+        return (
+            *args[:pools],
+            *numbers,
+            new_tables,
+            *args[tables + 1 : scales],
+            None,
+            None,
+            *args[scales + 2 :],
+        )
 
     return Decoding(_KEYS, decode, _page_elements, lambda spec: {"N": max(spec.dim("B") * spec.dim("M"), 1)})
 
@@ -65,8 +73,8 @@ def _page_numbers(
     pool: Tensor, scale: Tensor, pages: Tensor, heads: int | None, dtype: torch.dtype
 ) -> Tensor:
     codes = pool.view(torch.uint8).index_select(0, pages).view(pool.dtype)
-    own = scale if scale.dim() < 2 else scale.index_select(0, pages)
-    return kv_formats.decode(codes, own, heads, dtype)
+    page_scale = scale if scale.dim() < 2 else scale.index_select(0, pages)
+    return kv_formats.decode(codes, page_scale, heads, dtype)
 
 
 def _own_tables(batch: int, width: int, device: torch.device) -> Tensor:

@@ -153,8 +153,8 @@ def encode_rows(rows: Tensor, codes: torch.dtype, scale: Tensor | None) -> tuple
         return encode_values(wide / broadcast_scale(scale, 3, 1), element), None
     # By a tensor: a GPU multiplies by the reciprocal of a number, and the scales would be others.
     largest = torch.full((), element.max_value, device=rows.device)
-    own = (wide.abs().amax(-1) / largest).clamp_min(SMALLEST_SCALE)
-    return encode_values(wide / own.unsqueeze(-1), element), own
+    row_scale = (wide.abs().amax(-1) / largest).clamp_min(SMALLEST_SCALE)
+    return encode_values(wide / row_scale.unsqueeze(-1), element), row_scale
 
 
 def code_bytes(spec: CallSpec) -> int:

@@ -172,10 +172,10 @@ def append_kv_reference(
         if scale is None:
             by_token[page, token] = rows.to(pool.dtype)
             continue
-        codes, own = kv_formats.encode_rows(rows, pool.dtype, scale if scale.dim() < 2 else None)
+        codes, row_scale = kv_formats.encode_rows(rows, pool.dtype, scale if scale.dim() < 2 else None)
         by_token.view(torch.uint8)[page, token] = codes.view(torch.uint8)
-        if own is not None:
-            (scale if tokens == 1 else scale.transpose(1, 2))[page, token] = own.to(scale.dtype)
+        if row_scale is not None:
+            (scale if tokens == 1 else scale.transpose(1, 2))[page, token] = row_scale.to(scale.dtype)
     return slot_mapping
 
 

@@ -268,6 +268,7 @@ def test_dense_and_ragged_codes_are_attended_to_as_their_numbers(
     codes: torch.dtype, granularity: str, coded_queries: bool
 ) -> None:
     """Keys and values, or all three; both layouts; the result is bfloat16 where queries are codes."""
+    sync: Any = lz.sync
     for layout, heads in (("BHSD", 1), ("BSHD", 2), ("ragged", 1)):
         shape = {"BHSD": (1, 2, 5, 8), "BSHD": (1, 5, 2, 8), "ragged": (5, 2, 8)}[layout]
         plain: list[Any] = []
@@ -284,11 +285,11 @@ def test_dense_and_ragged_codes_are_attended_to_as_their_numbers(
         cu = torch.tensor([0, 2, 5])
         if layout == "ragged":
             found = call(RAGGED_ATTENTION, *coded, cu, is_causal=True, **scales)
-            served = lz.sync.ragged_attention(*coded, cu, is_causal=True, **scales)
+            served = sync.ragged_attention(*coded, cu, is_causal=True, **scales)
             wanted = RAGGED_ATTENTION.reference(*plain, cu, cu, True)
         else:
             found = call(ATTENTION, *coded, is_causal=True, layout=layout, **scales)
-            served = lz.sync.attention(*coded, is_causal=True, layout=layout, **scales)
+            served = sync.attention(*coded, is_causal=True, layout=layout, **scales)
             wanted = ATTENTION.reference(*plain, is_causal=True, layout=layout)
         dtype = torch.bfloat16 if coded_queries else torch.float32
         near: dict[str, Any] = {"atol": 2e-2, "rtol": 2e-2} if coded_queries else {"atol": 1e-5, "rtol": 1e-5}
