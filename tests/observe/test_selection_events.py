@@ -180,7 +180,9 @@ def test_a_forked_child_can_count() -> None:
     """Locks that another thread held when a process forked are made anew."""
     counters = Counters()
     series = counters.histograms.series("kernel_seconds", op="a")
-    series._lock.acquire()
-    counters.histograms.renew_locks()
+    with series._lock:
+        counters.histograms.renew_locks()
+        held = series._lock.locked()
     series.observe(1.0)
+    assert not held
     assert counters.histograms.count("kernel_seconds") == 1
