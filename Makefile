@@ -26,7 +26,7 @@ demo: $(VENV)/.installed-demo  ## set up and run the embedding service on real t
 test: $(VENV)/.installed-test  ## set up and run the test suite
 	@failed=0; export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; set -x; \
 	$(PY) -m pytest $(PYTEST_FLAGS) --ignore=tests/distributed || failed=1; \
-	$(PY) -m pytest tests/distributed || failed=1; \
+	$(PY) -m pytest --numprocesses=2 --dist=loadfile tests/distributed || failed=1; \
 	exit $$failed
 
 lint: ruff layers mypy pyright  ## ruff, mypy --strict, pyright, import order

@@ -82,10 +82,12 @@ _HOMES = {
         "warmup_blocking",
     ),
     "layerzero.backends.hub": ("Hub", "hub_kernel"),
+    "layerzero.checkpoints": ("QuantizedCheckpoint", "load_quantized"),
     "layerzero.backends.triton_kernels.user_kernel": ("TritonLaunch", "triton_kernel"),
     "layerzero.api.doctor": ("doctor",),
     "layerzero.spec.errors": (
         "BackendNotAvailableError",
+        "BlockError",
         "BundleRefusedError",
         "CacheCorruptionError",
         "ConfigurationError",
@@ -94,18 +96,26 @@ _HOMES = {
         "DeadlineExceededError",
         "DeviceLostError",
         "KernelExecutionError",
+        "KernelStillLoadingError",
         "LayerZeroError",
         "ModeChangedError",
         "NoKernelAvailableError",
         "NoKernelFoundError",
         "OverloadedError",
+        "PlanRefusedError",
         "PolicyLoadError",
         "PolicyValidationError",
         "RuntimeClosedError",
         "SelectionTimeoutError",
         "UnknownOpError",
     ),
+    "layerzero.formats.errors": ("FormatError",),
+    "layerzero.formats.quantized_tensor": ("QuantizedTensor",),
     "layerzero.spec.hardware": ("Hardware",),
+    "layerzero.planner.block": ("Block", "BlockOp", "Edge"),
+    "layerzero.planner.plan": ("load_plan", "plan"),
+    "layerzero.planner.planned": ("PlannedBlock",),
+    "layerzero.planner.record": ("PlanRecord",),
     "layerzero.integrations": ("patch", "patch_table", "unpatch"),
     "layerzero.integrations.loading": ("patch_on_load",),
     "layerzero.spec.capability": ("Capability",),
@@ -145,6 +155,9 @@ _PUBLIC = frozenset(__all__)
 def __getattr__(name: str) -> Any:
     """A public name, imported or made when it is first asked for."""
     if name not in _PUBLIC:
+        ops = sys.modules.get("layerzero.ops.op")
+        if ops is not None and name in ops.OPS:  # of a plugin that a runtime has allowed
+            return _op(name)
         raise AttributeError(f"module 'layerzero' has no attribute {name!r}")
     _load()
     if name in _MODULES:

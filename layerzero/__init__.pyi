@@ -61,6 +61,10 @@ from layerzero.calls.batched import batched as batched
 from layerzero.calls.blocking import last_selection as last_selection
 from layerzero.calls.compile_choice import CompiledChoice as CompiledChoice
 from layerzero.calls.compile_choice import compile_choice as compile_choice
+from layerzero.checkpoints import QuantizedCheckpoint as QuantizedCheckpoint
+from layerzero.checkpoints import load_quantized as load_quantized
+from layerzero.formats.errors import FormatError as FormatError
+from layerzero.formats.quantized_tensor import QuantizedTensor as QuantizedTensor
 from layerzero.integrations import patch as patch
 from layerzero.integrations import patch_table as patch_table
 from layerzero.integrations import unpatch as unpatch
@@ -77,11 +81,19 @@ from layerzero.ops.rope.scaling import xpos_table as xpos_table
 from layerzero.ops.sampling.logits import adjust_logits as adjust_logits
 from layerzero.ops.sampling.logits import token_logprobs as token_logprobs
 from layerzero.ops.sampling.verify import tree_mask as tree_mask
+from layerzero.planner.block import Block as Block
+from layerzero.planner.block import BlockOp as BlockOp
+from layerzero.planner.block import Edge as Edge
+from layerzero.planner.plan import load_plan as load_plan
+from layerzero.planner.plan import plan as plan
+from layerzero.planner.planned import PlannedBlock as PlannedBlock
+from layerzero.planner.record import PlanRecord as PlanRecord
 from layerzero.runtime import Runtime as Runtime
 from layerzero.selection.record import Accepted as Accepted
 from layerzero.selection.record import Selection as Selection
 from layerzero.spec.capability import Capability as Capability
 from layerzero.spec.errors import BackendNotAvailableError as BackendNotAvailableError
+from layerzero.spec.errors import BlockError as BlockError
 from layerzero.spec.errors import BundleRefusedError as BundleRefusedError
 from layerzero.spec.errors import CacheCorruptionError as CacheCorruptionError
 from layerzero.spec.errors import ConfigurationError as ConfigurationError
@@ -90,11 +102,13 @@ from layerzero.spec.errors import CudaGraphUnsafeError as CudaGraphUnsafeError
 from layerzero.spec.errors import DeadlineExceededError as DeadlineExceededError
 from layerzero.spec.errors import DeviceLostError as DeviceLostError
 from layerzero.spec.errors import KernelExecutionError as KernelExecutionError
+from layerzero.spec.errors import KernelStillLoadingError as KernelStillLoadingError
 from layerzero.spec.errors import LayerZeroError as LayerZeroError
 from layerzero.spec.errors import ModeChangedError as ModeChangedError
 from layerzero.spec.errors import NoKernelAvailableError as NoKernelAvailableError
 from layerzero.spec.errors import NoKernelFoundError as NoKernelFoundError
 from layerzero.spec.errors import OverloadedError as OverloadedError
+from layerzero.spec.errors import PlanRefusedError as PlanRefusedError
 from layerzero.spec.errors import PolicyLoadError as PolicyLoadError
 from layerzero.spec.errors import PolicyValidationError as PolicyValidationError
 from layerzero.spec.errors import RuntimeClosedError as RuntimeClosedError
@@ -115,7 +129,7 @@ from layerzero.warmup.manifest import Manifest as Manifest
 __version__: str
 
 @overload
-def bind(op: Literal["add_layer_norm", "add_rms_norm", "quantize", "rope", "verify_chain"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., tuple[Tensor, Tensor]]:
+def bind(op: Literal["add_layer_norm", "add_rms_norm", "quantize", "rope", "select_experts", "verify_chain"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., tuple[Tensor, Tensor]]:
     """Resolve `op` for tensors like `example` and return a callable that takes such tensors.
 
     The positional arguments of the example are what each call passes anew; keyword arguments stay fixed.
@@ -138,7 +152,7 @@ def bind(op: Literal["add_layer_norm", "add_rms_norm", "quantize", "rope", "veri
 @overload
 def bind(op: Literal["add_rms_norm_quantize", "verify_tree"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., tuple[Tensor, Tensor, Tensor]]: ...
 @overload
-def bind(op: Literal["alibi", "append_kv", "cross_entropy", "dequantize", "embedding", "layer_norm", "linear", "linear_cross_entropy", "mlp", "moe", "quantized_linear", "rms_norm", "sample", "sample_topk", "sample_topp"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Tensor]: ...
+def bind(op: Literal["alibi", "append_kv", "cross_entropy", "dequantize", "embedding", "fused_experts", "layer_norm", "linear", "linear_cross_entropy", "mlp", "moe", "quantized_linear", "rms_norm", "sample", "sample_topk", "sample_topp"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Tensor]: ...
 @overload
 def bind(op: Literal["attention", "mla_attention", "paged_attention", "ragged_attention"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Tensor | tuple[Tensor, Tensor]]: ...
 @overload
@@ -247,6 +261,8 @@ async def append_kv(
     slot_mapping: Tensor,
     *,
     layout: Literal["NHD", "HND"] = "NHD",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -257,7 +273,10 @@ async def append_kv(
     Args: k (T, Hk, D) and v (T, Hk, Dv), of one dtype. k_cache (N, P, Hk, D) and v_cache (N, P, Hk, Dv), or
         heads before tokens with `layout="HND"`, are changed; a pool of another dtype takes the numbers
         rounded to it. slot_mapping (T,), int32 or int64, is each token's place: page * P + its position in
-        the page.
+        the page. A pool of float8_e4m3fn, float8_e5m2 or int8 takes codes: k_scale and v_scale, float32, of
+        shape () or (Hk,), are what the numbers are divided by before they are rounded, halves to even, what
+        lies beyond the format clamped, NaN to 0; of the pool's shape without its last axis they are changed,
+        too: each token's head gets the scale that takes its largest magnitude to the format's.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
@@ -265,7 +284,9 @@ async def append_kv(
     there.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a slot that the pool
         does not have, or that two tokens share, within a call or across the callers of a batch: nothing of
-        theirs is written. KernelExecutionError: a kernel raised; what it wrote is unknown.
+        theirs is written. FormatError, which is both, with a reason code: codes and scales do not fit, a
+        scale is zero, negative or NaN, the pool was written in another format.
+        KernelExecutionError: a kernel raised; what it wrote is unknown.
     Source: arXiv 2309.06180, section 4.3; the places are what vLLM and SGLang call slot mapping.
     """
 
@@ -289,6 +310,9 @@ async def attention(
     sinks: Tensor | None = None,
     score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
     block_mask: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -307,11 +331,15 @@ async def attention(
         h, q_idx, kv_idx), as torch's flex_attention takes it, changes scaled and capped scores before ALiBi
         and masks. block_mask is a torch BlockMask of Sq and Sk: what it hides is hidden, a mask beside it
         holds too, and with is_causal it needs `combine_mask=True`.
+        q, k and v, or k and v alone, may be codes of one of float8_e4m3fn, float8_e5m2 and int8; q_scale,
+        k_scale and v_scale, float32, are what they are multiplied by: () for all, (heads,) for each head, or
+        the operand's shape without its last axis for each token's head.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
-    Returns: (B, Hq, Sq, Dv) in q's dtype, in q's layout; with return_lse also the natural log of the
-        softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf or its sink.
+    Returns: (B, Hq, Sq, Dv) in q's dtype, bfloat16 where q is codes, in q's layout; with return_lse also the
+        natural log of the softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and
+        -inf or its sink.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409; sinks 2309.17453, arXiv 2508.10925.
     """
@@ -336,6 +364,9 @@ async def attention(
     sinks: Tensor | None = None,
     score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
     block_mask: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -361,6 +392,9 @@ async def attention(
     sinks: Tensor | None = None,
     score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
     block_mask: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -398,6 +432,10 @@ async def dequantize(
     scale: Tensor,
     *,
     dtype: Literal["float32", "float16", "bfloat16", "float64"] = "float32",
+    format: Literal["int8", "fp8_e4m3", "fp8_e5m2", "int4", "nf4", "mxfp4", "mxfp8", "nvfp4"] | None = None,
+    zero_point: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
+    block_size: int = 0,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -405,13 +443,16 @@ async def dequantize(
 ) -> Tensor:
     """Give back the numbers that `codes` and `scale` stand for.
 
-    Args: codes (..., C) of int8, float8_e4m3fn or float8_e5m2; scale float32 of shape (), (..., 1) or
-        (..., G), each of a row's G scales for C / G neighbours; dtype is the name of the result's.
+    Args: codes (..., C) of int8, float8_e4m3fn or float8_e5m2, or uint8 (..., C / 2) of a packed format;
+        scale in a dtype of the format, of shape (), (..., 1), (..., G), each of a row's G scales for C / G
+        neighbours, or with block_size b (..., R / b, C / b) rounded up; dtype is the name of the result's;
+        format is what the dtype of codes does not say; zero_point uint8 in scale's shape (int4);
+        tensor_scale float32 () or one a matrix (nvfp4).
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
-    Returns: codes times scale, multiplied in float32, in codes' shape.
-    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Returns: (codes - zero_point) times scale times tensor_scale, multiplied in float32, (..., C).
+    Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
     """
 
 async def embedding(
@@ -434,6 +475,50 @@ async def embedding(
     Returns: (..., C) in weight's dtype.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also an id out of range, with
         its position. On other devices the range is the kernel's to check, since reading ids would wait.
+    """
+
+async def fused_experts(
+    x: Tensor,
+    experts: Tensor,
+    scores: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    *,
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "reglu"] = "swiglu",
+    gate: Literal["first", "second"] = "first",
+    weighed: Literal["outputs", "inputs"] = "outputs",
+    first_expert: int = 0,
+    shared: int = 0,
+    inputs: Literal["float"] = "float",
+    format: str | None = None,
+    up_zero_point: Tensor | None = None,
+    down_zero_point: Tensor | None = None,
+    up_tensor_scale: Tensor | None = None,
+    down_tensor_scale: Tensor | None = None,
+    block_size: int = 0,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
+) -> Tensor:
+    """Send each row of `x` to the experts chosen for it and add their answers, weighed by their scores.
+
+    Args: x (..., C), any float dtype; experts (..., T) int32 or int64 and scores (..., T) float, as
+        `select_experts` gives them; w_up (E, 2F, C) and w_down (E, C, F) of x's kind without scales, or codes
+        with up_scale and down_scale as `quantize` gives them for each expert (E, ...), with zero points,
+        tensor scales (E,) or (), format, block_size and inputs as in `quantized_linear`. gate says which F
+        rows of an expert's 2F are the gate's; activation is a gated kind of `mlp`; weighed says whether a
+        score multiplies the expert's answer or what it gets. The first weight is that of expert
+        `first_expert`; experts without a weight here, as -1, add nothing. The last `shared` weights are no
+        routed experts: every row goes through each, with weight 1.
+    Waiting: backend is a kernel's id or a backend's name, for this call alone.
+        priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
+        started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
+    Returns: x's shape and dtype; answers are added in float32, in the order of experts' columns.
+    Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
+    Source: arXiv 2401.04088, section 2.1; shared experts: arXiv 2412.19437, section 2.1.2.
     """
 
 async def layer_norm(
@@ -517,6 +602,8 @@ async def mla_attention(
     scale: float,
     is_causal: bool = True,
     return_lse: Literal[False] = False,
+    ckv_scale: Tensor | None = None,
+    kpe_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -530,12 +617,15 @@ async def mla_attention(
         query a sequence without it; ckv_cache (N, P, C) and kpe_cache (N, P, R); block_tables (B, M) and
         seq_lens (B,) as in `paged_attention`. scale has no default: it follows from the head size before
         absorption, (128 + 64)**-0.5 for DeepSeek-V3. is_causal is aligned at the last query and the last key.
+        Pools of float8_e4m3fn, float8_e5m2 or int8 hold codes; ckv_scale and kpe_scale, float32, are () for
+        the pool or (N, P) for each token.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
     Returns: (T, H, C) in q_nope's dtype; with return_lse also the natural log of the softmax's denominator,
         float32 (T, H). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; page ids and lengths on the CPU.
+        FormatError, which is both: codes and scales as in `paged_attention`.
     Source: arXiv 2405.04434.
     """
 
@@ -552,6 +642,8 @@ async def mla_attention(
     scale: float,
     is_causal: bool = True,
     return_lse: Literal[True],
+    ckv_scale: Tensor | None = None,
+    kpe_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -570,6 +662,8 @@ async def mla_attention(
     scale: float,
     is_causal: bool = True,
     return_lse: bool = False,
+    ckv_scale: Tensor | None = None,
+    kpe_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -646,6 +740,8 @@ async def paged_attention(
     softcap: float | None = None,
     layout: Literal["NHD", "HND"] = "NHD",
     return_lse: Literal[False] = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -660,13 +756,18 @@ async def paged_attention(
         and what a table holds behind that is never read. All metadata is int32 or int64.
         is_causal is aligned at the last query and the last key. scale defaults to D**-0.5; window=(left,
         right) keys around the diagonal, -1 is unbounded; softcap c turns scores s into c * tanh(s / c).
+        A pool of float8_e4m3fn, float8_e5m2 or int8 holds codes; k_scale and v_scale, float32, are what they
+        are multiplied by: () for the pool, (Hk,) for each head, or the pool's shape without its last axis for
+        each token's head.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
     Returns: (T, Hq, Dv) in q's dtype; with return_lse also the natural log of the softmax's denominator,
         float32 (T, Hq). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a page id that is out of
-        range or twice in one sequence, and a length that the tables cannot hold.
+        range or twice in one sequence, and a length that the tables cannot hold. FormatError, which is both,
+        with a reason code: codes and scales do not fit, a scale is zero, negative or NaN, the pool was
+        written by `append_kv` in another format.
     Source: arXiv 2309.06180.
     """
 
@@ -685,6 +786,8 @@ async def paged_attention(
     softcap: float | None = None,
     layout: Literal["NHD", "HND"] = "NHD",
     return_lse: Literal[True],
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -705,6 +808,8 @@ async def paged_attention(
     softcap: float | None = None,
     layout: Literal["NHD", "HND"] = "NHD",
     return_lse: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -713,27 +818,34 @@ async def paged_attention(
 async def quantize(
     x: Tensor,
     *,
-    format: Literal["int8", "fp8_e4m3", "fp8_e5m2"] = "int8",
-    granularity: Literal["tensor", "row", "group"] = "row",
-    group_size: int = 0,
+    format: Literal["int8", "fp8_e4m3", "fp8_e5m2", "int4", "nf4", "mxfp4", "mxfp8", "nvfp4"] = "int8",
+    granularity: Literal["tensor", "row", "group", "block"] | None = None,
+    group_size: int | None = None,
     scale: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
     batching: Literal["off", "rows", "all"] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Round `x` to eight-bit codes and the scales that give it back.
+    """Round `x` to the codes of a number format and the scales that give it back.
 
-    Args: x (..., C), any float dtype; format is int8, fp8_e4m3 or fp8_e5m2; granularity is tensor, row or
-        group, groups being group_size neighbours of a row, which divides C. scale, float32, in the shape of
-        the second result, is used as given; None takes the largest magnitude of what shares the scale.
+    Args: x (..., C), any float dtype; format is int8, fp8_e4m3, fp8_e5m2, int4, nf4, mxfp4, mxfp8 or nvfp4;
+        granularity is tensor, row, group or block, the format's usual one where None; group_size is how many
+        neighbours of a row share a scale, which divides C, or a block's side: None is the format's usual one,
+        0 stands where nothing is grouped. scale, in the shape and a dtype of the second result, is used as
+        given; None takes the largest magnitude of what shares the scale. tensor_scale, float32 (), is nvfp4's
+        second level, 1 where None.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
-    Returns: (codes, scale): codes in x's shape; scale float32 of shape (), (..., 1) or (..., C / group_size).
+    Returns: (codes, scale): codes int8, float8 or, of four bits, uint8 (..., C / 2) with the even place in
+    the
+        low half of a byte; scale float32, float8_e8m0fnu (mxfp4, mxfp8) or float8_e4m3fn (nvfp4) of shape (),
+        (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded up.
         Halves round to even; what lies beyond the format is clamped, never NaN. A NaN or infinity in x makes
-        the scale that it shares NaN or infinite, so that what comes back is NaN.
-    Raises: ValueError, TypeError: an argument does not fit, by name.
+        the scale that it shares NaN or infinite, so that what comes back is not finite.
+    Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
     """
 
 async def quantized_linear(
@@ -742,23 +854,32 @@ async def quantized_linear(
     scale: Tensor,
     bias: Tensor | None = None,
     *,
-    inputs: Literal["float", "dynamic"] = "float",
+    inputs: str = "float",
+    format: str | None = None,
+    zero_point: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
+    block_size: int = 0,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
     batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
-    """Multiply each row of `x` by an eight-bit `weight` transposed and add `bias`.
+    """Multiply each row of `x` by a quantized `weight` transposed and add `bias`.
 
-    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2 and its scale in
-        float32, (), (C, 1) or (C, G), as `quantize` gives them; bias (C,) or None. inputs is float, where x
-        is used as it is, or dynamic, where each row of x is first quantized to weight's format.
+    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2, or uint8 (C, K /
+    2)
+        of a packed format; scale in a dtype of the format, of shape (), (C, 1), (C, G) or, with block_size b,
+        (C / b, K / b) rounded up, as `quantize` gives them; bias (C,) or None; format is what the dtype of
+        weight does not say; zero_point uint8 in scale's shape (int4), 8 where None; tensor_scale float32 ()
+        (nvfp4). inputs is float, where x is used as it is; dynamic, where rows of x are first rounded to
+        weight's format, with scales by row, by the format's groups, or by block_size neighbours; or int8 or
+        fp8_e4m3, to which rows are rounded with a scale each.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
     Returns: (..., C) in x's dtype; int8 products are summed exactly, others in float32.
-    Raises: ValueError, TypeError: an argument does not fit, by name.
-    Source: arXiv 2208.07339 for rows that are quantized as they come.
+    Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
+    Source: arXiv 2208.07339 for rows that are quantized as they come; arXiv 2412.19437 for blocks.
     """
 
 @overload
@@ -774,6 +895,9 @@ async def ragged_attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     return_lse: Literal[False] = False,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -784,12 +908,13 @@ async def ragged_attention(
     Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences concatenated:
         b has q's rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and k's and v's along cu_seqlens_k, which
         defaults to cu_seqlens_q. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's
-        last query and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
+        last query and last key; scale defaults to D**-0.5; window, softcap, and codes with their scales, as
+        in `attention`.
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
-    Returns: (T, Hq, Dv) in q's dtype; with return_lse also the natural log of the softmax's denominator,
-        float32 (T, Hq). A query that sees no key gives 0, and -inf.
+    Returns: (T, Hq, Dv) in q's dtype, bfloat16 where q is codes; with return_lse also the natural log of the
+        softmax's denominator, float32 (T, Hq). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also offsets that do not
         start at 0, fall, or do not end at the number of rows.
     """
@@ -807,6 +932,9 @@ async def ragged_attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     return_lse: Literal[True],
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -825,6 +953,9 @@ async def ragged_attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
     priority: int = 1,
     timeout: float | None = None,
@@ -942,6 +1073,37 @@ async def sample_topp(
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
+    """
+
+async def select_experts(
+    router_logits: Tensor,
+    bias: Tensor | None = None,
+    *,
+    top_k: int = 2,
+    scoring: Literal["softmax", "sigmoid"] = "softmax",
+    renormalize: bool = True,
+    groups: int = 1,
+    top_groups: int = 1,
+    scaling: float = 1.0,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose the `top_k` experts of each row, best first, and their weights.
+
+    Args: router_logits (..., E), any float dtype; bias (E,) is added to the scores for the choice alone, or
+        None. Scores are the softmax over all experts or the sigmoid of each logit. With groups, E is cut into
+        that many groups of neighbours, and only experts of the top_groups groups are chosen whose two best
+        scores, with bias, have the largest sum (their best one, where there is no bias). Weights are the
+        scores without bias, divided by their sum over the chosen where renormalize, times scaling.
+    Waiting: backend is a kernel's id or a backend's name, for this call alone.
+        priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
+        started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
+    Returns: (experts (..., top_k) int32, weights (..., top_k) float32). Of equal scores the lower expert and
+        the lower group are chosen.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 2412.19437, sections 2.1.2 and 3.2.2; groups without bias: arXiv 2405.04434.
     """
 
 async def verify_chain(

@@ -174,7 +174,7 @@ class _BatchLauncher:
         if settings.strict or settings.determinism == "strict":
             return False
         rules = (self._snapshot or self._device.snapshot).policy.rules
-        return not any(rule.op in ("*", self._op.name) for rule in rules)
+        return not any(rule.concerns(self._op.name) for rule in rules)
 
     def __call__(self, args: Args, op: Op | None = None) -> Any:
         self.args = args

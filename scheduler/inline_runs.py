@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
@@ -130,7 +129,7 @@ class YieldOnce:
 
     def __await__(self) -> Generator[None, None, bool]:
         driver = self._driver
-        task = asyncio.current_task(driver.loop)
+        task = driver._current_task(driver.loop)
         if driver.sole_caller is None or driver.sole_caller is not task:
             return False
         yield

@@ -49,11 +49,14 @@ class LoopDriver:
     """
 
     __slots__ = (
-        "__weakref__", "_callers", "_callers_changed", "_completed_at_s", "_context", "_deadlines",
+        "__weakref__", "_callers", "_callers_changed", "_completed_at_s", "_context", "_current_task",
+        "_deadlines",
         "_drained", "_followed", "_hold_end", "_in_tick", "_max_inflight", "_now_s", "_runs",
         "_tick_scheduled", "_ticked_at_s", "ambient_grad", "ambient_stream", "at_once", "batcher", "inline",
         "inline_limit_us", "loop", "readback", "sole_caller", "state", "stepping", "watch",
     )  # fmt: skip
+
+    foreign = False  # whether its loop is another library's, whose tasks wait through `waiting`
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class LoopDriver:
     ) -> None:
         settings = settings or Settings()
         self.loop = loop
+        self._current_task: Callable[[Any], Any] = getattr(loop, "current_task", asyncio.current_task)
         # What tasks find that begin while others wait: a waiting caller's own grad mode goes with it.
         self.ambient_grad = torch.is_grad_enabled()
         self.ambient_stream = None if streams is None else streams.default_stream()
@@ -97,8 +101,7 @@ class LoopDriver:
         self._callers_changed = False
         self._now_s = 0.0
         self._tick_scheduled = False
-        # Batches run in a context of their own: they belong to no caller more than to the others.
-        self._context = Context()
+        self._context = Context()  # batches belong to no caller more than to the others
         self._deadlines = CallDeadlines(self, self._context)
         self._hold_end = DueTimer(loop, self._on_hold_end, self._context)  # what is held back goes by then
         self._drained: asyncio.Future[None] | None = None  # set when a draining driver's last caller has gone
@@ -132,8 +135,8 @@ class LoopDriver:
         """
         if self.stepping is not None:
             return self.stepping
-        task = asyncio.current_task(self.loop)
-        caller = self._callers.get(task)  # type: ignore[arg-type]
+        task = self._current_task(self.loop)
+        caller = self._callers.get(task)
         return self._add_task(task) if caller is None else caller
 
     def may_inline(self) -> bool:
@@ -141,7 +144,7 @@ class LoopDriver:
         return (
             self.sole_caller is not None
             and self.inline.used_us < self.inline.max_us
-            and self.sole_caller is asyncio.current_task(self.loop)
+            and self.sole_caller is self._current_task(self.loop)
         )
 
     def yield_once(self) -> YieldOnce:
@@ -150,6 +153,10 @@ class LoopDriver:
         The result says whether it may run inline now.
         """
         return YieldOnce(self)
+
+    async def waiting(self, call: PendingCall) -> Any:
+        """The outcome of a submitted call, for a caller of another path than the short one."""
+        return await call
 
     def add_inline_us(self, inline_us: float) -> None:
         """Count microseconds of work done inline since the loop's last turn here."""
@@ -357,16 +364,18 @@ class LoopDriver:
         if self.state == STOPPED:
             return True
         self.state = DRAINING
-        task = asyncio.current_task(self.loop)
+        task = self._current_task(self.loop)
         if task is not None and self._callers.pop(task, None) is not None:
             task.remove_done_callback(self._remove_task)
         in_time = True
         if self._callers:
             self._drained = self.loop.create_future()
-            await asyncio.wait({self._drained}, timeout=timeout_s)
-            in_time = self._drained.done()
+            in_time = await self._wait_drained(timeout_s)
         self.close()
         return in_time
+
+    async def _wait_drained(self, timeout_s: float) -> bool:
+        return bool((await asyncio.wait({self._drained}, timeout=timeout_s))[0])  # type: ignore[type-var]
 
     def close(self) -> None:
         """Stop at once: what queues or runs fails with RuntimeClosedError, a running batch is detached."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -89,7 +90,8 @@ def _warn_shared_modes(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _close_driver(driver: LoopDriver) -> None:
-    stop_isolating_task_modes(driver.loop)
+    if not driver.foreign:
+        stop_isolating_task_modes(driver.loop)
     driver.close()
 
 
@@ -120,7 +122,7 @@ class LoopDrivers:
         self._worker = worker
         self._settings = settings or Settings()
         self._always_inline = always_inline
-        self.by_loop: dict[asyncio.AbstractEventLoop, LoopDriver] = {}
+        self.by_loop: dict[Any, LoopDriver] = {}  # asyncio's loops, and runs of trio
         self._closed_stats = BatcherStats()
         self._closed = False
         self._timeline: tuple[Timeline, str] | None = None  # with what it calls the device
@@ -135,14 +137,30 @@ class LoopDrivers:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            raise RuntimeError(
-                "an awaited call needs a running asyncio event loop in this thread, got none (trio runs its "
-                "own kind); lz.sync has the same ops, blocking"
-            ) from None
+            return self._current_of_trio()
         driver = self.by_loop.get(loop)
         return driver if driver is not None else self._open(loop)
 
-    def _open(self, loop: asyncio.AbstractEventLoop) -> LoopDriver:
+    def _current_of_trio(self) -> LoopDriver:
+        """The front of the trio run in this thread."""
+        loop = self._trio_loop()
+        if loop is None:
+            raise RuntimeError(
+                "an awaited call needs a running event loop of asyncio or trio in this thread, got none; "
+                "lz.sync has the same ops, blocking"
+            )
+        driver = self.by_loop.get(loop)
+        return driver if driver is not None else self._open(loop)
+
+    def _trio_loop(self) -> Any:
+        """The trio run in this thread, or None; without trio in the program nothing is imported."""
+        if "trio" not in sys.modules:
+            return None
+        from layerzero.scheduler.trio_driver import current_loop
+
+        return current_loop(self.by_loop)
+
+    def _open(self, loop: Any) -> LoopDriver:
         with self._lock:
             if self._closed:
                 raise RuntimeClosedError("the runtime is closed")
@@ -151,9 +169,15 @@ class LoopDrivers:
                 driver.close()
                 self._closed_stats.add(driver.batcher.stats)
             FAST_PATH.start()
-            isolate_task_modes(loop)
-            _warn_shared_modes(loop)
-            driver = self.by_loop[loop] = LoopDriver(
+            kind = LoopDriver
+            if isinstance(loop, asyncio.AbstractEventLoop):
+                isolate_task_modes(loop)
+                _warn_shared_modes(loop)
+            else:
+                from layerzero.scheduler.trio_driver import TrioDriver
+
+                kind = TrioDriver
+            driver = self.by_loop[loop] = kind(
                 loop,
                 self._executor,
                 self._worker,
@@ -229,7 +253,8 @@ class LoopDrivers:
 
     async def drain(self, timeout_s: float) -> bool:
         """Drain the running loop's front, close the others; False if callers were cut off."""
-        driver = self.by_loop.get(asyncio.get_running_loop())
+        loop = asyncio._get_running_loop() or self._trio_loop()
+        driver = self.by_loop.get(loop)
         in_time = await driver.drain(timeout_s) if driver is not None else True
         self.close()
         return in_time

@@ -18,7 +18,7 @@ from layerzero.scheduler.modes.torch_modes import Modes, capture
 from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:
-    from layerzero.selection.dispatch_table import ActiveDispatchTable
+    from layerzero.selection.active_table import ActiveDispatchTable
 
 
 class ScheduledDevice(LocalDevice):

@@ -146,6 +146,8 @@ class Spawned(Generic[T]):
 def spawn(driver: LoopDriver, coro: Coroutine[Any, Any, T]) -> Spawned[T]:
     """Step `coro` from `front`, the running loop's.
 
-    Raises: RuntimeClosedError: the loop driver takes no new callers.
+    Raises: RuntimeClosedError: the loop driver takes no new callers. RuntimeError: its loop is trio's.
     """
+    if driver.foreign:
+        raise RuntimeError("spawn steps coroutines of asyncio; under trio start a task in a nursery")
     return Spawned(driver, coro)

@@ -255,6 +255,39 @@ def formats() -> str:
     return table(["module", "constant", "version", "module's purpose"], rows)
 
 
+def number_formats() -> str:
+    """Every number format with its scales, from the table that the ops read."""
+    from layerzero.formats import FORMATS
+
+    rows: list[list[object]] = []
+    for form in FORMATS.values():
+        sizes = ", ".join(map(str, form.group_sizes)) + (" or any that divides" if form.open_groups else "")
+        more = ["zero point"] * form.zero_points + ["a second scale for the tensor"] * form.two_level
+        scale = ", ".join(str(dtype).removeprefix("torch.") for dtype in form.scales)
+        shared = ", ".join(form.granularities)
+        rows.append([f"`{form.name}`", form.element.bits, scale, shared, sizes, ", ".join(more), form.source])
+    return table(["format", "bits", "scales", "shared by", "groups of", "beside them", "source"], rows)
+
+
+def format_kernels() -> str:
+    """The kernels that take each format, by op and device, from the kernels' capabilities."""
+    from layerzero.backends import load_builtin
+    from layerzero.formats import FORMATS
+
+    ops = ("quantize", "dequantize", "quantized_linear", "fused_experts")
+    kernels = [k for op in ops for k in load_builtin(op=op) if k.backend != "reference"]
+    rows: list[list[object]] = []
+    for name in FORMATS:
+        for op in ops:
+            of_op = [k for k in kernels if k.op == op and f"quant_{name}" in k.capability.features]
+            by_device = [
+                ", ".join(f"`{k.id}`" for k in of_op if device in k.capability.platforms) or "reference"
+                for device in ("cpu", "cuda")
+            ]
+            rows.append([f"`{name}`", f"`{op}`", *by_device])
+    return table(["format", "op", "CPU", "CUDA"], rows)
+
+
 def packages() -> str:
     """Every package by import-linter's layers, from the top down, with its docstring's first sentence.
 
@@ -301,8 +334,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "counters": counters,
     "errors": errors,
     "events": events,
+    "format_kernels": format_kernels,
     "formats": formats,
     "metrics": metrics,
+    "number_formats": number_formats,
     "ops": ops,
     "packages": packages,
     "reasons": reasons,

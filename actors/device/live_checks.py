@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from layerzero._util.clock import Clock
+from layerzero.actors.device.output_checks import OutputChecks
 from layerzero.actors.device.plan_compiler import PlanCompiler
+from layerzero.selection.dispatch import DispatchState
 
 if TYPE_CHECKING:
     from layerzero.actors.device.local_device import LocalDevice
@@ -14,11 +18,17 @@ if TYPE_CHECKING:
     from layerzero.observe.spans import Spans
 
 
+PLUGIN_CHECK_S = 10.0  # how often outputs are looked at where strangers' kernels run
+
+
 class LiveChecks:
     """The middlewares of a device's compiler that its settings switch on; what is off is not imported."""
 
-    def __init__(self, compiler: PlanCompiler) -> None:
+    def __init__(
+        self, compiler: PlanCompiler, states: Callable[[], Iterable[DispatchState]], clock: Clock
+    ) -> None:
         self._compiler = compiler
+        self.outputs = OutputChecks(states, clock)
         self._checks: tuple[NumericsGuard | DriftWatch | KernelTimes | Spans, ...] = ()
 
     def apply_settings(self, device: LocalDevice) -> Spans | None:
@@ -48,6 +58,8 @@ class LiveChecks:
             spans = Spans()
             checks.append(spans)
         self._checks = tuple(checks)
+        period_s = settings.output_check_s
+        self.outputs.start(period_s if period_s is not None else PLUGIN_CHECK_S * bool(settings.plugins))
         # Recorders that users added stay where they are.
         others = (each for each in self._compiler.middlewares if each not in before)
         self._compiler.middlewares = (*others, *checks)
@@ -55,6 +67,7 @@ class LiveChecks:
 
     def close(self) -> None:
         """End the checks; a second call does nothing."""
+        self.outputs.stop()
         for check in self._checks:
             check.close()
         self._checks = ()

@@ -11,22 +11,20 @@ import torch
 from layerzero._util.clock import Clock, MonotonicClock
 from layerzero.actors.device.kernel_calls import KernelCalls
 from layerzero.actors.device.live_checks import LiveChecks
-from layerzero.actors.device.loading import KernelLoader, dispatch_table_for
+from layerzero.actors.device.loading import KernelLoader
 from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.actors.device.plan_compiler import PlanCompiler
+from layerzero.actors.device.plan_expiry import PlanExpiry
 from layerzero.actors.device.recovery import Recovery, validated_args
 from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.selection_inputs import SelectionInputs
+from layerzero.actors.device.table_keeper import TableKeeper
 from layerzero.actors.device.worker import Worker
 from layerzero.health import Health, QuarantineStore, Transition
 from layerzero.health.probe_timer import ProbeTimer
 from layerzero.observe.counters import Counters
 from layerzero.ops.op import Args, Op, Signature
-from layerzero.selection.context import (
-    AgreedTerms,
-    CostModel,
-    SelectionContext,
-)
+from layerzero.selection.context import AgreedTerms, CostModel, SelectionContext
 from layerzero.selection.decide import roofline_cost
 from layerzero.selection.dispatch import DispatchState, PlanTable
 from layerzero.selection.modes import (
@@ -50,7 +48,7 @@ if TYPE_CHECKING:  # what only some deployments use is imported where they ask f
     from layerzero.graphs.proof import Proofs
     from layerzero.observe.spans import Spans
     from layerzero.perfdb import Measurement
-    from layerzero.selection.dispatch_table import ActiveDispatchTable
+    from layerzero.selection.active_table import ActiveDispatchTable
 
 _MAX_POLICY_STATES = 64
 
@@ -59,8 +57,8 @@ class LocalDevice:
     """One device: reads of its snapshot need no lock; every change makes the next version.
 
     `snapshot` is for the process-wide policy; `state_for_policy` returns that of a context's own policy.
-    `kernel_calls` and `compiler` make plans ready to run, `loader` works in the background. A runtime opens
-    it as a `ScheduledDevice`, which adds the batchers.
+    `kernel_calls` and `compiler` make plans ready to run, `loader` works in the background, `table_keeper`
+    has what is decided ahead. A runtime opens it as a `ScheduledDevice`, which adds the batchers.
     """
 
     def __init__(
@@ -94,21 +92,18 @@ class LocalDevice:
         self._opened = False
         self._apply_settings()
         self.health = Health(
-            settings,
-            self.clock.now,
-            store=store,
-            device=str(self.device),
-            environment=device_class(self.hardware),
-            changed=self._health_changed,
-        )
+            settings, self.clock.now, store=store, device=str(self.device),
+            environment=device_class(self.hardware), changed=self._health_changed,
+        )  # fmt: skip
         self.worker = Worker(f"layerzero-{self.device}")
         self.event_thread = Worker(f"layerzero-reap-{self.device}")
         self._wire(cost)
-        self._inputs.dispatch_table = dispatch_table_for(settings, registry, self.hardware)
+        self.table_keeper.open(self.hardware, policy)
         if self.device.type == "cpu":
             # A look later, behind the first calls, would drop what they decided.
             self.workspace_budget.refresh(settings)
         self.spans = self.kernel_calls.spans = self._live_checks.apply_settings(self)
+        self._expiry.arm()
         self._opened = True
 
     def _wire(self, cost: CostModel) -> None:
@@ -116,18 +111,23 @@ class LocalDevice:
         now = self.clock.now
         budget = WorkspaceBudget(self.device, self.hardware, now)
         self._inputs = SelectionInputs(self.settings, self.hardware, self.registry, self.health, budget, cost)
-        self.loader = KernelLoader(
-            str(self.device), self.registry, self.counters, now, self.refresh, lambda: self.settings
-        )
+        name, settings = str(self.device), lambda: self.settings
+        self.loader = KernelLoader(name, self.registry, self.counters, now, self.refresh, settings)
+        self.table_keeper = TableKeeper(self._inputs, self.registry, self.loader, self.refresh)
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
-        self._recovery = Recovery(
-            self.kernel_calls, self.health, self.counters, self.hardware, self._refresh_budget_now
-        )
-        self.compiler = PlanCompiler(
-            self.kernel_calls, self.health, self.loader, self._recovery, self.counters
-        )
-        self._live_checks = LiveChecks(self.compiler)
+        calls, counters = self.kernel_calls, self.counters
+        refresh, again = self._refresh_budget_now, self._reconsidered
+        self._recovery = Recovery(calls, self.health, counters, self.hardware, refresh, again)
+        self.compiler = PlanCompiler(calls, self.health, self.loader, self._recovery, counters)
+        self._live_checks = LiveChecks(self.compiler, self._states, self.clock)
         self._probe_timer = ProbeTimer(self.health, self.clock)
+        self._expiry = PlanExpiry(self.clock, lambda: self.settings.plan_ttl_s, self._drop_plans)
+
+    def _states(self) -> list[DispatchState]:
+        return [self.snapshot, *self._policy_states.values()]
+
+    def _reconsidered(self, plan: Plan, snapshot: DispatchState | None) -> Selection:
+        return self.table(plan.op, snapshot).recompute(plan.request)
 
     def _health_changed(self, transition: Transition) -> None:
         if self._opened:  # stored quarantines arrive while the board is being made; nothing is planned yet
@@ -153,14 +153,13 @@ class LocalDevice:
         self.health.set_settings(settings)
         self._apply_settings()
         self.spans = self.kernel_calls.spans = self._live_checks.apply_settings(self)
-        self._inputs.dispatch_table = dispatch_table
+        self.table_keeper.put(dispatch_table, self.snapshot.policy)
         self._refresh_workspace_budget()
+        self._expiry.arm()
         self.refresh()
 
     def _refresh_workspace_budget(self) -> None:
-        """Choose anew where the budget for workspaces has changed; not on this thread where looking is
-        slow.
-        """
+        """Choose anew where the budget for workspaces has changed; elsewhere where looking is slow."""
         if self.workspace_budget.reads_quickly:
             self._refresh_budget_now()
         else:
@@ -194,32 +193,27 @@ class LocalDevice:
 
     def set_policy(self, policy: Policy) -> None:
         """Put another process-wide policy in force; calls that started before finish under the old one."""
+        self.table_keeper.follow(policy)
         self._advance(policy)
 
     def refresh(self) -> None:
         """Make the next snapshot after kernels or their health have changed."""
         self._advance(self.snapshot.policy)
 
-    def _advance(self, policy: Policy) -> None:
+    def _drop_plans(self) -> None:
+        """Make the next snapshot with nothing remembered but what was rehearsed for captures."""
+        self._advance(self.snapshot.policy, keep=False)
+
+    def _advance(self, policy: Policy, keep: bool = True) -> None:
         with self._lock:
-            before = self.snapshot
-            version = before.version + 1
-            self.snapshot = self._successor(before, policy, version)
+            version = self.snapshot.version + 1
+            context = self._rules if keep else None
+            self.snapshot = self.snapshot.successor(version, policy, context)
             self._policy_states = {
-                digest: self._successor(state, state.policy, version)
+                digest: state.successor(version, state.policy, context)
                 for digest, state in self._policy_states.items()
             }
         self._probe_timer.arm()
-
-    def _successor(self, before: DispatchState, policy: Policy, version: int) -> DispatchState:
-        tables: dict[str, PlanTable] = {}
-        rehearsed = dict(before.rehearsed_plans)
-        # Tables whose rules cannot have changed stay: a change of one op costs the others nothing.
-        for name, table in list(before.tables.items()):
-            if self._rules(name, policy).fingerprint(name) == table.fingerprint:
-                tables[name] = table
-            rehearsed[name] = table.rehearsed_plans()
-        return DispatchState(version, policy, tables, rehearsed_plans=rehearsed)
 
     def state_for_policy(self, policy: Policy) -> DispatchState:
         """The snapshot of a context's own policy, stored until the next change."""
@@ -236,7 +230,10 @@ class LocalDevice:
         """Start anew in a forked child: fresh locks, no timers or threads, an empty snapshot."""
         self._lock = threading.RLock()
         self._probe_timer.reset_after_fork()
+        self._live_checks.outputs.reset_after_fork()
+        self._expiry.reset_after_fork()
         self.loader.reset_after_fork()
+        self.table_keeper.reset_after_fork()
         self._costs_loading = None
         self._policy_states = {}
         self.snapshot = DispatchState(self.snapshot.version + 1, self.snapshot.policy)
@@ -385,6 +382,7 @@ class LocalDevice:
         """Stop the threads and timers; every later call raises RuntimeClosedError."""
         self.loader.stop()
         self._probe_timer.stop()
+        self._expiry.stop()
         with self._lock:
             self.closed = True
             self.snapshot = DispatchState(self.snapshot.version + 1, self.snapshot.policy)

@@ -13,10 +13,11 @@ from layerzero.health import Health
 from layerzero.observe.counters import Counters
 from layerzero.observe.selection_events import SelectionEvents
 from layerzero.ops.op import Op
+from layerzero.selection.modes import REHEARSAL
 from layerzero.selection.plan import Plan
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.errors import NoKernelFoundError
+from layerzero.spec.errors import KernelStillLoadingError, NoKernelFoundError
 
 
 class PlanMiddleware(Protocol):
@@ -67,6 +68,8 @@ class PlanCompiler:
             self._counters.add("dispatch_table_misses", op=op.name)
         if self.on_decided is not None:
             self.on_decided(selection.request)
+        if REHEARSAL.on and not REHEARSAL.waits:
+            self._refuse_to_wait(selection)
         call = calls.callable_for(op, selection, kernel.id)
         for middleware in self.middlewares:
             wrapped = middleware.wrap(op, selection, call)
@@ -77,6 +80,22 @@ class PlanCompiler:
         if selection.when_warm is not None and calls.settings.warm != "off":
             self._loader.load_later(selection.when_warm, selection.request)
         return Plan(op, with_guard(calls.device, op, call), selection, selection.request)
+
+    def _refuse_to_wait(self, selection: Selection) -> None:
+        """Let a kernel that is not loaded load behind the call.
+
+        Raises: KernelStillLoadingError: it does; not where the settings load nothing behind calls.
+        """
+        accepted = selection.candidate(selection.kernel).accepted
+        if accepted is None or accepted.ready or self._calls.settings.warm == "off":
+            return
+        for kernel_id in selection.order:  # the first of them that is there is captured until better ones are
+            self._loader.load_later(kernel_id, selection.request)
+        raise KernelStillLoadingError(
+            f"{selection.op} under graph capture needs {selection.kernel}, which is being loaded",
+            op=selection.op,
+            request=selection.request,
+        )
 
     def compile_agreed(self, op: Op, selection: Selection) -> Plan:
         """The plan of a selection that every rank of a group makes: loaded before, without middlewares."""

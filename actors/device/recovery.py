@@ -21,7 +21,12 @@ from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.plan import Plan, check_outputs, reference_plan
 from layerzero.selection.record import Selection, format_bytes
 from layerzero.selection.workspace import workspace_bytes
-from layerzero.spec.errors import CudaGraphUnsafeError, KernelExecutionError, LayerZeroError
+from layerzero.spec.errors import (
+    CudaGraphUnsafeError,
+    KernelExecutionError,
+    LayerZeroError,
+    NoKernelFoundError,
+)
 from layerzero.spec.hardware import Hardware, free_memory
 
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -38,13 +43,18 @@ class Recovery:
         counters: Counters,
         hardware: Hardware,
         refresh_budget: Callable[[], object],
+        judge: Callable[[Plan, DispatchState | None], Selection],
     ) -> None:
-        """`refresh_budget()` looks at free memory again, before the retry after an allocation failed."""
+        """`refresh_budget()` looks at free memory again, before the retry after an allocation failed.
+
+        `judge(plan, snapshot)` gives the verdict on every kernel for a plan that was decided ahead.
+        """
         self._calls = calls
         self._health = health
         self._counters = counters
         self._hardware = hardware
         self._refresh_budget = refresh_budget
+        self._judge = judge
 
     def recover(
         self, plan: Plan, args: Args, error: Exception, snapshot: DispatchState | None
@@ -72,9 +82,21 @@ class Recovery:
             raise self._error(
                 plan.kernel, error, f"{op.name} changes its inputs, so no other kernel may repeat it"
             )
+        if plan.selection.ahead:
+            plan = self._judged(plan, snapshot)
         if is_out_of_memory(error):
             return self._retry_with_less_memory(plan, args, error)
         return self._try_next(plan, args, error, quiet)
+
+    def _judged(self, plan: Plan, snapshot: DispatchState | None) -> Plan:
+        """A plan that was decided ahead with the verdicts on the other kernels, in the order to try them."""
+        try:
+            full = self._judge(plan, snapshot)
+        except NoKernelFoundError:
+            return plan  # a policy that came meanwhile leaves none
+        order = (plan.kernel, *(kernel for kernel in full.order if kernel != plan.kernel))
+        judged = msgspec.structs.replace(plan.selection, trace=full.trace, order=order)
+        return Plan(plan.op, plan.call, judged, plan.request)
 
     def _try_next(self, plan: Plan, args: Args, error: Exception, quiet: bool) -> tuple[Any, Plan]:
         """The next kernel's answer, and a count against those that gave none unless `quiet`."""

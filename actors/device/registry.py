@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from layerzero._util import foreign
+from layerzero.backends.builds import check_build
 from layerzero.ops import table
 from layerzero.selection.context import SelectionOptions
 from layerzero.spec.call_spec import CallSpec
@@ -25,7 +26,7 @@ class Registry:
 
     `kernels` are registered at once; those that `source(op, everything)` gives, when the op is first asked
     for: first what can serve on this device, everything when `complete` or `all` asks. `overlay` is the
-    digest of what the deployment took from their capabilities.
+    digest of what the deployment took from their capabilities; `prepare` gives each kernel as it runs here.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class Registry:
         availability: Callable[[Kernel], list[Rejected]],
         source: Callable[[str, bool], Iterable[Kernel]] | None = None,
         overlay: str = "",
+        prepare: Callable[[Kernel], Kernel] | None = None,
     ) -> None:
         self._overlay = overlay
+        self._prepare = prepare
         self._lock = threading.Lock()
         self._source = source
         self._sourced: frozenset[str] = frozenset()
@@ -98,6 +101,8 @@ class Registry:
     def _add(self, kernel: Kernel) -> None:
         if kernel.id in self._by_id:
             raise ValueError(f"kernel id {kernel.id!r} is already registered")
+        if self._prepare is not None:
+            kernel = self._prepare(kernel)
         # Copied, never changed in place: readers take no lock.
         self._by_id = {**self._by_id, kernel.id: kernel}
         self._by_op = {**self._by_op, kernel.op: (*self._by_op.get(kernel.op, ()), kernel)}
@@ -127,6 +132,8 @@ class Registry:
         Raises: KeyError: no kernel has that id. ValueError: the replacement serves another op.
         """
         self._register_from_source(kernel.op)
+        if self._prepare is not None:
+            kernel = self._prepare(kernel)
         with self._lock:
             before = self._by_id[kernel.id]
             if before.op != kernel.op:
@@ -206,6 +213,7 @@ class Registry:
             raise KeyError(f"no kernel is named {kernel_id!r}")
         try:
             with foreign.outside():
+                check_build(kernel)
                 loaded = kernel.load()
         # An interrupt in the middle of an import says nothing of the kernel.
         except BaseException as error:

@@ -20,7 +20,7 @@ from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:
     from layerzero.graphs.proof import Proofs
-    from layerzero.selection.dispatch_table import ActiveDispatchTable
+    from layerzero.selection.active_table import ActiveDispatchTable
 
 
 class SelectionInputs:

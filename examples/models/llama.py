@@ -10,7 +10,6 @@ C channels, F inner channels.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 import layerzero as lz
@@ -27,11 +25,13 @@ from models.llama_config import LlamaConfig as LlamaConfig
 from models.sampling import SampleArgs as SampleArgs
 from models.sampling import adjusted_rows, note_logprobs
 from models.sampling import sample_tokens as sample_tokens
+from models.weights import GetWeight as GetWeight
+from models.weights import Weight, feed_forward, joined, project, quantized_weights_of
+from models.weights import weights_of as weights_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "generate"
 T = TypeVar("T")
 Per = Literal["op", "layer", "step"]
-GetWeight = Callable[[str, tuple[int, ...]], Tensor]
 
 
 # -- who meets whom -------------------------------------------------------------------------------------
@@ -49,6 +49,7 @@ class Ops:
     paged_attention: Callable[..., Awaitable[Any]]
     mlp: Callable[..., Awaitable[Any]]
     append_kv: Callable[..., Awaitable[Any]]
+    quantized_linear: Callable[..., Awaitable[Any]]
 
 
 def _as_coroutine(op: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
@@ -107,14 +108,15 @@ class Layer:
         self.cos, self.sin = rotary
         self.cache = cache
         self.k_cache, self.v_cache = cache.pools[index]
+        self.k_scale, self.v_scale = cache.scales[index]
         name, wide = f"model.layers.{index}", config.hidden_size
 
-        def stacked(of: str, parts: Mapping[str, int], biased: bool) -> tuple[Tensor, Tensor | None]:
+        def stacked(of: str, parts: Mapping[str, int], biased: bool) -> tuple[Weight, Tensor | None]:
             rows = [get(f"{name}.{of}.{part}.weight", (size, wide)) for part, size in parts.items()]
             bias = (
                 [get(f"{name}.{of}.{part}.bias", (size,)) for part, size in parts.items()] if biased else None
             )
-            return torch.cat(rows), None if bias is None else torch.cat(bias)
+            return joined(rows), None if bias is None else torch.cat(bias)
 
         heads = {
             "q_proj": config.num_attention_heads,
@@ -143,10 +145,11 @@ class Layer:
         self, ops: Ops, normed: Tensor, x: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         """(normed, x), each (T, C): the residual stream `x`, and it normed for the next layer."""
-        qkv = await ops.linear(normed, self.w_qkv, self.b_qkv)
+        qkv = await project(ops, normed, self.w_qkv, self.b_qkv)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
         q, k = await ops.rope(q, k, metadata.positions, self.cos, self.sin)
-        await ops.append_kv(k, v, self.k_cache, self.v_cache, metadata.slot_mapping)
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        await ops.append_kv(k, v, self.k_cache, self.v_cache, metadata.slot_mapping, **scales)
         mixed = await ops.paged_attention(
             q,
             self.k_cache,
@@ -154,10 +157,11 @@ class Layer:
             metadata.block_tables,
             metadata.seq_lens,
             cu_seqlens_q=metadata.cu_seqlens_q,
+            **scales,
         )
-        out = self.all_reduce(await ops.linear(mixed.flatten(1), self.w_o, self.b_o))
+        out = self.all_reduce(await project(ops, mixed.flatten(1), self.w_o, self.b_o))
         normed, x = await ops.add_rms_norm(out, x, self.post_attention_norm, eps=self.eps)
-        out = await ops.mlp(normed, self.w_up, self.w_down, self.b_up, self.b_down, activation="swiglu")
+        out = await feed_forward(ops, normed, self.w_up, self.w_down, self.b_up, self.b_down)
         out = self.all_reduce(out)
         normed, x = await ops.add_rms_norm(out, x, self.next_norm, eps=self.eps)
         return normed, x
@@ -226,7 +230,7 @@ class Llama:
             for layer in self._batched_layers:
                 x = await layer(x, span)
             normed = await lz.rms_norm(x[-1:], self.layers[-1].next_norm, eps=self.config.rms_norm_eps)
-            return await lz.linear(normed, self.lm_head)
+            return await project(AWAITED, normed, self.lm_head)
         return await self.forward(AWAITED, self._awaited, ids, self.cache.attention_metadata([span]))
 
     async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
@@ -268,8 +272,7 @@ class Llama:
         normed = await ops.rms_norm(x, self.input_norm, eps=self.config.rms_norm_eps)
         for layer in layers:
             normed, x = await layer(normed, x, metadata)
-        logits: Tensor = await ops.linear(normed[metadata.logits_indices], self.lm_head)
-        return logits
+        return await project(ops, normed[metadata.logits_indices], self.lm_head)
 
     async def forward_all_positions(self, ids: Tensor, span: TokenRange) -> Tensor:
         """The logits (n, V) after each of the tokens `ids` (n,), as a verified draft needs them."""
@@ -321,9 +324,8 @@ class Llama:
     def last_layer_batch(self, x: Tensor, spans: list[TokenRange], draws: list[SampleArgs]) -> Tensor:
         """The last layer, and the token that follows each caller's last row: (B,)."""
         normed, _ = self.layers[-1].forward_batch_normed(x, spans)
-        return sample_tokens(
-            lz.sync.linear(normed[self.cache.attention_metadata(spans).logits_indices], self.lm_head), draws
-        )
+        rows = normed[self.cache.attention_metadata(spans).logits_indices]
+        return sample_tokens(run_sync(project(BLOCKING, rows, self.lm_head)), draws)
 
 
 def load(
@@ -334,35 +336,17 @@ def load(
     pages: int = 512,
     page_size: int = 16,
     per: Per = "step",
+    kv_dtype: torch.dtype | None = None,
 ) -> Llama:
     """Load a Hugging Face Llama folder onto `device` with a pool of `pages` pages.
 
-    Raises: ValueError: the folder's model is no Llama. FileNotFoundError: a file is missing.
+    Weights stay quantized where the folder's are; `kv_dtype` keeps keys and values in eight bits.
+    Raises: ValueError: the folder's model is no Llama, or not quantized as it says. FileNotFoundError: a file
+        is missing.
     """
     config = LlamaConfig.read(folder)
-    get = weights_of(folder, device, dtype)
-    return Llama(config, get, kv_pool(config, device, dtype, pages, page_size), per)
-
-
-def weights_of(folder: Path, device: torch.device | str, dtype: torch.dtype) -> GetWeight:
-    """How to get the weights of a Hugging Face folder, each by its name and with the shape it must have."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    else:
-        with safe_open(str(folder / "model.safetensors"), framework="pt") as weights:
-            file_of = dict.fromkeys(weights.keys(), "model.safetensors")
-    opened = {name: safe_open(str(folder / name), framework="pt") for name in set(file_of.values())}
-
-    def get(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in file_of:
-            raise ValueError(f"folder needs the weight {name}, got none in {folder}")
-        weight: Tensor = opened[file_of[name]].get_tensor(name)  # type: ignore[no-untyped-call]
-        if weight.shape != shape:
-            raise ValueError(f"{name} needs shape {shape}, got {tuple(weight.shape)} in {folder}")
-        return weight.to(device, dtype)
-
-    return get
+    get = quantized_weights_of(folder, device, dtype) or weights_of(folder, device, dtype)
+    return Llama(config, get, kv_pool(config, device, dtype, pages, page_size, kv_dtype), per)
 
 
 def random(
@@ -388,8 +372,15 @@ def random(
 
 
 def kv_pool(
-    config: LlamaConfig, device: torch.device | str, dtype: torch.dtype, pages: int, page_size: int
+    config: LlamaConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    pages: int,
+    page_size: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> PagedCache:
-    """The pages that a model of `config` keeps its keys and values in."""
-    spec = KVCacheSpec(config.num_key_value_heads, config.head_dim, dtype=dtype, device=device)
+    """The pages that a model of `config` keeps its keys and values in, in `kv_dtype` where one is given."""
+    spec = KVCacheSpec(
+        config.num_key_value_heads, config.head_dim, dtype=dtype, device=device, pool_dtype=kv_dtype
+    )
     return PagedCache(spec, pages=pages, page_size=page_size, layers=config.num_hidden_layers)

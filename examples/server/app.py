@@ -26,7 +26,7 @@ from layerzero.integrations.starlette import install, lifespan
 from server.answers import ChatFormat, CompletionFormat, Format, Piece, error_body
 from server.fields import BadRequest, UnknownModel
 from server.protocol import Ask, read
-from server.service import Full, Service
+from server.service import KV_FORMATS, Full, Service
 from server.service import Options as Options
 
 # Requests beyond those being answered that may be on their way in or out.
@@ -233,6 +233,12 @@ def parse(arguments: list[str] | None) -> Options:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device)
     parser.add_argument(
         "--per", choices=("op", "layer", "step"), default=defaults.per, help="what one await covers"
+    )
+    parser.add_argument(
+        "--kv-format",
+        choices=sorted(KV_FORMATS),
+        default=defaults.kv_format,
+        help="keys and values in 8 bits",
     )
     for name, what in _COUNTS.items():
         flag = f"--{name.replace('_', '-')}"

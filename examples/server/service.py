@@ -30,15 +30,20 @@ Emit = Callable[[Piece], Awaitable[None]]
 _SEEDS = 1 << 63
 
 
+# What keys and values are kept in: as they are computed, or eight bits.
+KV_FORMATS = {"": None, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How the server runs."""
+    """How the server runs; `kv_format` is one of `KV_FORMATS`."""
 
     model: Path = FOLDER
     device: str = "cpu"
     per: Per = "step"
     pages: int = 1024
     page_size: int = 16
+    kv_format: str = ""
     max_requests: int = 256
     max_waiting_tokens: int = 1 << 17
     max_body: int = 4 << 20
@@ -77,6 +82,7 @@ class Service:
             pages=options.pages,
             page_size=options.page_size,
             per=options.per,
+            kv_dtype=KV_FORMATS[options.kv_format],
         )
         self.engine = Engine(
             self.model, self.model.config.eos_token_ids, max_waiting_tokens=options.max_waiting_tokens

@@ -102,6 +102,8 @@ class RecordStore(Generic[R]):
                     "record.newer_found", store=self.name, path=str(path), schema=schema, needs=SCHEMA
                 )
                 return self.newer(kernel, f"record of a newer format {schema}: {path.name}")
+            if schema == 1:
+                data = _of_schema_2(data)
             stored = files.decode_json(data, _StoredRecord)
             record = files.decode_json(bytes(stored.record), self.kind)
             if stored.checksum != _checksum(bytes(stored.record)) or self._path(record) != path:
@@ -116,6 +118,22 @@ class RecordStore(Generic[R]):
             record = self.lost(kernel, f"its record was unreadable and is now {aside.name}")
             self.save(record)
         return record
+
+
+def _of_schema_2(data: bytes) -> bytes:
+    """A file of schema 1, which named the record by its kind and its time `at`, as one of schema 2.
+
+    Raises: ValueError: its checksum does not fit. msgspec.MsgspecError: it is no such file.
+    """
+    raw = files.decode_json(data, dict[str, msgspec.Raw])
+    stored = next((bytes(raw[name]) for name in ("record", "proof") if name in raw), b"{}")
+    if files.decode_json(bytes(raw.get("checksum", b'""')), str) != _checksum(stored):
+        raise ValueError("checksum does not fit the record")
+    record = files.decode_json(stored, dict)
+    if "at" in record:
+        record["timestamp"] = record.pop("at")
+    encoded = msgspec.json.encode(record)
+    return msgspec.json.encode(_StoredRecord(SCHEMA, msgspec.Raw(encoded), _checksum(encoded)))
 
 
 def _checksum(data: bytes) -> str:

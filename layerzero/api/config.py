@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 from layerzero.backends import installed_plugins
@@ -15,7 +16,7 @@ from layerzero.selection.policy import EMPTY, Policy, allow_only, exclusion, mer
 from layerzero.selection.policy import get_locks as policy_locks
 from layerzero.selection.policy import lock as policy_lock
 from layerzero.selection.policy import unlock as policy_unlock
-from layerzero.selection.policy.rules import Layer
+from layerzero.selection.policy.rules import Layer, split_op
 from layerzero.spec.errors import PolicyValidationError
 from layerzero.spec.settings import Settings
 
@@ -64,7 +65,7 @@ def load_policy(path: str | os.PathLike[str]) -> None:
 
 
 def lock(op: str, kernel: str, *, when: str | tuple[str, ...] = (), for_s: float | None = None) -> None:
-    """Make every call of `op` (or `op/causal`) run on `kernel`, a kernel id, a backend or a glob of either.
+    """Make every call of `op` (`op/causal`, `rms_*`) run on `kernel`: an id, a backend or a glob of them.
 
     A call that the locked kernel cannot take raises NoKernelFoundError with its reasons; it never runs
     elsewhere. `when` limits the lock (`"Sq > 1024"`), `for_s` ends it.
@@ -79,8 +80,9 @@ def lock(op: str, kernel: str, *, when: str | tuple[str, ...] = (), for_s: float
         {'rms_norm': 'reference'}
     """
     runtime = context_runtime()
-    base = op.replace("/", ".").split(".")[0]
-    known_kernels = runtime.kernel_ids(base) if base in ops_table.names() else frozenset[str]()
+    base = split_op(op)[0]
+    ops = [name for name in ops_table.names() if fnmatchcase(name, base)]
+    known_kernels = frozenset[str]().union(*(runtime.kernel_ids(name) for name in ops))
     until = _until(for_s)
     try:
         program = policy_lock(

@@ -8,14 +8,16 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
 import torch
 
-from layerzero._util.libraries import LibraryStatus, examine
+from layerzero._util.libraries import LIBRARIES, LibraryStatus, examine
 from layerzero.api.inspect import list_kernels
 from layerzero.backends import Plugin, installed_plugins
+from layerzero.backends.builds import BuildFact, build_facts
 from layerzero.calls.blocking import context_runtime
 from layerzero.health.breaker import BreakerStatus
 from layerzero.native import FAST_PATH
@@ -74,6 +76,17 @@ class OpKernels(msgspec.Struct, frozen=True, kw_only=True):
     elsewhere: tuple[str, ...] = ()
 
 
+class IsolatedBackend(msgspec.Struct, frozen=True, kw_only=True):
+    """A backend that runs in a process of its own: where, how that process is, and what it has."""
+
+    backend: str
+    place: str
+    state: str
+    python: str = ""
+    torch: str = ""
+    starts: int = 0
+
+
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `doctor` found; `str()` is for people.
 
@@ -86,6 +99,8 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     libraries: tuple[LibraryStatus, ...]
     sqlite: SQLiteInfo
     plugins: tuple[Plugin, ...] = ()
+    builds: tuple[BuildFact, ...] = ()
+    isolated: tuple[IsolatedBackend, ...] = ()
     bundles: tuple[Receipt, ...] = ()
     device: str = ""
     kernels: tuple[OpKernels, ...] = ()
@@ -109,13 +124,27 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
             ("library", "state", "version", "note"),
             [(f.backend, f.state, f.version or "-", f.detail or f.install) for f in self.libraries],
         )
+        yield (
+            "what libraries were built for",
+            ("library", "what", "needs", "this process", "fits"),
+            [(b.library, b.what, b.needs, b.got, "yes" if b.fits else "NO") for b in self.builds],
+        )
+        yield (
+            "backends in processes of their own",
+            ("backend", "runs in", "process", "Python", "torch", "starts"),
+            [
+                (i.backend, i.place, i.state, i.python or "-", i.torch or "-", f"{i.starts}")
+                for i in self.isolated
+            ],
+        )
         allowed = self.settings.get("plugins", ())
         yield (
-            "backends of other distributions",
-            ("plugin", "distribution", "version", "state"),
+            "backends and ops of other distributions",
+            ("plugin", "adds", "distribution", "version", "state"),
             [
                 (
                     p.name,
+                    p.kind,
                     p.distribution or "-",
                     p.version or "-",
                     f"{'' if p.name in allowed else 'not '}allowed",
@@ -179,6 +208,7 @@ def doctor(*, imports: bool = True, timeout_s: float = 60.0) -> DoctorReport:
         sqlite=sqlite,
         libraries=examine(imports=imports, timeout_s=timeout_s),
         plugins=installed_plugins(),
+        builds=_attempt("what libraries were built for", _builds, problems) or (),
         bundles=_attempt("what came from warm-up bundles", receipts, problems) or (),
     )
     notes = [f"SQLite {sqlite.version}: {_sqlite_note(sqlite)}"] if sqlite.wal_reset_bug else []
@@ -254,6 +284,34 @@ def _sqlite() -> SQLiteInfo:
     return SQLiteInfo(sqlite3.sqlite_version, has_wal_reset_bug(sqlite3.sqlite_version_info))
 
 
+def _builds() -> tuple[BuildFact, ...]:
+    """What every optional library and plugin that is installed was built for."""
+    names = {library.distribution for library in LIBRARIES} | {p.distribution for p in installed_plugins()}
+    return tuple(fact for name in sorted(filter(None, names)) for fact in build_facts(name))
+
+
+def _isolated(runtime: Runtime) -> tuple[IsolatedBackend, ...]:
+    if runtime.isolation is None:
+        return ()
+    names = {name for k in runtime.device().registry.all() for name in (k.id, k.backend)}
+    unmatched = (
+        IsolatedBackend(backend=pattern, place=place, state="matches no kernel")
+        for pattern, place in runtime.settings.isolate.items()
+        if not any(fnmatchcase(name, pattern) for name in names)
+    )
+    return *unmatched, *(
+        IsolatedBackend(
+            backend=backend,
+            place=place,
+            state=f"{worker.pid}" if worker.running else "not started" if not worker.starts else "ended",
+            python=worker.hello.python if worker.hello else "",
+            torch=worker.hello.torch if worker.hello else "",
+            starts=worker.starts,
+        )
+        for (backend, place), worker in sorted(runtime.isolation.workers().items())
+    )
+
+
 def _of_runtime(runtime: Runtime, problems: list[str]) -> dict[str, Any]:
     """The default device's kernels, health, and what governs them; one real call at the end."""
     device = runtime.device()
@@ -267,6 +325,7 @@ def _of_runtime(runtime: Runtime, problems: list[str]) -> dict[str, Any]:
         "device": str(device.device),
         "kernels": kernels,
         "health": device.health.statuses(),
+        "isolated": _isolated(runtime),
         "policy": tuple(dict(rule) for rule in describe(runtime.policy)),
         "settings": {name: value for name, value in settings.items() if value != defaults[name]},
     }

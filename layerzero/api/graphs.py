@@ -112,7 +112,7 @@ def _candidates(selection: Selection, kernel: str | None) -> tuple[str, ...]:
 
 def _case_findings(op: Op, run: Callable[..., Any], args: Args, others: Args) -> tuple[CaptureFinding, ...]:
     unique: dict[CaptureFinding, None] = {}
-    for observation in observe(run, args, others, writes=op.writes):
+    for observation in observe(run, args, others, writes=op.written(args)):
         unique |= dict.fromkeys(find_problems(observation))
     return tuple(unique)
 
@@ -198,7 +198,9 @@ def compile(
     inside must have a kernel that is safe under capture; on other devices the padded step simply runs. Give
     the result to `batched` and the calls of many coroutines become one replay. A changed policy or a
     quarantined kernel is captured anew. Each bucket is captured for each dtype and row shape that comes; of
-    more than `max_graphs`, or of more than `max_graph_bytes` together, the least recently used go.
+    more than `max_graphs`, or of more than `max_graph_bytes` together, the least recently used go. While a
+    kernel that the graph needs is loaded or compiled behind calls, `fn` runs as it is, without a graph;
+    `capture` of the result waits for it.
 
     Raises: ValueError: a bucket or bound below 1, or `fill` names no argument.
     """
@@ -208,7 +210,7 @@ def compile(
 
 def captured_steps(max_graphs: int, max_bytes: int | None) -> CapturedSteps:
     """Where captured steps are kept; what goes for room is counted where it ran."""
-    return CapturedSteps(max_graphs, max_bytes, _count_eviction)
+    return CapturedSteps(max_graphs, max_bytes, _count)
 
 
 def compile_within(fn: Callable[..., Any], buckets: Sequence[int], steps: CapturedSteps) -> GraphedFunction:
@@ -216,8 +218,8 @@ def compile_within(fn: Callable[..., Any], buckets: Sequence[int], steps: Captur
     return GraphedFunction(fn, buckets=buckets, version=_generation, steps=steps)
 
 
-def _count_eviction(device: torch.device) -> None:
-    context_runtime().device(device).counters.add("graph_evictions", device=str(device))
+def _count(name: str, device: torch.device) -> None:
+    context_runtime().device(device).counters.add(name, device=str(device))
 
 
 def _generation(device: torch.device) -> int:

@@ -65,7 +65,8 @@ def select(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) ->
         >>> selection.kernel, len(selection.trace) > 1
         ('reference.rms_norm', True)
     """
-    return _plan(ops_table.get(op), args, kwargs, backend).selection_for_request()
+    definition = ops_table.get(op)
+    return _selection(definition, *checked_build(definition, args, kwargs), backend)
 
 
 def select_batch(
@@ -83,9 +84,7 @@ def select_batch(
         signature, full = checked_build(definition, (), dict(call))
         selection = by_signature.get(signature)
         if selection is None:
-            selection = by_signature[signature] = _planned(
-                definition, signature, full, backend
-            ).selection_for_request()
+            selection = by_signature[signature] = _selection(definition, signature, full, backend)
         selections.append(selection)
     return selections
 
@@ -245,6 +244,15 @@ def _planned(op: Op, signature: Signature, full: Args, backend: str | None) -> P
     device = context_device(full)
     complete(device, op.name)
     return device.plan(op, signature, full, device.mode(), context_snapshot(device, op.name, backend))
+
+
+def _selection(op: Op, signature: Signature, full: Args, backend: str | None) -> Selection:
+    """What a call gets, with the verdict on every kernel also where a table decided without asking them."""
+    plan = _planned(op, signature, full, backend)
+    if not plan.selection.ahead:
+        return plan.selection_for_request()
+    device = context_device(full)
+    return device.table(op, context_snapshot(device, op.name, backend)).recompute(plan.request)
 
 
 class _Captured(BaseException):

@@ -1,8 +1,7 @@
 """Backends: one file each, the only place that imports a vendor's library; they do not know each other.
 
 A new backend is one file with `KERNELS`, one line in `BUILTIN` (its file and its ops) and a test file. A
-third party announces a function that returns its kernels in the entry point group `layerzero.backends`; it
-is listed where it is installed, and imported only when `Settings.plugins` names it.
+third party announces its own in an entry point (`layerzero/backends/plugins.py`).
 """
 
 from __future__ import annotations
@@ -14,16 +13,22 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
-import msgspec
-
+from layerzero.backends.plugins import ENTRY_POINT_GROUP as ENTRY_POINT_GROUP
+from layerzero.backends.plugins import Plugin as Plugin
+from layerzero.backends.plugins import PluginRequest as PluginRequest
+from layerzero.backends.plugins import installed_plugins as installed_plugins
+from layerzero.backends.plugins import load_plugin_ops as load_plugin_ops
+from layerzero.backends.plugins import plugin_kernels
 from layerzero.backends.reference import reference_kernel
 from layerzero.ops import table
-from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
+from layerzero.ops.op import OPS
+from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.kernel import Kernel, version
 from layerzero.spec.reasons import Reason, Rejected
 
 # The backends, and the ops that each has kernels for: a call imports the files that can serve it, no others.
 _OPS_OF = {
+    "cuda_kernels": "paged_attention quantized_linear",
     "flash_attn": "attention paged_attention ragged_attention",
     "flashinfer.attention": "attention paged_attention ragged_attention",
     "flashinfer.mla": "mla_attention",
@@ -33,19 +38,21 @@ _OPS_OF = {
     "native": "append_kv mla_attention paged_attention ragged_attention",
     "native.packed": "linear mlp",
     "native.products": "linear mlp",
+    "native.quantized": "fused_experts quantized_linear",
     "native.rows": "add_rms_norm rms_norm rope",
     "onednn": "linear mlp",
     "reference": " ".join(table.FILES),
     "torch_native": "add_layer_norm add_rms_norm append_kv cross_entropy embedding layer_norm linear "
     "linear_cross_entropy mlp rms_norm",
+    "torch_experts": "fused_experts select_experts",
     "torch_flex": "attention",
     "torch_moe": "moe",
     "torch_quantized": "dequantize quantize quantized_linear",
     "torch_ragged": "ragged_attention",
     "torch_sdpa": "attention",
     "torch_varlen": "ragged_attention",
-    "triton_kernels": "add_rms_norm add_rms_norm_quantize paged_attention quantize sample sample_topk "
-    "sample_topp verify_chain",
+    "triton_kernels": "add_rms_norm add_rms_norm_quantize append_kv paged_attention quantize "
+    "quantized_linear sample sample_topk sample_topp verify_chain",
     "xformers": "attention",
     "zentorch": "add_rms_norm attention linear moe quantized_linear rms_norm",
 }
@@ -54,9 +61,8 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {_PACKAGE + name: tuple(ops.split()) for name, ops in _OPS_OF.items()}
 )
 # What serves GPUs alone: the first call of a process on a CPU does not wait for their descriptions.
-_GPU_LIBRARIES = ("flash_attn", "flashinfer", "xformers")
+_GPU_LIBRARIES = ("cuda_kernels", "flash_attn", "flashinfer", "xformers")
 CUDA_ALONE = frozenset(_PACKAGE + name for name in _OPS_OF if name.startswith(_GPU_LIBRARIES))
-ENTRY_POINT_GROUP = "layerzero.backends"
 
 
 def load_builtin(
@@ -78,6 +84,8 @@ def load_builtin(
         elif op in ops:
             kernels.extend(_of_module(name, op))
     kernels.extend(k for k in load_plugins(allowed_plugins) if op in (None, k.op))
+    of_plugins = [name for name in OPS if name not in table.FILES and op in (None, name)]
+    kernels.extend(reference_kernel(OPS[name]) for name in of_plugins)
     seen: set[str] = set()
     for kernel in kernels:
         if kernel.id in seen:
@@ -92,40 +100,17 @@ def _of_module(name: str, op: str) -> Iterable[Kernel]:
     return (kernel for kernel in importlib.import_module(name).KERNELS if kernel.op == op)
 
 
-class Plugin(msgspec.Struct, frozen=True):
-    """An installed backend of another distribution: its entry point, and that distribution."""
-
-    name: str
-    distribution: str
-    version: str
-    target: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.distribution} {self.version})".replace("  ", " ")
-
-
-def installed_plugins() -> tuple[Plugin, ...]:
-    """Every backend that an installed distribution announces, by name; nothing of them is imported."""
-    entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    return tuple(
-        Plugin(
-            point.name,
-            point.dist.name if point.dist else "",
-            point.dist.version if point.dist else "",
-            point.value,
-        )
-        for point in sorted(entry_points, key=lambda point: point.name)
-    )
-
-
 def load_plugins(names: Collection[str]) -> list[Kernel]:
-    """The kernels of the plugins in `names`, by entry point name.
+    """The kernels of the plugins in `names`, by entry point name; their ops are known from then on.
 
+    Those of another environment (`alias=name@/python`) are not of this process, and left out.
     Raises: BackendNotAvailableError: one is not installed, or does not import or answer. ConfigurationError:
         two distributions announce one name, it gives something else than kernels of known ops, or a kernel's
         id is taken.
     """
-    kernels = [kernel for name in sorted(set(names)) for kernel in _load_plugin(name)]
+    here = [request.name for request in map(PluginRequest.parse, names) if not request.python]
+    load_plugin_ops(here)
+    kernels = [kernel for name in sorted(set(here)) for kernel in plugin_kernels(name)]
     builtin_ids = {k.id for op in {kernel.op for kernel in kernels} for k in load_builtin(op=op)}
     for kernel in kernels:
         if kernel.id in builtin_ids:
@@ -137,42 +122,14 @@ def load_plugins(names: Collection[str]) -> list[Kernel]:
     return kernels
 
 
-def _load_plugin(name: str) -> list[Kernel]:
-    entry_points = list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name))
-    if not entry_points:
-        raise BackendNotAvailableError(
-            f"backend plugin {name!r} is allowed but no installed distribution announces it in the entry "
-            f"point group {ENTRY_POINT_GROUP!r}",
-            backend=name,
-        )
-    if len(entry_points) > 1:
-        values = ", ".join(sorted(point.value for point in entry_points))
-        raise ConfigurationError(
-            f"backend plugin {name!r} needs one distribution that announces it, got {values}"
-        )
-    try:
-        announced = entry_points[0].load()
-        kernels = announced() if callable(announced) else announced
-    except Exception as error:  # whatever a stranger's module raises
-        message = f"backend plugin {name!r} does not load: {type(error).__name__}: {error}"
-        raise BackendNotAvailableError(message, backend=name) from error
-    if not isinstance(kernels, tuple | list) or not all(isinstance(kernel, Kernel) for kernel in kernels):
-        raise ConfigurationError(
-            f"backend plugin {name!r} needs to give a sequence of Kernel, got {type(kernels).__name__}"
-        )
-    for kernel in kernels:
-        if kernel.op not in table.FILES:
-            op_names = ", ".join(sorted(table.FILES))
-            raise ConfigurationError(
-                f"backend plugin {name!r}: {kernel.id!r} needs an op among {op_names}, got {kernel.op!r}"
-            )
-    return list(kernels)
-
-
 def availability(kernel: Kernel) -> list[Rejected]:
     """Why `kernel`'s libraries cannot serve here, from installed metadata alone; empty where they can."""
     verdicts = (_check_distribution(requirement) for requirement in kernel.distributions)
     states = [verdict for verdict in verdicts if verdict is not None]
+    if kernel.isolated and not table.get(kernel.op).pure:
+        # Operands are copied on their way: what would be written there, nobody here sees.
+        needs = "an op that writes none of its operands"
+        states.append(Rejected(Reason.ISOLATION_UNSUPPORTED, "isolate", needs, kernel.op))
     for first, second in kernel.co_requirements:
         if _installed(first) and not _installed(second):
             fix = f"pip install '{second}', or pip uninstall '{first}'"

@@ -147,11 +147,13 @@ def hub_kernel(
     *,
     efficiency: Efficiency | None = None,
     rank: int = 50,
+    origin: str = "",
 ) -> Kernel:
     """A kernel of `op` out of a hub repository; register it with `add_kernel`.
 
     `adapt(module)` returns the callable that takes the op's full argument tuple. The repository is verified
     and imported when the kernel is loaded, in the background; a refusal blocks the kernel with its reason.
+    `origin`, "module:function", names a function that gives this kernel, for a process of its own.
     """
     return Kernel(
         id=kernel_id,
@@ -163,6 +165,7 @@ def hub_kernel(
         tie_break_order=rank,
         slow_import=True,
         distributions=("kernels>=0.10",),
+        origin=origin,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from layerzero.ops.op import Op
-from layerzero.spec.capability import ACTIVATIONS, FEATURE_REASONS
+from layerzero.spec.capability import ACTIVATIONS, FEATURE_REASONS, FLOATS
 from layerzero.spec.kernel import Kernel
 
 # Its attention is what torch calls math.
@@ -26,6 +26,9 @@ BATCH_INVARIANT = frozenset(
     }
 )  # fmt: skip
 
+
+# What attention takes where its queries are codes, too.
+CODED = " ".join(sorted({*FLOATS, "int8", "float8_e4m3fn", "float8_e5m2"}))
 
 # Captured and replayed on one H200: benchmarks/results/graphs_h200.json.
 # Others synchronise or were not tried.
@@ -59,6 +62,7 @@ def reference_kernel(op: Op) -> Kernel:
         (0.1, 0.2, 30.0),
         "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread; middle of all ops",
         source="the op's definition: plain torch, float32 in between",
+        **({"dtypes": CODED} if op.name in ("attention", "ragged_attention") else {}),
         mixed_dtypes=True,
         features=EVERY_FEATURE,
         gradient=op.differentiable,

@@ -97,10 +97,10 @@ def cross_entropy(
 
 
 def append_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str, *_: None
 ) -> Tensor:
-    """One copy by index a pool, over its tokens where they are adjacent."""
-    args = (k, v, k_cache, v_cache, slot_mapping, layout)
+    """One copy by index a pool, over its tokens where they are adjacent; no pool of codes."""
+    args = (k, v, k_cache, v_cache, slot_mapping, layout, None, None)
     if layout != "NHD" or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         return append.append_kv_reference(*args)
     append.validate_values(args)

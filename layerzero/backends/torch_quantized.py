@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from layerzero.formats.table import FORMATS
 from layerzero.ops.linear.linear import contiguous_if_odd
-from layerzero.ops.quantize.quantize import FORMAT_OF, decode, dequantize_reference, quantize_reference
+from layerzero.ops.quantize.quantize import FORMAT_OF, dequantize_reference, numbers, quantize_reference
+from layerzero.ops.quantize.quantized_linear import rounded_rows
 from layerzero.spec.kernel import Kernel
 
-_FORMATS = "quant_int8 quant_fp8_e4m3 quant_fp8_e5m2"
-_SCALES = "scale_per_tensor scale_per_row scale_per_group"
+_FORMATS = " ".join(f"quant_{name}" for name in FORMATS)
+_SCALES = "scale_per_tensor scale_per_row scale_per_group scale_per_block"
+_PARTS = f"{_SCALES} scale_16bit zero_point tensor_scale"
+_INPUTS = "inputs_float inputs_quantized inputs_int8 inputs_fp8_e4m3"
 
 
-def dequantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str) -> Tensor:
-    """The weight back in x's dtype, then `torch.nn.functional.linear`."""
+def dequantized_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str, format: str | None,
+    zero_point: Tensor | None, tensor_scale: Tensor | None, block_size: int,
+) -> Tensor:  # fmt: skip
+    """The weight's numbers, in x's dtype where x is not rounded, then `torch.nn.functional.linear`."""
     kind = x.dtype if x.dtype == torch.float64 else torch.float32
+    wide = numbers(weight, scale, format, zero_point, tensor_scale, block_size, kind)
+    if inputs != "float":
+        rows = rounded_rows(x, inputs, weight.dtype, format, block_size)
+        return functional.linear(rows, wide, None if bias is None else bias.to(kind)).to(x.dtype)
     shift = None if bias is None else bias.to(x.dtype)
-    if inputs == "dynamic":
-        codes, spread = quantize_reference(x, FORMAT_OF[weight.dtype], "row", 0, None)
-        out = functional.linear(codes.to(kind), decode(weight, scale.to(kind))) * spread.to(kind)
-        return (out if bias is None else out + bias.to(kind)).to(x.dtype)
     rows = x if x.is_contiguous() else contiguous_if_odd(x)
-    return functional.linear(rows, decode(weight, scale.to(kind)).to(x.dtype), shift)
+    return functional.linear(rows, wide.to(x.dtype), shift)
 
 
-def exact_products(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
+def exact_products(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
     """`torch._int_mm`: int8 by int8 into int32, scaled afterwards."""
     codes, spread = quantize_reference(x, "int8", "row", 0, None)
     sums = torch._int_mm(codes.view(-1, codes.shape[-1]), weight.t())  # pyright: ignore[reportPrivateImportUsage]
     return _shifted(sums.float() * spread.view(-1, 1) * scale.view(-1), bias, x)
 
 
-def int8_weight_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
+def int8_weight_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
     """`torch._weight_int8pack_mm`: int8 weights widened in registers."""
     rows = x.reshape(-1, x.shape[-1])
     # The scales stay out of the product, which would round them to x's dtype.
@@ -44,7 +52,7 @@ def int8_weight_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | 
     return _shifted(product.float() * scale.view(-1), bias, x)
 
 
-def scaled_mm_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
+def scaled_mm_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
     """`torch._scaled_mm` on the tensor cores: a scale for each row of x and of the weight."""
     codes, spread = quantize_reference(x, FORMAT_OF[weight.dtype], "row", 0, None)
     rows = codes.view(-1, codes.shape[-1])
@@ -68,7 +76,7 @@ _kernel = functools.partial(Kernel.of, gradient=False, tie_break_order=40)
 _int8 = functools.partial(
     _kernel,
     load=lambda: exact_products,
-    features="quant_int8 scale_per_tensor scale_per_row bias inputs_quantized",
+    features="quant_int8 scale_per_tensor scale_per_row bias inputs_quantized inputs_int8",
     dtypes="float32 bfloat16 float16",
     mixed_dtypes=True,
 )
@@ -77,17 +85,17 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "torch.quantize.native", lambda: quantize_reference, (0.05, 0.15, 22.0),
         "an estimate: six passes over the rows", source=f"torch's elementwise functions; {_HERE}",
-        features=f"{_FORMATS} {_SCALES} scale_given", batch_invariant=True, default=True,
+        features=f"{_FORMATS} {_SCALES} scale_given tensor_scale", batch_invariant=True, default=True,
     ),
     _kernel(
         "torch.dequantize.native", lambda: dequantize_reference, (0.05, 0.4, 8.0),
         "an estimate: two passes over the rows", source=f"torch's elementwise functions; {_HERE}",
-        features=f"{_FORMATS} {_SCALES}", batch_invariant=True, default=True,
+        features=f"{_FORMATS} {_PARTS}", batch_invariant=True, default=True,
     ),
     _kernel(
         "torch.quantized_linear.widened", lambda: dequantized_linear, (0.55, 0.12, 12.0),
         "an estimate: the weight is written and read again in x's dtype", source=f"by construction; {_HERE}",
-        features=f"{_FORMATS} {_SCALES} bias inputs_float inputs_quantized", mixed_dtypes=True, default=True,
+        features=f"{_FORMATS} {_PARTS} {_INPUTS} bias", mixed_dtypes=True, default=True,
     ),
     _int8(
         "torch.quantized_linear.int_mm", efficiency=(0.95, 0.5, 30.0),

@@ -100,9 +100,7 @@ def _quantized_linear() -> Callable[..., Any]:
     kernel = operators().zentorch_dynamic_qlinear
     _refuse_stale_weights(operators().zentorch_linear_unary)
 
-    def quantized_linear(
-        x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str
-    ) -> Tensor:
+    def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
         """`zentorch_dynamic_qlinear`, which quantizes rows as `quantize` does.
 
         Scales need the shape (C, 1): with (C,) it prints complaints and answers all the same.

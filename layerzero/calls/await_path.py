@@ -116,7 +116,8 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
             if must_run_inline() is not None:
                 return target.run_inline(subject)
             pending = target.new_call(subject, args, kwargs, backend, batching)
-            if subject.device.spans is not None or pending.modes.stream != driver.ambient_stream:
+            elsewhere = driver.foreign or pending.modes.stream != driver.ambient_stream
+            if elsewhere or subject.device.spans is not None:
                 return await _submit(target, subject, pending, priority, timeout)
         else:
             pending = subject
@@ -188,7 +189,7 @@ async def _await_with_modes(pending: PendingCall, modes: Modes, driver: LoopDriv
     if leaves:
         suspend_modes(modes, driver)
     try:
-        result, LAST.plan = await pending
+        result, LAST.plan = await driver.waiting(pending)
     finally:
         if leaves:
             resume_modes(modes, driver)

@@ -123,6 +123,8 @@ class AwaitedCallCache:
         pending: PendingCall,
     ) -> bool:  # fmt: skip
         """Keep a call that the current policy governs; whether it can be found again."""
+        if not device.settings.max_keys:
+            return False
         facts, modes = plan.batch_facts, pending.modes
         if self.entries is None or pending.snapshot is not None or SCOPE.get() is not None:
             return False

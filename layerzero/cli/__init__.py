@@ -41,6 +41,10 @@ COMMANDS = {
         "Show what was measured on this machine: rows by op, and which of them count here",
     ),
     "policy": ("policy", "Work with policy files"),
+    "quantize": (
+        "quantize",
+        "Round the matrices of the model in FOLDER to a number format, and say what that costs by layer",
+    ),
     "ready": (
         "warmup",
         "Say whether a fresh process would serve MANIFEST without compiling; compiles nothing itself",
@@ -50,8 +54,8 @@ COMMANDS = {
         "Write one HTML page about this machine: kernels by call with regret and why, batches, health, drift",
     ),
     "solve": (
-        "tune",
-        "Decide every measured bucket now and write the decisions to PATH, as a dispatch table",
+        "solve",
+        "Decide ranges of calls now and write the decisions to PATH, as a dispatch table",
     ),
     "top": ("top", "Watch the process whose metrics are at URL, until interrupted"),
     "trace": (

@@ -69,7 +69,8 @@ def kernels(
     rows = [
         (i.id, i.op, i.state, "yes" if i.default else "", _takes(i.capability), notes[i.id]) for i in infos
     ]
-    barred = [plugin for plugin in installed_plugins() if plugin.name not in allowed]
+    # By name: a distribution that adds ops and kernels is allowed once.
+    barred = {str(plugin): plugin for plugin in installed_plugins() if plugin.name not in allowed}.values()
     output.show(
         json_,
         [{**msgspec.structs.asdict(info), "note": notes[info.id]} for info in infos],
@@ -85,7 +86,10 @@ def _note(info: KernelInfo, runtime: Runtime) -> str:
         return f"{info.blocked}{fix}"
     device = runtime.device()
     kernel = device.registry.get(info.id)
-    return unfit(kernel, device.hardware) if kernel is not None else ""
+    if kernel is None:
+        return ""
+    place = f"in a process of its own ({kernel.isolated})" if kernel.isolated else ""
+    return unfit(kernel, device.hardware) or place
 
 
 def _takes(capability: Capability) -> str:

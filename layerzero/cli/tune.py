@@ -1,4 +1,4 @@
-"""`lz tune`, `lz bench`, `lz solve` and `lz perfdb`: measuring kernels, and what follows from it."""
+"""`lz tune`, `lz bench` and `lz perfdb`: measuring kernels, and what was measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import click
 import msgspec
 
 from layerzero._util.files import need_own
-from layerzero.api.solve import solve as solve_buckets
 from layerzero.api.tune import bench_call, tune_blocking, write_shipped_table
 from layerzero.cli.common import call_arguments, output
 from layerzero.cli.common.options import json_option, op_named, runtime_of
@@ -173,28 +172,4 @@ def perfdb(device: str | None, json_: bool) -> None:
         {"path": str(path) if path else None, "bytes": size, "ops": by_op},
         f"{path or 'no file'}: {size / 1e6:.1f} MB",
         output.Table("measurements", ("op", "rows", "of this environment"), table),
-    )
-
-
-@click.command()
-@click.argument("path", type=click.Path(dir_okay=False))
-@click.option("--op", "ops", multiple=True, help="Only this op; repeatable.")
-@device_option
-@json_option
-def solve(path: str, ops: tuple[str, ...], device: str | None, json_: bool) -> None:
-    """Decide every measured bucket now and write the decisions to PATH, as a dispatch table."""
-    for name in ops:
-        op_named(name)
-    with runtime_of(device, None, False):
-        try:
-            table = solve_buckets(path, ops=ops or None, device=device)
-        except LayerZeroError as error:
-            raise click.UsageError(str(error)) from error
-    wins = Counter((bucket.op, bucket.kernel) for bucket in table.buckets)
-    taken = [{"op": op, "kernel": kernel, "buckets": count} for (op, kernel), count in wins.items()]
-    rows = [(op, kernel, str(count)) for (op, kernel), count in sorted(wins.items())]
-    output.show(
-        json_,
-        {"path": path, "buckets": len(table.buckets), "content": table.content, "taken": taken},
-        output.Table(f"{len(table.buckets)} buckets in {path}", ("op", "kernel", "buckets"), rows),
     )

@@ -25,7 +25,7 @@ from layerzero.ops import table as ops_table
 from layerzero.perfdb.rows import connect
 from layerzero.runtime import Runtime
 from layerzero.selection.cost.cost_model import perfdb_path
-from layerzero.selection.dispatch_table import activate
+from layerzero.selection.active_table import activate
 from layerzero.spec.capability_overlays import export, write
 from layerzero.spec.errors import ConfigurationError, NoKernelFoundError
 

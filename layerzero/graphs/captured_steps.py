@@ -12,6 +12,7 @@ from torch import Tensor
 from layerzero._util import log
 
 EVICTED = "graph.evicted"
+NOT_CAPTURED = "graph.not_captured_yet"
 MAX_GRAPHS = 128
 
 
@@ -41,15 +42,15 @@ class CapturedSteps:
 
     Several functions may share one: a bound then holds for all of them, their graphs share memory, and
     `lock` lets one of them run at a time; `streams` is where each device's last one ran. A step counts as
-    used when it is found. `evictions` is how many were let go for room; `on_evict(device)` hears of each, and
-    a log event names it.
+    used when it is found. `evictions` is how many were let go for room. `count(name, device)` hears of each,
+    and of each call that ran without a graph while its kernels load; log events say more.
     """
 
     def __init__(
         self,
         max_graphs: int = MAX_GRAPHS,
         max_bytes: int | None = None,
-        on_evict: Callable[[Any], object] = lambda _: None,
+        count: Callable[[str, Any], object] = lambda _, __: None,
     ) -> None:
         """Raises: ValueError: a bound below 1."""
         for name, bound in (("max_graphs", max_graphs), ("max_graph_bytes", max_bytes)):
@@ -60,7 +61,8 @@ class CapturedSteps:
         self.lock = threading.Lock()
         self.pools: dict[Any, Any] = {}
         self.streams: dict[Any, Any] = {}
-        self._on_evict = on_evict
+        self._count = count
+        self._not_before: dict[Any, int] = {}  # by device, the version whose kernels load
         self._steps: OrderedDict[Hashable, CapturedStep] = OrderedDict()
 
     def __len__(self) -> int:
@@ -87,7 +89,20 @@ class CapturedSteps:
             self._remove(oldest)
             self.evictions += 1
             log.info(EVICTED, step=name, why=why, kept=len(self._steps), kept_bytes=self.nbytes)
-            self._on_evict(device)
+            self._count("graph_evictions", device)
+
+    def is_loading(self, device: Any, version: int) -> bool:
+        """Whether a kernel that a step of this version needs was loading when one was last to be captured."""
+        return self._not_before.get(device) == version
+
+    def wait_for_load(self, device: Any, version: int, *, name: str, why: str) -> None:
+        """Capture nothing on a device before something has been loaded there, which is another version."""
+        self._not_before[device] = version
+        log.info(NOT_CAPTURED, step=name, why=why)
+
+    def count_uncaptured(self, device: Any) -> None:
+        """A call ran without a graph, since kernels that one needs load."""
+        self._count("graph_uncaptured_calls", device)
 
     def clear(self) -> None:
         """Let all go."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from layerzero.graphs.captured_steps import CapturedStep, CapturedSteps
 from layerzero.graphs.rehearsal import rehearsal
+from layerzero.spec.errors import KernelStillLoadingError
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 # Runs before the capture, as torch asks: cuBLAS, cuDNN and workspaces are made on first use.
@@ -26,7 +27,7 @@ WARMUPS = 3
 class EagerRerun:
     """The step called anew each time: what a device without graphs does."""
 
-    def __init__(self, run: Callable[[], Any], pool: Any, version: Callable[[], int]) -> None:
+    def __init__(self, run: Callable[[], Any], pool: Any, version: Callable[[], int], waits: bool) -> None:
         self._run = run
         self.pool = pool
         self.outputs = _tensors(run())
@@ -38,15 +39,20 @@ class EagerRerun:
 
 
 class CudaGraph:
-    """The step captured once on a side stream, after rehearsals that make every plan and workspace."""
+    """The step captured once on a side stream, after rehearsals that make every plan and workspace.
 
-    def __init__(self, run: Callable[[], Any], pool: Any, version: Callable[[], int]) -> None:
+    Raises: KernelStillLoadingError: a kernel that it needs loads, and it is not to wait for one.
+    """
+
+    def __init__(self, run: Callable[[], Any], pool: Any, version: Callable[[], int], waits: bool) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), rehearsal():
-            for _ in range(WARMUPS):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream), rehearsal(waits):
+                for _ in range(WARMUPS):
+                    run()
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
         # Rehearsing may have moved it on; what moves it from here on asks for another capture.
         self.version = version()
         self._graph = torch.cuda.CUDAGraph()
@@ -113,7 +119,11 @@ class GraphedFunction:
         with self._steps.lock, torch.no_grad():
             device = args[0].device
             self._order_streams(device)
-            static, recorded, _ = self._captured_for(self.buckets[place], args)
+            try:
+                static, recorded, _ = self._captured_for(self.buckets[place], args, waits=False)
+            except KernelStillLoadingError:
+                self._steps.count_uncaptured(device)
+                return self._fn(*args)
             if rows == self.buckets[place]:
                 for buffer, value in zip(static, args, strict=True):
                     buffer.copy_(value)
@@ -139,7 +149,7 @@ class GraphedFunction:
             raise ValueError(f"buckets needs some of {self.buckets}, got {unknown[0]!r}")
         with self._steps.lock, torch.no_grad():
             for bucket in reversed(sizes):
-                self._captured_for(bucket, args)
+                self._captured_for(bucket, args, waits=True)
 
     @property
     def evictions(self) -> int:
@@ -173,16 +183,26 @@ class GraphedFunction:
                 current.wait_stream(last)
             self._steps.streams[device] = current
 
-    def _captured_for(self, bucket: int, args: tuple[Tensor, ...]) -> CapturedStep:
+    def _captured_for(self, bucket: int, args: tuple[Tensor, ...], *, waits: bool) -> CapturedStep:
+        """Raises: KernelStillLoadingError: a kernel that it needs loads, and the caller does not wait."""
         device = args[0].device
         key = (self._token, bucket, device, *((a.dtype, a.shape[1:]) for a in args))
-        step = self._steps.find(key, self._version(device))
+        version = self._version(device)
+        step = self._steps.find(key, version)
         if step is None:
-            step = self._capture(bucket, device, args)
+            if not waits and self._steps.is_loading(device, version):
+                raise KernelStillLoadingError(f"{self._name} needs kernels that are being loaded")
+            try:
+                step = self._capture(bucket, device, args, waits)
+            except KernelStillLoadingError as error:
+                self._steps.wait_for_load(device, version, name=self._name, why=str(error))
+                raise
             self._steps.add(key, step, name=self._name, device=device)
         return step
 
-    def _capture(self, bucket: int, device: torch.device, args: tuple[Tensor, ...]) -> CapturedStep:
+    def _capture(
+        self, bucket: int, device: torch.device, args: tuple[Tensor, ...], waits: bool
+    ) -> CapturedStep:
         bytes_before = _reserved_bytes(device)
         # Buffers outlive the modes they are made under.
         with torch.inference_mode(False), torch.no_grad():
@@ -195,7 +215,10 @@ class GraphedFunction:
                 buffer[:shared].copy_(value[:shared])
             recorder = CudaGraph if device.type == "cuda" else EagerRerun
             recorded = recorder(
-                lambda: self._fn(*static), self._steps.pools.get(device), lambda: self._version(device)
+                lambda: self._fn(*static),
+                self._steps.pools.get(device),
+                lambda: self._version(device),
+                waits,
             )
         for out in recorded.outputs:
             if not out.dim() or out.shape[0] != bucket:

@@ -87,6 +87,10 @@ class Health:
         log.warning(KERNEL_FAILED, kernel=kernel, why=why[:MAX_WHY], **facts)
         return self._breaker(kernel).failure(self._clock(), why)
 
+    def rest(self, kernel: str, why: str) -> Transition | None:
+        """Take `kernel` out of service for a cooldown, at once."""
+        return self._breaker(kernel).rest(self._clock(), why)
+
     def success(self, kernel: str) -> None:
         """A call of `kernel` succeeded; worth saying only for a kernel that has failed before."""
         breaker = self._breakers.get(kernel)

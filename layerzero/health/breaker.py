@@ -150,6 +150,15 @@ class Breaker:
             transition = self._open(now_s, why)
         return self._notify(transition)
 
+    def rest(self, now_s: float, why: str) -> Transition | None:
+        """Open at once, whatever was counted: what it runs in is gone. One that is out stays so."""
+        with self._lock:
+            if self._state is not BreakerState.CLOSED:
+                return None
+            self._failures += 1
+            transition = self._open(now_s, why)
+        return self._notify(transition)
+
     def success(self, now_s: float) -> None:
         """An ordinary call succeeded at `now`."""
         with self._lock:

@@ -12,9 +12,9 @@ from layerzero.kvcache.attention_metadata import AttentionMetadata, MetadataBuil
 from layerzero.kvcache.block_allocator import Evict, PageAllocator
 from layerzero.kvcache.block_tables import BlockTables, PagedSequence, TokenRange
 from layerzero.kvcache.protocol import KVCacheSpec, Sequences
-from layerzero.ops import checks, host_copies
+from layerzero.ops import checks, host_copies, kv_formats
 from layerzero.ops.paged.append import append_kv_reference
-from layerzero.ops.paged.checks import LAYOUTS, gather_pages
+from layerzero.ops.paged.checks import LAYOUTS, gather_numbers, page_axes
 
 OPEN_CACHES: WeakSet[PagedCache] = WeakSet()  # of this process, for what watches it
 
@@ -31,6 +31,10 @@ class PagedCache:
     A fork shares all pages; the first of its sharers to grow copies the last one (copy on write), so that the
     page a sequence writes is always its own. `evict(missing)` is called before the pool runs out; it may free
     sequences of this cache.
+
+    With a `pool_dtype` of codes each layer's `scales` are what `append_kv`, `paged_attention` take beside its
+    pools: those of tokens are written with them, those of a tensor or of heads begin at 1 and are the
+    caller's to set, before the first token.
 
     Example:
         >>> cache = PagedCache(KVCacheSpec(num_kv_heads=2, head_dim=8), pages=8, page_size=4)
@@ -49,6 +53,7 @@ class PagedCache:
         "layout",
         "page_size",
         "pools",
+        "scales",
         "spec",
     )
 
@@ -75,12 +80,23 @@ class PagedCache:
         self.pools: tuple[tuple[Tensor, Tensor], ...] = tuple(
             (self._pool(pages, spec.head_dim), self._pool(pages, spec.head_dim_v)) for _ in range(layers)
         )
+        self.scales: tuple[tuple[Tensor, Tensor] | tuple[None, None], ...] = tuple(
+            (self._scales(keys), self._scales(values)) if spec.is_coded else (None, None)
+            for keys, values in self.pools
+        )
         OPEN_CACHES.add(self)
 
     def _pool(self, pages: int, width: int) -> Tensor:
         heads, size = self.spec.num_kv_heads, self.page_size
         shape = (pages, size, heads, width) if self.layout == "NHD" else (pages, heads, size, width)
-        return self.spec.zeros(*shape)
+        return self.spec.zeros(*shape, dtype=self.spec.pool_dtype)
+
+    def _scales(self, pool: Tensor) -> Tensor:
+        heads = page_axes(self.layout)[1]
+        shape = kv_formats.scale_shape(tuple(pool.shape), heads, self.spec.scale_granularity)
+        scale = self.spec.zeros(*shape, dtype=torch.float32).fill_(1.0)
+        kv_formats.note_format("pool", pool, scale)
+        return scale
 
     @property
     def k_cache(self) -> Tensor:
@@ -232,9 +248,13 @@ class PagedCache:
                 f"append needs a cache of one layer, got {len(self.pools)}; extend gives slots for append_kv"
             )
         count = self.spec.check(keys, values)
+        for name, scale in zip(("k_scale", "v_scale"), self.scales[0], strict=True):
+            kv_formats.need_valid_scale(name, scale)
         slot_mapping = self.extend([sequence], [count])
         if count:
-            append_kv_reference(keys, values, self.k_cache, self.v_cache, slot_mapping, self.layout)
+            append_kv_reference(
+                keys, values, self.k_cache, self.v_cache, slot_mapping, self.layout, *self.scales[0]
+            )
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -281,7 +301,10 @@ class PagedCache:
 
     def _copy_page(self, pages: list[int], entry: int, copy: int) -> None:
         last = pages[entry]
-        for pool in (pool for layer in self.pools for pool in layer):
+        by_token = [
+            scale for layer in self.scales for scale in layer if scale is not None and scale.dim() > 1
+        ]
+        for pool in (*(pool for layer in self.pools for pool in layer), *by_token):
             pool[copy].copy_(pool[last])
         pages[entry] = copy
         self.allocator.free([last])
@@ -320,10 +343,13 @@ class PagedCache:
         ), host_copies.to_device_with_host_copy(seq_lens_tensor, device)
 
     def read(self, sequence: int, layer: int = 0) -> tuple[Tensor, Tensor]:
-        """A dense copy of the sequence's keys and values in one layer, (S, heads, width)."""
+        """A copy of the sequence's keys and values in one layer, (S, heads, width), as numbers of `dtype`."""
         state = self._sequences.get(sequence)
         pages = torch.tensor(state.pages, dtype=torch.int64, device=self.spec.device)
-        keys, values = (gather_pages(pool, pages, state.length, self.layout) for pool in self.pools[layer])
+        keys, values = (
+            gather_numbers(pool, scale, pages, state.length, self.layout, self.spec.dtype).to(self.spec.dtype)
+            for pool, scale in zip(self.pools[layer], self.scales[layer], strict=True)
+        )
         return keys, values
 
     def sequences(self) -> list[int]:
@@ -334,4 +360,4 @@ class PagedCache:
         """Bytes of the pages that have an owner."""
         allocator = self.allocator
         tokens = (allocator.total - allocator.free_pages) * self.page_size
-        return tokens * self.spec.token_bytes * len(self.pools)
+        return tokens * self.spec.pooled_token_bytes * len(self.pools)

@@ -9,8 +9,10 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from layerzero.ops import checks
+from layerzero.formats.errors import FormatError
+from layerzero.ops import checks, kv_formats
 from layerzero.spec.errors import LayerZeroError
+from layerzero.spec.reasons import Reason
 
 T = TypeVar("T")
 
@@ -28,13 +30,19 @@ class FreedSequenceError(LayerZeroError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """One token's keys and values: `heads` key heads of `width`, values of `value_width`, in `dtype`."""
+    """One token's keys and values: `heads` key heads of `width`, values of `value_width`, in `dtype`.
+
+    A `PagedCache` keeps them in `pool_dtype`, by default as they are: float8_e4m3fn, float8_e5m2 and int8 are
+    codes, whose scales are shared by `scale_granularity`: a tensor, a head, or each token's head.
+    """
 
     num_kv_heads: int
     head_dim: int
     head_dim_v: int = 0
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
+    pool_dtype: torch.dtype | None = None
+    scale_granularity: str = "token"
 
     def __post_init__(self) -> None:
         checks.need_int("num_kv_heads", self.num_kv_heads, low=1)
@@ -42,18 +50,36 @@ class KVCacheSpec:
         checks.need_int("head_dim_v", self.head_dim_v, low=0)
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype needs a torch.dtype, got {type(self.dtype).__name__}: {self.dtype!r}")
+        stored = self.pool_dtype
+        if stored not in (None, self.dtype, *kv_formats.CODE_DTYPES):
+            codes = ", ".join(checks.dtype_name(dtype) for dtype in kv_formats.CODE_DTYPES)
+            raise FormatError("pool_dtype", f"dtype or one of {codes}", stored, Reason.KV_DTYPE_MISMATCH)
+        checks.need_choice("scale_granularity", self.scale_granularity, kv_formats.GRANULARITIES)
         if not self.head_dim_v:
             object.__setattr__(self, "head_dim_v", self.head_dim)
 
-    def zeros(self, *shape: int) -> Tensor:
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for every mode to write: what is made in inference mode is not written outside of it."""
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+            return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether pages hold codes."""
+        return self.pool_dtype in kv_formats.CODE_DTYPES
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's key and value."""
+        """Bytes of one token's key and value, as a dense cache keeps them."""
         return self.num_kv_heads * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
+
+    @property
+    def pooled_token_bytes(self) -> int:
+        """Bytes of one token's key and value in pages, with the scales that are its own."""
+        if not self.is_coded:
+            return self.token_bytes
+        own = 8 if self.scale_granularity == "token" else 0
+        return self.num_kv_heads * (self.head_dim + self.head_dim_v + own)
 
     def check(self, keys: Tensor, values: Tensor) -> int:
         """The number of tokens in `keys` (S, heads, width) and `values` (S, heads, value_width).

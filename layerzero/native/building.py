@@ -27,6 +27,16 @@ STAMP: Final = "stamp.json"
 # sums, and bits would depend on the rows beside them.
 PORTABLE: Final = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
 VECTORS: Final = ("-O3", "-march=native", "-std=c++20", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp")
+# For every CPU of a kind: what it has is asked at run time.
+CHOSEN: Final = (
+    "-O3",
+    "-std=c++20",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-fopenmp",
+)
 
 # What a wheel has of a module of VECTORS, the best first, and by which names Linux lists what each needs.
 LEVELS: Final[Mapping[str, frozenset[str]]] = {
@@ -73,6 +83,7 @@ SOURCES: Final = dict(
         _source("layerzero_noting", "native/noting.cpp", PORTABLE),
         _source("layerzero_native", "backends/native/attention.cpp", VECTORS),
         _source("layerzero_products", "backends/native/products.cpp", VECTORS),
+        _source("layerzero_quantized", "backends/native/quantized.cpp", CHOSEN),
         _source("layerzero_rows", "backends/native/rows.cpp", VECTORS),
     )
 )

@@ -111,7 +111,7 @@ def define(name: str, surroundings: Surroundings) -> None:
     """Define the operators of the op that `name` is an operator of; nothing where it is none."""
     base = name.removesuffix("_backward")
     base = _VARIANTS.get(base, base)
-    if base not in table.FILES or base in _DEFINED:
+    if base not in table.names() or base in _DEFINED:
         return
     op = table.get(base)
     if not _LIBRARIES:

@@ -252,7 +252,8 @@ def _parameters(schema: OperatorSchema) -> list[Parameter]:
             continue
         kind = _TYPES[annotation]
         if position in schema.op.writes:
-            kind = f"Tensor({chr(ord('a') + schema.op.writes.index(position))}!)"
+            absent = "?" if kind.endswith("?") else ""
+            kind = f"Tensor({chr(ord('a') + schema.op.writes.index(position))}!){absent}"
         declared.append(Parameter(each.name, each.name, kind, each.default, number=annotation in _PER_ROW))
         if annotation in _PER_ROW:
             rows.append(Parameter(f"{each.name}_rows", each.name, "Tensor?", None, per_row=True))

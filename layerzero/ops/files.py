@@ -14,6 +14,7 @@ FILES = MappingProxyType(
         "cross_entropy": "linear.cross_entropy",
         "dequantize": "quantize.quantize",
         "embedding": "linear.embedding",
+        "fused_experts": "linear.experts",
         "layer_norm": "norm.layer_norm",
         "linear": "linear.linear",
         "linear_cross_entropy": "linear.linear_cross_entropy",
@@ -29,6 +30,7 @@ FILES = MappingProxyType(
         "sample": "sampling.sampling",
         "sample_topk": "sampling.sampling",
         "sample_topp": "sampling.sampling",
+        "select_experts": "linear.select_experts",
         "verify_chain": "sampling.verify",
         "verify_tree": "sampling.verify",
     }

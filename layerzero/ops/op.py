@@ -103,6 +103,20 @@ class Split:
     cut: Callable[[Args, int, int], Args]
 
 
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How a call over codes becomes one over numbers, for a kernel that takes none.
+
+    `features` are what only the first asks for; `decode(args)` makes the arguments of the second; `written`
+    is how many numbers that writes, of a request, `sizes` the sizes of the second that differ.
+    """
+
+    features: frozenset[str]
+    decode: Callable[[Args], Args]
+    written: Callable[[CallSpec], int]
+    sizes: Callable[[CallSpec], dict[str, int]] = lambda spec: {}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
     """One operation, by default with the name of its `build`.
@@ -132,7 +146,7 @@ class Op:
     does not follow the operands'. `writes` are the positions of the tensors that the op changes; an op that
     changes any is not `pure`: no fallback, probe or search for a culprit runs it a second time. An op one of
     whose outputs is made of another, as rounded, is not `castable`: in a wider dtype it would mean less
-    rounding.
+    rounding. `decoding` is how a call over codes is made one over numbers.
     """
 
     build: Callable[..., SignedCall]
@@ -156,6 +170,11 @@ class Op:
     differentiable: bool = True
     stochastic: bool = False
     wide_outputs: frozenset[int] = field(default_factory=frozenset)
+    decoding: Decoding | None = None
+
+    def written(self, args: Args) -> tuple[int, ...]:
+        """The positions of the tensors that a call changes: `writes` without those that it leaves out."""
+        return tuple(position for position in self.writes if args[position] is not None)
 
     @property
     def rowwise(self) -> bool:

@@ -133,8 +133,12 @@ def implausible_reason(row: Measurement) -> str:
 
 
 def versions_of(kernel: Kernel) -> str:
-    """The installed versions of the distributions that a kernel depends on, as one string."""
-    return ", ".join(_version(text) for text in kernel.distributions)
+    """The installed versions of the distributions that a kernel depends on, and where it runs, as one string.
+
+    What was measured in this process says little of a kernel that runs in another, and the other way round.
+    """
+    place = [f"isolated {kernel.isolated}"] if kernel.isolated else []
+    return ", ".join([*(_version(text) for text in kernel.distributions), *place])
 
 
 @functools.cache

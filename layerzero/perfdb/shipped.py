@@ -17,7 +17,7 @@ import msgspec
 
 from layerzero._util import log
 from layerzero.perfdb.record import BenchmarkCase, Environment, Measurement
-from layerzero.perfdb.table_file import content_hash, read_table_file, write_table_file
+from layerzero.perfdb.table_file import Plain, content_hash, read_table_file, write_table_file
 from layerzero.spec.errors import CacheCorruptionError
 from layerzero.spec.hardware import Hardware
 
@@ -99,7 +99,19 @@ def read_table(path: str | os.PathLike[str]) -> ShippedTable:
 
     Raises: CacheCorruptionError: it does not decode, is of another format, or its rows do not match its hash.
     """
-    return read_table_file(path, ShippedTable, "rows", format=FORMAT)
+    return read_table_file(path, ShippedTable, "rows", MIGRATIONS, format=FORMAT)
+
+
+def _renamed(table: Plain) -> Plain:
+    """Format 1 said `site` for the call and `at` for the time."""
+    for row in table["rows"]:
+        row["case"] = row.pop("site")
+        if "at" in row:
+            row["timestamp"] = row.pop("at")
+    return table
+
+
+MIGRATIONS = {1: _renamed}
 
 
 def fitting_tables(hardware: Hardware, folder: Path) -> list[ShippedTable]:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from layerzero._util import log
 from layerzero._util.files import decode_json, read_given, replace_own
 from layerzero.spec.errors import CacheCorruptionError
 
 T = TypeVar("T", bound=msgspec.Struct)
+Plain = dict[str, Any]
+MIGRATED = "table.migrated"
+
+
+class _FormatOnly(msgspec.Struct, frozen=True):
+    format: int
 
 
 def content_hash(rows: Sequence[msgspec.Struct]) -> str:
@@ -33,18 +40,69 @@ def write_table_file(path: str | os.PathLike[str], table: msgspec.Struct, field:
     replace_own(Path(path), head.replace(name + b"]", name + b"\n" + lines + b"\n ]") + b"\n", field)
 
 
-def read_table_file(path: str | os.PathLike[str], kind: type[T], field: str, **versions: int) -> T:
-    """Read what `write_table_file` wrote.
+def read_table_file(
+    path: str | os.PathLike[str],
+    kind: type[T],
+    field: str,
+    migrations: Mapping[int, Callable[[Plain], Plain]],
+    *,
+    format: int,
+    **versions: int,
+) -> T:
+    """Read what `write_table_file` wrote; `migrations` make of each older format the one after it.
 
     Raises: CacheCorruptionError: it does not decode, a field of `versions` has another value, or the rows of
         `field` do not match its `content` hash.
     """
     try:
-        table = decode_json(read_given(path), kind)
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        data = read_given(path)
+    except (OSError, ValueError) as error:
         raise CacheCorruptionError(f"{path}: {error}", path=str(path)) from error
-    need_table(table, str(path), field, **versions)
+    return decode_table(data, str(path), kind, field, migrations, format=format, **versions)
+
+
+def decode_table(
+    data: bytes,
+    path: str,
+    kind: type[T],
+    field: str,
+    migrations: Mapping[int, Callable[[Plain], Plain]],
+    *,
+    format: int,
+    **versions: int,
+) -> T:
+    """The table in the bytes of a file, as `read_table_file` reads it; `path` names it in errors.
+
+    Raises: CacheCorruptionError.
+    """
+    try:
+        stated = decode_json(data, _FormatOnly).format
+        table = (
+            decode_json(data, kind)
+            if stated not in migrations
+            else _migrated(data, kind, field, [migrations[v] for v in range(stated, format)])
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, msgspec.MsgspecError) as error:
+        raise CacheCorruptionError(f"{path}: {error}", path=path) from error
+    if stated in migrations:
+        log.info(MIGRATED, path=path, format=stated, now=format)
+    need_table(table, path, field, format=format, **versions)
     return table
+
+
+def _migrated(data: bytes, kind: type[T], field: str, steps: Sequence[Callable[[Plain], Plain]]) -> T:
+    """A table of an older format in the newest one; its rows were whole before.
+
+    Raises: ValueError, KeyError, TypeError: it is no such table.
+    """
+    plain = decode_json(data, dict)
+    if hashlib.sha256(msgspec.json.encode(plain[field])).hexdigest() != plain["content"]:
+        raise ValueError(f"its {field} do not match its content hash")
+    for step in steps:
+        plain = step(plain)
+    plain["format"] += len(steps)
+    table = msgspec.convert(plain, kind)
+    return msgspec.structs.replace(table, content=content_hash(getattr(table, field)))
 
 
 def need_table(table: msgspec.Struct, path: str, field: str, **versions: int) -> None:

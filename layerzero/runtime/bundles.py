@@ -14,7 +14,9 @@ from layerzero.graphs.proof import CaptureProof
 from layerzero.graphs.proof import environment_of as proved_in
 from layerzero.measure.tuning import publish, stored_rows
 from layerzero.perfdb import Environment
-from layerzero.selection.dispatch_table import DispatchTable, capabilities_hash
+from layerzero.selection.active_table import kernels_differ
+from layerzero.selection.dispatch_table import EVERY_OP
+from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Reason, Rejected
 from layerzero.warmup import Manifest
 from layerzero.warmup.archive import refusal
@@ -102,7 +104,7 @@ def _records(device: LocalDevice, manifest: Manifest | None) -> Records:
     return Records(
         proofs=tuple(proof for proof in device.proofs.all() if _is_of_here(device, proof)),
         measurements=Measurements(Environment.of_hardware(device.hardware), rows) if rows else None,
-        dispatch_table=DispatchTable.load(table.path) if table is not None and not table.refusal else None,
+        dispatch_table=table.original.table if table is not None else None,
         manifest=manifest,
     )
 
@@ -119,7 +121,14 @@ def _need_kernels(device: LocalDevice, bundle: Bundle) -> None:
     Raises: BundleRefusedError.
     """
     table = bundle.records.dispatch_table
-    if table is not None and table.capabilities != capabilities_hash(device.registry.all()):
+    if table is None:
+        return
+
+    def kernels_of(op: str) -> tuple[Kernel, ...]:
+        return device.registry.all() if op == EVERY_OP else device.registry.for_op(op)
+
+    differs = kernels_differ(table, str(bundle.path), device.hardware.platform, kernels_of)
+    if any(differs(bucket.op) for bucket in table.buckets):
         needs, got = "those that its dispatch table was solved for", "others, or of other limits"
         problem = Rejected(Reason.BUNDLE_ENVIRONMENT_DIFFERS, "kernels", needs, got)
         raise refusal(bundle.path, [problem])

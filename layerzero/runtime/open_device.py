@@ -18,7 +18,8 @@ from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:
-    from layerzero.selection.dispatch_table import ActiveDispatchTable
+    from layerzero.actors.isolation.isolated_kernels import Isolation
+    from layerzero.selection.active_table import ActiveDispatchTable
     from layerzero.spec.capability_overlays import Overlay
 
 # What a device's prices are read by.
@@ -31,14 +32,16 @@ def open_device(
     kernels: Callable[[], list[Kernel]],
     added: Iterable[Kernel],
     overlay: Overlay | None,
+    isolation: Isolation | None = None,
     **parts: Any,
 ) -> ScheduledDevice:
     """A device with its kernels, prices and batchers; `parts` go to its constructor.
 
-    `kernels` gives what there is, `extra` comes beside it; `narrow` takes away from both what the deployment
-    does not want.
+    `kernels` gives what there is, `added` comes beside it; `overlay` takes away from both what the deployment
+    does not want; `isolation` has those of them that run in processes of their own.
     """
     digest = overlay.digest if overlay is not None else ""
+    prepare = None if isolation is None else isolation.prepared
 
     def with_overlay(all_kernels: Iterable[Kernel]) -> list[Kernel]:
         return list(all_kernels) if overlay is None else list(map(overlay.apply, all_kernels))
@@ -49,12 +52,14 @@ def open_device(
         def source(op: str, every: bool) -> list[Kernel]:
             return with_overlay(load_builtin(op=op, platform=None if every else platform))
 
-        registry = Registry((), availability, source, overlay=digest)
+        registry = Registry((), availability, source, digest, prepare)
     else:
-        registry = Registry(with_overlay(kernels()), availability, overlay=digest)
+        registry = Registry(with_overlay(kernels()), availability, None, digest, prepare)
     for kernel in with_overlay(added):
         registry.add(kernel)
     opened = ScheduledDevice(device, settings, registry, hardware=probe(device), **parts)
+    if isolation is not None:
+        isolation.attach(opened)
     if has_measurements(settings, opened.hardware):
         _load_costs(opened, at_once=settings.warm != "background")
     if settings.warm == "eager":

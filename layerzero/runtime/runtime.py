@@ -33,6 +33,7 @@ from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import READ_AT_START, SETTING_OVERRIDDEN, Settings
 
 if TYPE_CHECKING:
+    from layerzero.actors.isolation.isolated_kernels import Isolation
     from layerzero.actors.remote.pool import DevicePool
     from layerzero.observe.timeline import Timeline
     from layerzero.spec.capability_overlays import Overlay
@@ -74,7 +75,11 @@ class Runtime:
         self._store = store
         self._device_pool: DevicePool | None = None
         self._kernels = kernels or load_builtin
+        self._closers: list[Callable[[], None]] = []
+        self._isolation = self._open_isolation()
         self._plugins = load_plugins(self.settings.plugins)
+        if self._isolation is not None:
+            self._plugins += self._isolation.plugins_elsewhere()
         self._overlay_in_force = self._load_overlay()
         self._lock = threading.RLock()
         self._added_kernels: list[Kernel] = []
@@ -82,7 +87,6 @@ class Runtime:
         self._policy_layers.external = self._policy_layers.load_external(
             self.settings, self._known_kernel_ids
         )
-        self._closers: list[Callable[[], None]] = []
         self.policy: Policy = self._policy_layers.merged(self.apply_policy)
         timeline = self._open_timeline()
         if timeline is not None:
@@ -140,6 +144,7 @@ class Runtime:
             self._kernels,
             [*self._plugins, *self._added_kernels],
             self._overlay_in_force,
+            self._isolation,
             policy=self.policy,
             store=self._store,
             counters=self.counters,
@@ -162,6 +167,22 @@ class Runtime:
         timeline = Timeline(self.settings.timeline, open_devices, nvtx=self.settings.nvtx)
         timeline.start()
         return timeline
+
+    def _open_isolation(self) -> Isolation | None:
+        """The backends in processes of their own; nothing is imported where the settings have none."""
+        settings = self.settings
+        if not settings.isolate and not any("@" in name for name in settings.plugins):
+            return None
+        from layerzero.actors.isolation.isolated_kernels import Isolation
+
+        isolation = Isolation(settings, self.counters)
+        self.on_close(isolation.close)
+        return isolation
+
+    @property
+    def isolation(self) -> Isolation | None:
+        """The backends that run in processes of their own, where there are any."""
+        return self._isolation
 
     def _load_overlay(self) -> Overlay | None:
         """What the settings' file takes from the kernels; nothing is imported where there is none."""

@@ -14,7 +14,7 @@ from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Rejected
 
 if TYPE_CHECKING:
-    from layerzero.selection.dispatch_table import ActiveDispatchTable
+    from layerzero.selection.active_table import ActiveDispatchTable
 
 CostModel = Callable[[Kernel, WorkEstimate, CallSpec, Hardware], tuple[float, str]]
 
@@ -81,7 +81,7 @@ class SelectionContext:
     def fingerprint(self, op: str) -> Hashable:
         """Equal for two contexts that decide every request of `op` alike."""
         kernel_ids = tuple(k.id for k in self.kernels)
-        policy_rules = tuple(r for r in self.policy.rules if r.op in ("*", op))
+        policy_rules = tuple(r for r in self.policy.rules if r.concerns(op))
         status = self.status
         blocked = tuple((k, status.blocked[k].reason) for k in kernel_ids if k in status.blocked)
         unready = tuple(k for k in kernel_ids if k in status.unready)
@@ -102,7 +102,7 @@ class SelectionContext:
             self.cost_fingerprint,
             self.compile_fingerprint,
             # A table ahead is compared with the whole policy: it was solved under all of it.
-            (id(self.dispatch_table), self.policy.digest) if self.dispatch_table is not None else None,
+            (self.dispatch_table.identity, self.policy.digest) if self.dispatch_table is not None else None,
         )
 
 

@@ -8,11 +8,14 @@ settled by tie-break order and name, so that noise decides nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from layerzero.ops.op import Op
 from layerzero.selection.context import CostModel, SelectionContext, SelectionOptions
-from layerzero.selection.cost.roofline import ROOFLINE, TIMED, roofline_us
+from layerzero.selection.cost.roofline import ESTIMATE_MARGIN, ROOFLINE, TIMED, ideal_us, roofline_us
 from layerzero.selection.policy.policy import RequestPolicy
 from layerzero.selection.policy.rules import Rule
 from layerzero.selection.record import Accepted, Candidate, Selection
@@ -20,12 +23,18 @@ from layerzero.selection.transform import adapt
 from layerzero.selection.workspace import exceeds_budget, transform_bytes, workspace_bytes
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.errors import NoKernelFoundError
+from layerzero.spec.gpu_map import preferred_on
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason, Rejected
 
+if TYPE_CHECKING:
+    from layerzero.selection.dispatch_table import Bucket
+
 # Said of a kernel that is data alone, wherever it is accepted or chosen.
 DESCRIPTOR_ONLY = "descriptor only"
+# Where the price of a dispatch table's kernel comes from.
+AHEAD = "dispatch table"
 
 
 def roofline_cost(
@@ -42,12 +51,12 @@ def decide(
     *,
     bucketed: CallSpec | None = None,
     cost: CostModel = roofline_cost,
-    table_entry: str | Rejected | None = None,
+    table_entry: Bucket | Rejected | None = None,
 ) -> Selection:
     """Choose a kernel for `request` and keep every verdict.
 
-    `bucketed` is the request whose sizes costs are estimated for (the key's grid point). `table_entry` is the
-    kernel that a dispatch table names, or why it leaves the choice to run time; None where there is no table.
+    `bucketed` is the request whose sizes costs are estimated for (the key's grid point). `table_entry` is
+    what a dispatch table says of the call, or why it leaves the choice to run time; None where there is none.
     Raises: NoKernelFoundError: no kernel may and can serve it, or the governing lock cannot hold; the
     message lists every kernel with its reasons, `.trace` carries them.
     """
@@ -63,9 +72,11 @@ def decide(
             no_kernel_message(op, request, trace, lock), trace=trace, op=op.name, request=request
         )
     ready = [c for c in eligible if c.accepted is not None and c.accepted.ready]
-    best_warm, _ = pick(eligible, by_id, options)
+    sm = context.hardware.sm
+    preferred = preferred_on(op.name, sm) if sm is not None else ()
+    best_warm, _ = pick(eligible, by_id, options, preferred)
     pool = ready or eligible
-    chosen, why = pick(pool, by_id, options)
+    chosen, why = pick(pool, by_id, options, preferred)
     if lock is not None:
         why = f"locked by {lock.source}" + (f": {lock.note}" if lock.note else "")
     elif isinstance(table_entry, Rejected):
@@ -95,8 +106,49 @@ def decide(
     )
 
 
+def decide_ahead(
+    op: Op, request: CallSpec, context: SelectionContext, *, bucketed: CallSpec, entry: Bucket
+) -> Selection | None:
+    """The selection of a dispatch table's kernel, with which no other kernel is judged.
+
+    None where all must be judged: a lock governs the call, or the kernel may not, cannot or need not serve it
+    now (it is on probation, or not loaded).
+    """
+    kernel = next((known for known in context.kernels if known.id == entry.kernel), None)
+    rules = context.policy.for_request(request)
+    if kernel is None or rules.lock is not None or kernel.id in context.status.probing:
+        return None
+
+    def cost(kernel: Kernel, work: WorkEstimate, request: CallSpec, hardware: Hardware) -> tuple[float, str]:
+        if not entry.multiple:
+            return entry.expected_us, AHEAD
+        return math.hypot(entry.floor_us, entry.multiple * ideal_us(work, request, hardware)), AHEAD
+
+    candidate = _Judge(op, request, bucketed, context, rules, cost).candidate(kernel)
+    accepted = candidate.accepted
+    if accepted is None or candidate.rejected or not accepted.ready or kernel.descriptor:
+        return None
+    return Selection(
+        op=op.name,
+        kernel=kernel.id,
+        request=request,
+        transforms=accepted.transforms,
+        expected_us=accepted.kernel_us + accepted.transform_us,
+        why=_why_ahead(entry),
+        trace=(candidate,),
+        order=(kernel.id,),
+        policy=context.policy.digest[:12] if context.policy else "",
+        overlay=context.options.overlay[:12],
+        ahead=True,
+    )
+
+
+def _why_ahead(entry: Bucket) -> str:
+    return f"the dispatch table's kernel for this bucket: {entry.why}"
+
+
 def _by_dispatch_table(
-    named_kernel: str,
+    entry: Bucket,
     trace: Sequence[Candidate],
     pool: Sequence[Candidate],
     chosen: Candidate,
@@ -104,11 +156,11 @@ def _by_dispatch_table(
     why: str,
 ) -> tuple[Candidate, Candidate, str]:
     """What a dispatch table makes of the choice, now and once everything is loaded: its own kernel."""
-    named = next((c for c in trace if c.kernel == named_kernel), None)
+    named = next((c for c in trace if c.kernel == entry.kernel), None)
     if named is not None and named in pool:
-        return named, named, "the dispatch table's kernel for this bucket"
+        return named, named, _why_ahead(entry)
     because = "; ".join(map(str, named.rejected)) if named is not None else "it is not registered"
-    why = f"instead of {named_kernel}, which the dispatch table names ({because or 'not loaded'}): {why}"
+    why = f"instead of {entry.kernel}, which the dispatch table names ({because or 'not loaded'}): {why}"
     return chosen, named if named is not None and named.eligible else best_warm, why
 
 
@@ -162,8 +214,9 @@ class _Judge:
                     Rejected(Reason.STRICT_NEEDS_TRANSFORM, "strict", "no transforms", needs, "strict=False")
                 )
             return Candidate(kernel.id, kernel.backend, None, tuple(reasons))
-        priced = self._bucketed.replace(dtype=adapted[0].dtype)
-        kernel_us, source = self._cost(kernel, self._work, priced, hardware)
+        priced = self._bucketed.replace(dtype=adapted[0].dtype, features=adapted[0].features)
+        work = self._work if priced.features == self._bucketed.features else self._op.work(priced)
+        kernel_us, source = self._cost(kernel, work, priced, hardware)
         transform_us = sum(t.cost_us for t in transforms)
         total = verdict.boost.apply(kernel_us + transform_us)
         ready = context.status.is_ready(kernel, request)
@@ -176,13 +229,26 @@ class _Judge:
 
 
 def pick(
-    pool: Sequence[Candidate], by_id: Mapping[str, Kernel], options: SelectionOptions
+    pool: Sequence[Candidate],
+    by_id: Mapping[str, Kernel],
+    options: SelectionOptions,
+    preferred: Sequence[str] = (),
 ) -> tuple[Candidate, str]:
-    """The candidate to take and one sentence why."""
+    """The candidate to take and one sentence why; `preferred` are globs of what the hardware runs best."""
     best = min(pool, key=lambda c: (_accepted_of(c).total_us, by_id[c.kernel].tie_break_order, c.kernel))
     floor = _accepted_of(best).total_us
     if len(pool) == 1:
         return best, "the only kernel that takes the request"
+    for candidate in _of_globs(pool, preferred) if _accepted_of(best).source == ROOFLINE else ():
+        total = _accepted_of(candidate).total_us
+        if _accepted_of(candidate).source == ROOFLINE and total <= floor * ESTIMATE_MARGIN:
+            gain = (total / floor - 1) * 100 if floor else 0.0
+            if candidate is best:
+                return best, f"preferred on this hardware, and the cheapest at {floor:.1f} us expected"
+            return (
+                candidate,
+                f"preferred on this hardware: {best.kernel} gains only {gain:.1f} %, by estimates",
+            )
     defaults = [c for c in pool if by_id[c.kernel].default]
     for default in defaults:
         total = _accepted_of(default).total_us
@@ -201,6 +267,12 @@ def pick(
             f"first in fixed order among {len(band)} within {options.tie_band:.0%} of {floor:.1f} us",
         )
     return best, f"cheapest at {floor:.1f} us expected"
+
+
+def _of_globs(pool: Sequence[Candidate], globs: Sequence[str]) -> list[Candidate]:
+    """The candidates that globs name, in their order, the cheapest of each first."""
+    cheapest_first = sorted(pool, key=lambda c: (_accepted_of(c).total_us, c.kernel)) if globs else ()
+    return [c for glob in globs for c in cheapest_first if fnmatchcase(c.kernel, glob)]
 
 
 def _accepted_of(candidate: Candidate) -> Accepted:

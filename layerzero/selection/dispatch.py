@@ -22,15 +22,22 @@ from torch import Tensor
 from layerzero._util import foreign, log
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.selection.context import AgreedTerms, CostModel, SelectionContext
-from layerzero.selection.decide import decide
+from layerzero.selection.decide import decide, decide_ahead
 from layerzero.selection.key import KeyMaker
 from layerzero.selection.modes import AUTOCAST, CAPTURE, DETERMINISTIC, FORWARD, GRAD, MODE_COUNT, REHEARSAL
 from layerzero.selection.plan import Plan, reference_plan
 from layerzero.selection.policy.policy import Policy
+from layerzero.selection.recent import Recent
 from layerzero.selection.record import Selection, empty_selection
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.errors import CudaGraphUnsafeError, NoKernelFoundError, SelectionTimeoutError
+from layerzero.spec.errors import (
+    CudaGraphUnsafeError,
+    KernelStillLoadingError,
+    NoKernelFoundError,
+    SelectionTimeoutError,
+)
 from layerzero.spec.kernel import Kernel
+from layerzero.spec.reasons import Rejected
 
 
 class _PendingSelection:
@@ -45,13 +52,19 @@ class _PendingSelection:
         self.error: BaseException | None = None
 
 
+# So many plans for captures are kept where no others are.
+_CAPTURED = 4096
 # Plans for captures by mode and signature, with their kernels: what a new version is handed.
 RehearsedPlans = Mapping[tuple[int, Signature], tuple[Plan, Kernel]]
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
 class PlanTable:
-    """The plans of one op in one version: `by_signature[mode bits]`, and `by_key` for reduced requests."""
+    """The plans of one op in one version: `by_signature[mode bits]`, and `by_key` for reduced requests.
+
+    At most `max_keys` are remembered by either, those that were used last; with 0 every call is decided anew,
+    but for those of a graph capture, which must find what was rehearsed.
+    """
 
     __slots__ = (
         "_compile",
@@ -61,6 +74,7 @@ class PlanTable:
         "_lock",
         "_max_keys",
         "_pending",
+        "_recent",
         "_rehearsed_before",
         "_timeout_s",
         "by_key",
@@ -85,8 +99,11 @@ class PlanTable:
     ) -> None:
         self.op = op
         self._rehearsed_before = rehearsed
-        self.by_signature: list[dict[Signature, Plan]] = [{} for _ in range(2 * MODE_COUNT)]
-        self.by_key: dict[Hashable, Plan] = {}
+        self._recent: list[Recent[Signature, Plan]] = [
+            Recent(max_keys or (_CAPTURED if bits & CAPTURE else 0)) for bits in range(2 * MODE_COUNT)
+        ]
+        self.by_signature = [recent.newer for recent in self._recent]
+        self.by_key: Recent[Hashable, Plan] = Recent(max_keys or _CAPTURED)
         self.version = version
         self.fingerprint = context.fingerprint(op.name)
         self.computed = 0
@@ -111,7 +128,9 @@ class PlanTable:
                 return reference_plan(self.op, self.describe(args, bits))
             bits &= ~FORWARD
             return self.by_signature[bits].get(signature) or self.resolve(signature, args, bits)
-        hash(signature)
+        if (known := self._recent[bits].get(signature)) is not None:
+            self.by_signature[bits] = self._recent[bits].newer
+            return known
         request = self.describe(args, bits)
         empty = self.op.empty
         if empty is not None and empty(args) is not None:
@@ -122,10 +141,8 @@ class PlanTable:
             plan = (self._plan_under_capture(request, bits) or self.plan_for(request)).with_output_check(
                 request
             )
-        plans = self.by_signature[bits]
-        if len(plans) >= self._max_keys:
-            plans = self.by_signature[bits] = {}
-        plans[signature] = plan
+        self._recent[bits].put(signature, plan)
+        self.by_signature[bits] = self._recent[bits].newer
         return plan
 
     def _plan_under_capture(self, request: CallSpec, bits: int) -> Plan | None:
@@ -174,13 +191,20 @@ class PlanTable:
 
     def rehearsed_plans(self) -> RehearsedPlans:
         """The plans for captures of this version and of those before."""
-        plans = dict(self._rehearsed_before) if len(self._rehearsed_before) < self._max_keys else {}
+        most = self._max_keys or _CAPTURED
+        plans = dict(self._rehearsed_before) if len(self._rehearsed_before) < most else {}
         kernels_by_id = {kernel.id: kernel for kernel in self._context.kernels}
         for bits in range(CAPTURE, MODE_COUNT):
-            for signature, plan in list(self.by_signature[bits].items()):
+            for signature, plan in self._recent[bits].items():
                 if plan.kernel:
                     plans[bits, signature] = plan, kernels_by_id[plan.kernel]
         return plans
+
+    def check_outputs_again(self) -> None:
+        """Compare the outputs of every plan's next run with what they have to be."""
+        for recent in self._recent:
+            for plan in recent.values():
+                plan.check_outputs_again()
 
     def describe(self, args: Args, bits: int) -> CallSpec:
         """The request of a call under the given modes."""
@@ -204,7 +228,7 @@ class PlanTable:
     def plan_for(self, request: CallSpec) -> Plan:
         """The plan for a request; one computation per key, however many threads ask at once."""
         key = self._key_maker.key(request)
-        plan = self.by_key.get(key)
+        plan = self.by_key.newer.get(key)
         if plan is not None:
             return plan
         with self._lock:
@@ -221,16 +245,15 @@ class PlanTable:
 
     def _compute(self, key: Hashable, pending: _PendingSelection, request: CallSpec) -> Plan:
         try:
-            plan = self._compile(self.op, self.recompute(request))
+            plan = self._compile(self.op, self._ahead(request) or self.recompute(request))
         except BaseException as error:
             pending.error = error
             raise
         else:
             pending.plan = plan
             with self._lock:
-                if len(self.by_key) >= self._max_keys:
-                    self.by_key = {}
-                self.by_key[key] = plan
+                if self._max_keys or "capture" in request.modes:
+                    self.by_key.put(key, plan)
             return plan
         finally:
             with self._lock:
@@ -244,32 +267,64 @@ class PlanTable:
                 f"selection for {self.op.name} needs less than {self._timeout_s} s, and has not finished",
                 request=request,
             )
+        if isinstance(pending.error, KernelStillLoadingError) and REHEARSAL.waits:
+            return self.plan_for(request)  # its owner does not wait for a kernel that loads; this thread does
         if pending.plan is None:
             assert pending.error is not None
             raise pending.error
         return pending.plan
 
-    def recompute(self, request: CallSpec, *, use_dispatch_table: bool = True) -> Selection:
-        """The decision for a request, computed anew whatever the table remembers.
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """What may be chosen from."""
+        return self._context.kernels
 
-        Without `use_dispatch_table` no decision made ahead counts.
+    @property
+    def policy(self) -> Policy:
+        """The policy that governs its choices."""
+        return self._context.policy
+
+    def bucket(self, request: CallSpec) -> CallSpec:
+        """The request with its sizes on the grid, as costs are estimated for it."""
+        return self._key_maker.bucket(request)
+
+    def _ahead(self, request: CallSpec) -> Selection | None:
+        """The decision of the dispatch table in force; None where every kernel has to be judged."""
+        context = self._context
+        if context.dispatch_table is None:
+            return None
+        entry = context.dispatch_table.lookup(request, context.policy)
+        if entry is None or isinstance(entry, Rejected):
+            return None
+        bucketed = self._key_maker.bucket(request)
+        selection = decide_ahead(self.op, request, context, bucketed=bucketed, entry=entry)
+        return None if selection is None else msgspec.structs.replace(selection, version=self.version)
+
+    def recompute(
+        self, request: CallSpec, *, use_dispatch_table: bool = True, cost: CostModel | None = None
+    ) -> Selection:
+        """The decision for a request with the verdict on every kernel, whatever the table remembers.
+
+        Without `use_dispatch_table` no decision made ahead counts; `cost` replaces what kernels are priced
+        with.
 
         Where no kernel has what a mode of `droppable_modes` asks for, the choice is made without it, with a
         warning.
         """
         dropped_modes = request.modes & self._context.droppable_modes
         try:
-            return self._decide(request, use_dispatch_table)
+            return self._decide(request, use_dispatch_table, cost)
         except NoKernelFoundError:
             if not dropped_modes:
                 raise
-        selection = self._decide(request.replace(modes=request.modes - dropped_modes), use_dispatch_table)
+        fewer = request.replace(modes=request.modes - dropped_modes)
+        selection = self._decide(fewer, use_dispatch_table, cost)
         log.warning(
             "selection.without_mode", op=self.op.name, modes=sorted(dropped_modes), kernel=selection.kernel
         )
         return selection
 
-    def _decide(self, request: CallSpec, use_dispatch_table: bool) -> Selection:
+    def _decide(self, request: CallSpec, use_dispatch_table: bool, cost: CostModel | None) -> Selection:
         context, bucketed = self._context, self._key_maker.bucket(request)
         dispatch_table = context.dispatch_table if use_dispatch_table else None
         selection = decide(
@@ -277,8 +332,8 @@ class PlanTable:
             request,
             context,
             bucketed=bucketed,
-            cost=self._cost,
-            table_entry=dispatch_table.lookup(request, bucketed, context.policy)
+            cost=cost or self._cost,
+            table_entry=dispatch_table.lookup(request, context.policy)
             if dispatch_table is not None
             else None,
         )
@@ -308,3 +363,18 @@ class DispatchState:
         self.version = version
         self.policy = policy
         self.tables: dict[str, PlanTable] = tables if tables is not None else {}
+
+    def successor(
+        self, version: int, policy: Policy, context: Callable[[str, Policy], SelectionContext] | None
+    ) -> DispatchState:
+        """The next version; without `context` (of an op under a policy) no table is kept.
+
+        Tables whose context cannot have changed stay: a change of one op costs the others nothing.
+        """
+        tables: dict[str, PlanTable] = {}
+        rehearsed = dict(self.rehearsed_plans)
+        for name, table in list(self.tables.items()):
+            if context is not None and context(name, policy).fingerprint(name) == table.fingerprint:
+                tables[name] = table
+            rehearsed[name] = table.rehearsed_plans()
+        return DispatchState(version, policy, tables, rehearsed_plans=rehearsed)

@@ -15,6 +15,8 @@ from layerzero.spec.condition import Condition, parse_limit
 from layerzero.spec.kernel import Kernel
 
 GRID_VERSION = 1
+# The features that do not change how long a kernel takes.
+INVISIBLE = frozenset({"scale", "scale_not_positive", "rows_nonempty"})
 
 
 def grid(size: int) -> int:

@@ -39,9 +39,13 @@ def mode_bits_without_grad() -> int:
 
 
 class _Rehearsal(threading.local):
-    """Whether this thread plans for a capture that has not begun; `layerzero/graphs/rehearsal.py` sets it."""
+    """Whether this thread plans for a capture that has not begun; `layerzero/graphs/rehearsal.py` sets it.
+
+    `waits` is whether it waits for a kernel that must be loaded first, and for its compiler.
+    """
 
     on = False
+    waits = True
 
 
 REHEARSAL = _Rehearsal()

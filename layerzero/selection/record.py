@@ -19,10 +19,11 @@ from layerzero.spec.reasons import Reason, Rejected, as_plain
 class Transform(msgspec.Struct, frozen=True, tag=True, gc=False):
     """One change of the operands before a kernel runs: `kind`, from what to what, priced in microseconds.
 
-    A "split" runs the kernel once for each part of at most `size` along one axis.
+    A "split" runs the kernel once for each part of at most `size` along one axis; a "dequantize" writes
+    `size` bytes of numbers, which codes stand for.
     """
 
-    kind: Literal["layout", "cast", "contiguous", "split"]
+    kind: Literal["layout", "cast", "contiguous", "split", "dequantize"]
     before: str
     after: str
     cost_us: float = 0.0
@@ -77,7 +78,9 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     the kernels that take the request from the chosen one down, as fallbacks try them. `table_miss` says
     why the dispatch table that is in force leaves the request to run time: it has no bucket for it, or was
     solved under another policy. `overlay` begins the digest of the capability overlay in force, empty where
-    there is none.
+    there is none. `ahead` says that a dispatch table decided, so that only its kernel was judged: `trace` and
+    `order` hold that one. `fused_ops` are the ops of a block that this one does the work of, empty outside
+    plans.
     """
 
     op: str
@@ -94,6 +97,13 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     fallback: str = ""
     table_miss: Rejected | None = None
     overlay: str = ""
+    ahead: bool = False
+    fused_ops: tuple[str, ...] = ()
+
+    @property
+    def transform_cost_total(self) -> float:
+        """What all transforms of the chosen kernel are expected to cost, in microseconds."""
+        return sum(transform.cost_us for transform in self.transforms)
 
     def __repr__(self) -> str:
         kernel = self.kernel or "no kernel"
@@ -125,12 +135,15 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             "why": self.why,
             "expected_us": round(self.expected_us, 3),
             "transforms": [str(t) for t in self.transforms],
+            "transform_cost_total": round(self.transform_cost_total, 3),
+            "fused_ops": list(self.fused_ops),
             "when_warm": self.when_warm,
             "fallback": self.fallback or None,
             "table_miss": as_plain(self.table_miss) if self.table_miss is not None else None,
             "version": self.version,
             "policy": self.policy,
             "overlay": self.overlay,
+            "ahead": self.ahead,
             "request": msgspec.to_builtins(self.request),
             "candidates": [_candidate_plain(c) for c in self.trace],
         }

@@ -1,8 +1,8 @@
 """Transforms: what would make a rejected request acceptable, at what price, and how it is done.
 
 Only changes that keep the meaning are considered: another layout (a transposed view), a dense copy, a
-cast to a wider dtype and back, and a batch above what a kernel launches at once run in parts. A cast never
-narrows.
+cast to a wider dtype and back, codes as the numbers that they stand for, and a batch above what a kernel
+launches at once run in parts. A cast never narrows.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from layerzero._util.foreign import has_memory
+from layerzero.ops import kv_formats
 from layerzero.ops.batching import concat_copy
 from layerzero.ops.checks import address_of
-from layerzero.ops.op import Op, Split
+from layerzero.ops.op import Decoding, Op, Split
 from layerzero.selection.record import Transform
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.capability import Capability
@@ -28,6 +29,7 @@ from layerzero.spec.reasons import Reason, Rejected
 
 COPY_LAUNCH_US = 2.0
 VIEW_US = 0.5
+_DECODE_LAUNCHES = 6  # of two operands: gathered, widened, multiplied
 
 _LAYOUT = {Reason.LAYOUT_UNSUPPORTED}
 _DENSE = {Reason.NOT_CONTIGUOUS, Reason.STRIDE_LAST_DIM, Reason.MISALIGNED}
@@ -52,11 +54,17 @@ def adapt(
 
     Copies are priced for the sizes of `bucketed`.
     """
+    decoding = op.decoding
+    is_coded = decoding is not None and (
+        request.dtype in kv_formats.CODE_NAMES or any(r.field in decoding.features for r in rejected)
+    )
+    if decoding is not None and is_coded:
+        return _adapt_decoded(op, kernel, request, hardware, bucketed, decoding)
+    transforms: list[Transform] = []
     reasons = {r.reason for r in rejected}
     if not reasons <= TRANSFORMABLE:
         return None
     capability = kernel.capability
-    transforms: list[Transform] = []
     adapted = request
     if reasons & _CAST:
         if not op.castable:
@@ -71,7 +79,8 @@ def adapt(
     if Reason.MISALIGNED in reasons and op.uncopied_operands:
         return None
     if reasons & _LAYOUT:
-        if op.layouts is None or request.layout not in op.layouts.names:
+        by_token = "kv_scale_per_token" in request.features  # such scales lie as the operands do
+        if op.layouts is None or request.layout not in op.layouts.names or by_token:
             return None
         other = op.layouts.names[1 - op.layouts.names.index(request.layout)]
         transforms.append(Transform("layout", request.layout, other, VIEW_US * len(op.layouts.operands)))
@@ -88,6 +97,43 @@ def adapt(
         transforms.append(Transform("split", dim, f"parts of at most {size}", price, size))
         adapted = adapted.replace(dims={**adapted.dims, dim: size})
     return (adapted, tuple(transforms)) if not rejections(kernel, adapted, hardware) else None
+
+
+def _adapt_decoded(
+    op: Op, kernel: Kernel, request: CallSpec, hardware: Hardware, bucketed: CallSpec, decoding: Decoding
+) -> tuple[CallSpec, tuple[Transform, ...]] | None:
+    """`adapt` of a call over codes as one over numbers."""
+    first = _dequantized(decoding, request, bucketed, hardware)
+    request, bucketed = _of_numbers(decoding, request), _of_numbers(decoding, bucketed)
+    refusals = rejections(kernel, request, hardware)
+    if not refusals:
+        return request, (first,)
+    adapted = adapt(op, kernel, request, refusals, hardware, bucketed)
+    return None if adapted is None else (adapted[0], (first, *adapted[1]))
+
+
+def _dequantized(decoding: Decoding, request: CallSpec, bucketed: CallSpec, hardware: Hardware) -> Transform:
+    """Codes read and numbers written, in some launches; the format and its result by name."""
+    after = _number_dtype(request.dtype)
+    written = decoding.written(bucketed) * _BYTES.get(after, 4)
+    moved = decoding.written(bucketed) + written
+    price = COPY_LAUNCH_US * _DECODE_LAUNCHES + moved / hardware.bandwidth * 1e6
+    named = (f.partition("_")[2] for f in sorted(request.features & decoding.features) if "scale" not in f)
+    return Transform("dequantize", next(named, request.dtype), after, price, written)
+
+
+def _of_numbers(decoding: Decoding, request: CallSpec) -> CallSpec:
+    return request.replace(
+        dtype=_number_dtype(request.dtype),
+        dtypes=tuple(map(_number_dtype, request.dtypes)),
+        features=request.features - decoding.features,
+        dims={**request.dims, **decoding.sizes(request)},
+    )
+
+
+def _number_dtype(dtype: str) -> str:
+    """What numbers are made in: the queries' dtype, bfloat16 where they are codes."""
+    return "bfloat16" if dtype in kv_formats.CODE_NAMES else dtype
 
 
 def _needs_dense(capability: Capability, request: CallSpec) -> bool:
@@ -157,8 +203,12 @@ def compile_transforms(
     if size and op.split is not None:
         run = _in_parts(op.split, size, run)
     dtype: torch.dtype | None = getattr(torch, cast) if cast else None
+    decodes = any(t.kind == "dequantize" for t in transforms)
+    decode = op.decoding.decode if decodes and op.decoding is not None else None
 
     def transformed(*args: Any) -> Any:
+        if decode is not None:
+            args = decode(args)
         original: torch.dtype = args[op.operands[0]].dtype
         changed = list(args)
         if dtype is not None:

@@ -35,6 +35,8 @@ def transform_bytes(transforms: Sequence[Transform], request: CallSpec, moved: f
             total += moved
         elif transform.kind == "cast":
             total += moved * _BYTES.get(transform.after, 4) / _BYTES.get(request.dtype, 4)
+        elif transform.kind == "dequantize":
+            total += transform.size
     return int(total)
 
 

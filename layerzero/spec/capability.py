@@ -59,18 +59,27 @@ FEATURE_REASONS: Mapping[str, Reason] = {
     "top_k_and_top_p": Reason.TOP_K_WITH_TOP_P,
     **dict.fromkeys(
         ("prefill", "kv_strided", "scale_given", "inputs_float", "inputs_quantized", "scores_sigmoid",
-         "scores_raw"),
+         "scores_raw", "gate_second", "weighed_inputs", "local_experts", "shared_experts",
+         "weights_plain", "expert_groups"),
         Reason.FEATURE_UNSUPPORTED,
     ),
     **dict.fromkeys(
-        ("kv_float64", "kv_float32", "kv_float16", "kv_bfloat16"), Reason.KV_DTYPE_MISMATCH
+        ("kv_float64", "kv_float32", "kv_float16", "kv_bfloat16", "kv_float8_e4m3fn", "kv_float8_e5m2",
+         "kv_int8"),
+        Reason.KV_DTYPE_MISMATCH,
     ),
     **dict.fromkeys(
-        ("quant_int4", "quant_mxfp4", "quant_nvfp4", "quant_int8", "quant_fp8_e4m3", "quant_fp8_e5m2"),
+        ("kv_scale_per_tensor", "kv_scale_per_head", "kv_scale_per_token"), Reason.SCALE_LAYOUT_MISMATCH
+    ),
+    **dict.fromkeys(
+        ("quant_int4", "quant_nf4", "quant_mxfp4", "quant_mxfp8", "quant_nvfp4", "quant_int8",
+         "quant_fp8_e4m3", "quant_fp8_e5m2", "inputs_int8", "inputs_fp8_e4m3"),
         Reason.QUANT_FORMAT_UNSUPPORTED,
     ),
     **dict.fromkeys(
-        ("scale_per_tensor", "scale_per_row", "scale_per_group"), Reason.SCALE_LAYOUT_MISMATCH
+        ("scale_per_tensor", "scale_per_row", "scale_per_group", "scale_per_block", "scale_16bit",
+         "tensor_scale", "zero_point"),
+        Reason.SCALE_LAYOUT_MISMATCH,
     ),
 }  # fmt: skip
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "silu", "relu")
@@ -82,6 +91,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `features` lists what the kernel can do of `FEATURE_REASONS` (and `act_<name>` for activations);
     `half_isa` is what bfloat16 and float16 need on a CPU beyond `isa`.
+    Where `only_with` lists features, a call must ask for one of them: what else could be done, others do.
     `limits` bound sizes, in the words of `spec.condition`; booleans are promises that tests prove.
     `narrowed` names the fields that a deployment's overlay took something from.
     """
@@ -103,6 +113,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     mixed_dtypes: bool = False
     index_dtypes: frozenset[str] = INDEX_DTYPES
     features: frozenset[str] = frozenset()
+    only_with: frozenset[str] = frozenset()
     layouts: frozenset[str] = frozenset()
     contiguous: bool = False
     last_stride1: bool = False
@@ -119,5 +130,6 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 # The fields that are sets of names.
 NAME_SETS = frozenset({
-    "archs", "cpu_vendors", "dtypes", "features", "half_isa", "index_dtypes", "isa", "layouts", "platforms",
+    "archs", "cpu_vendors", "dtypes", "features", "half_isa", "index_dtypes", "isa", "layouts",
+    "only_with", "platforms",
 })  # fmt: skip

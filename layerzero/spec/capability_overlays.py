@@ -18,21 +18,19 @@ from typing import Any, get_type_hints
 import msgspec
 import torch
 
+from layerzero._util import log
 from layerzero._util.files import replace_own
 from layerzero._util.strict_yaml import quote, suggestion
-from layerzero.spec.capability import (
-    ACTIVATIONS,
-    ALL_PLATFORMS,
-    FEATURE_REASONS,
-    Capability,
-)
+from layerzero.spec.capability import ACTIVATIONS, ALL_PLATFORMS, FEATURE_REASONS, Capability
 from layerzero.spec.condition import parse_limit
 from layerzero.spec.errors import CacheCorruptionError, ConfigurationError, PolicyValidationError
 from layerzero.spec.kernel import Kernel, version
+from layerzero.spec.older_capabilities import respell
 from layerzero.spec.tolerances import FACTOR
 from layerzero.spec.user_file import UserFile
 
 FORMAT = 2
+MIGRATED = "capabilities.migrated"
 PLATFORMS = ALL_PLATFORMS | {"hpu", "mps"}
 FIELDS: tuple[str, ...] = Capability.__struct_fields__
 # What a limit may bound: the axes of `layerzero.spec.call_spec`, and those of single ops beside them.
@@ -73,8 +71,15 @@ def export(kernels: Iterable[Kernel]) -> Capabilities:
 
 def content_hash(entries: Mapping[str, CapabilityEntry]) -> str:
     """Equal for equal entries, in every process."""
-    plain = msgspec.to_builtins(entries, order="sorted")
-    return hashlib.sha256(msgspec.json.encode(plain, order="sorted")).hexdigest()
+    return _plain_hash(msgspec.to_builtins(entries, order="sorted"))
+
+
+def _changed(path: str | os.PathLike[str]) -> CacheCorruptionError:
+    return CacheCorruptionError(f"{path}: its kernels do not match its content hash", path=str(path))
+
+
+def _plain_hash(entries: Mapping[str, Any]) -> str:
+    return hashlib.sha256(msgspec.json.encode(entries, order="sorted")).hexdigest()
 
 
 def write(path: str | os.PathLike[str], document: Capabilities) -> None:
@@ -114,8 +119,10 @@ def read(path: str | os.PathLike[str]) -> Capabilities:
             )
         if wrong:
             raise file.error_of(kernel, wrong[0])
+    if file.migrated:
+        return msgspec.structs.replace(document, content=content_hash(document.kernels))
     if content_hash(document.kernels) != document.content:
-        raise CacheCorruptionError(f"{path}: its kernels do not match its content hash", path=str(path))
+        raise _changed(path)
     return document
 
 
@@ -160,6 +167,7 @@ _KNOWN: Mapping[str, Callable[[str], bool]] = {
     "platforms": PLATFORMS.__contains__,
     "dtypes": lambda name: isinstance(getattr(torch, name, None), torch.dtype),
     "index_dtypes": lambda name: name in ("int32", "int64"),
+    "only_with": FEATURE_REASONS.__contains__,
     "features": lambda name: name in FEATURE_REASONS or name.removeprefix("act_") in ACTIVATIONS,
 }
 
@@ -284,7 +292,7 @@ def _may_drop_promise(new: bool, old: bool) -> bool:
 
 _NARROWER: Mapping[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(("platforms", "dtypes", "index_dtypes", "features"), _subset),
-    **dict.fromkeys(("mma_families", "cpu_vendors", "archs", "layouts"), _subset_of_any),
+    **dict.fromkeys(("mma_families", "cpu_vendors", "archs", "layouts", "only_with"), _subset_of_any),
     **dict.fromkeys(("isa", "half_isa"), lambda new, old: new >= old),
     **dict.fromkeys(("sm_min", "alignment", "torch_min", "cuda_min", "driver_min"), _at_least),
     **dict.fromkeys(("sm_max", "torch_below"), _at_most),
@@ -332,10 +340,27 @@ class _CapabilityFile(UserFile):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         version = self.value.get("version")
+        self.migrated = version == 1 and not isinstance(version, bool)
+        if self.migrated:
+            self._migrate()
+            version = FORMAT
         if isinstance(version, bool) or version != FORMAT:
             raise ConfigurationError(
                 f"{self.path}: version needs {FORMAT}, got {quote(version)}", path=self.path
             )
+
+    def _migrate(self) -> None:
+        """Spell the limits of format 1, which were records, as conditions; its hash is checked before."""
+        kernels = self.kernels()
+        if "content" in self.value and _plain_hash(kernels) != self.value["content"]:
+            raise _changed(self.path)
+        self.value["version"] = FORMAT
+        for name, entry in kernels.items():
+            try:
+                respell(entry["capability"])
+            except (KeyError, TypeError, AttributeError) as error:
+                raise self.error_of(name, f"limits need limits of format 1, got {error!r}") from error
+        log.info(MIGRATED, path=self.path, version=1, now=FORMAT)
 
     def kernels(self) -> dict[str, dict[str, Any]]:
         """The entries by kernel id."""

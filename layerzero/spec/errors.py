@@ -4,17 +4,20 @@ LayerZeroError
 ├─ NoKernelFoundError        no kernel accepts the request            .trace
 │    (NoKernelAvailableError is the same class under its older name)
 ├─ UnknownOpError            no op has that name; also a ValueError
+├─ BlockError                a block of ops cannot be planned; also a ValueError   .problem
 ├─ KernelExecutionError      a kernel failed and nothing could take over   .kernel, __cause__
 ├─ BackendNotAvailableError  a named backend is missing or broken     .backend
 ├─ CudaGraphUnsafeError      a call under capture has no ready, capture-safe plan
+├─ KernelStillLoadingError   a rehearsal that does not wait met a kernel that is not loaded
 ├─ ConfigurationError        a setting, environment variable or call of the configuration surface
 │  └─ PolicyValidationError  a policy that contradicts the schema or the registry
 │     └─ PolicyLoadError     a policy file that cannot be read        .path .line
 ├─ SelectionTimeoutError     a selection or a lock took longer than allowed
 ├─ CacheCorruptionError      a stored file does not decode to what was written   .path
 ├─ BundleRefusedError        a warm-up bundle is not used, and nothing of it was written   .path .problems
+├─ PlanRefusedError          a file of plans is not used                .path .problems
+├─ OverloadedError           the queue is full                         .retry_after
 ├─ ReportRefusedError        a file is no report to work with   .path .problems
-├─ OverloadedError                the queue is full                         .retry_after
 ├─ DeadlineExceededError     a call's deadline passed before it ran
 ├─ ModeChangedError          torch's modes differ across an await
 ├─ DeviceLostError           the device or its process is gone        .retryable
@@ -66,6 +69,14 @@ class UnknownOpError(LayerZeroError, ValueError):
     """No op has the name that was given; the message lists the ops, nearest names first."""
 
 
+class BlockError(LayerZeroError, ValueError):
+    """A block of ops cannot be planned; `problem` is a `Rejected` with its reason code."""
+
+    def __init__(self, message: str, *, problem: Any, **context: Any) -> None:
+        super().__init__(message, problem=problem, **context)
+        self.problem = problem
+
+
 class KernelExecutionError(LayerZeroError):
     """A kernel raised and no other kernel could answer; the cause is chained."""
 
@@ -84,6 +95,10 @@ class BackendNotAvailableError(LayerZeroError):
 
 class CudaGraphUnsafeError(LayerZeroError):
     """A call under CUDA graph capture needs a plan that is ready and proved capture-safe."""
+
+
+class KernelStillLoadingError(LayerZeroError):
+    """The only kernels for a call load behind it, and its caller said that it does not wait."""
 
 
 class ConfigurationError(LayerZeroError):
@@ -119,6 +134,18 @@ class CacheCorruptionError(LayerZeroError):
 
 class BundleRefusedError(LayerZeroError):
     """A warm-up bundle is damaged, unsafe, untrusted or of another environment; nothing was written.
+
+    `problems` are `Rejected`, each with its reason code, the field, what it needs and what it got.
+    """
+
+    def __init__(self, message: str, *, path: str, problems: tuple[Any, ...], **context: Any) -> None:
+        super().__init__(message, path=path, problems=problems, **context)
+        self.path = path
+        self.problems = problems
+
+
+class PlanRefusedError(LayerZeroError):
+    """A file of plans is old, damaged, or of another machine, block or policy; nothing of it is used.
 
     `problems` are `Rejected`, each with its reason code, the field, what it needs and what it got.
     """

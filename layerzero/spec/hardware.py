@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import torch
 
+from layerzero.spec.gpu_map import gpu_map, row_of
+
 
 class GPUGeneration(IntEnum):
     """NVIDIA's generations in order; UNKNOWN sorts last and never counts as supported."""
@@ -67,7 +69,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tensor_core_generation(self) -> int | None:
         """NVIDIA's own count of its tensor cores' generations; None where it is not known."""
-        return TENSOR_CORE_GENERATION.get(self.sm or 0)
+        row = row_of(gpu_map().tensor_cores, self.sm)
+        return row.generation if row is not None else None
 
     @property
     def mma_family(self) -> MMAFamily:
@@ -82,35 +85,15 @@ def device_class(hardware: Hardware) -> str:
 
 
 def generation_of(sm: int | None) -> GPUGeneration:
-    """The generation of a compute capability (times ten)."""
-    if sm is None or sm < 75:
-        return GPUGeneration.UNKNOWN
-    for low, high, generation in (
-        (75, 79, GPUGeneration.TURING),
-        (80, 88, GPUGeneration.AMPERE),
-        (89, 89, GPUGeneration.ADA_LOVELACE),
-        (90, 99, GPUGeneration.HOPPER),
-        (100, 129, GPUGeneration.BLACKWELL),
-    ):
-        if low <= sm <= high:
-            return generation
-    return GPUGeneration.UNKNOWN
+    """The generation of a compute capability (times ten); UNKNOWN where the map has another name for it."""
+    row = row_of(gpu_map().generation, sm) if sm is not None else None
+    return GPUGeneration.__members__.get(row.name, GPUGeneration.UNKNOWN) if row else GPUGeneration.UNKNOWN
 
 
 def mma_family_of(sm: int | None) -> MMAFamily:
     """The matrix instruction family of a compute capability (times ten)."""
-    if sm is None or sm < 75:
-        return MMAFamily.NONE
-    if 90 <= sm <= 99:
-        return MMAFamily.WGMMA
-    if 100 <= sm <= 119:
-        return MMAFamily.TCGEN05
-    return MMAFamily.WMMA if sm <= 129 else MMAFamily.NONE
-
-
-TENSOR_CORE_GENERATION = {
-    75: 2, 80: 3, 86: 3, 87: 3, 88: 3, 89: 4, 90: 4, 100: 5, 103: 5, 110: 5, 120: 5, 121: 5,
-}  # fmt: skip
+    row = row_of(gpu_map().family, sm) if sm is not None else None
+    return MMAFamily(row.name) if row and row.name in set(MMAFamily) else MMAFamily.NONE
 
 
 def probe(device: str | torch.device = "cpu") -> Hardware:
@@ -148,21 +131,10 @@ def _probe_cuda(device: str) -> Hardware:
 
 
 def _cuda_roofs(sm: int) -> dict[str, Any]:
-    half = _CUDA_HALF_FLOPS.get(sm, 1e14)
+    roof = row_of(gpu_map().roof, sm)
+    half, bandwidth = (roof.half, roof.bandwidth) if roof is not None else (1e14, 1.5e12)
     peak_flops = {"float16": half, "bfloat16": half, "float32": half / 15, "float64": half / 30}
-    return {"peak_flops": peak_flops, "bandwidth": _CUDA_BANDWIDTH.get(sm, 1.5e12)}
-
-
-# Dense half precision FLOP/s and copy bandwidth by compute capability. 9.0: an 8192-cube bf16 product ran
-# at 7.9e14 and a device copy at 4.3e12 bytes/s on an H200; the others are the vendors' data sheets.
-_CUDA_HALF_FLOPS = {75: 6.5e13, 80: 3.1e14, 86: 1.5e14, 89: 3.6e14, 90: 7.9e14, 100: 2.2e15}
-_CUDA_BANDWIDTH = {75: 3e11, 80: 1.5e12, 86: 9e11, 89: 8.6e11, 90: 4.3e12, 100: 7e12}
-
-
-# Every compute capability, times ten, that a GPU of NVIDIA's has; CUDA C Programming Guide, 13.0, and before.
-COMPUTE_CAPABILITIES = frozenset(
-    {50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121}
-)
+    return {"peak_flops": peak_flops, "bandwidth": bandwidth}
 
 
 def hypothetical_gpu(
@@ -172,8 +144,9 @@ def hypothetical_gpu(
 
     Raises: ValueError: `sm` (times ten: 90 is 9.0) is no compute capability of any GPU.
     """
-    if isinstance(sm, bool) or sm not in COMPUTE_CAPABILITIES:
-        every = ", ".join(map(str, sorted(COMPUTE_CAPABILITIES)))
+    known = gpu_map().capabilities
+    if isinstance(sm, bool) or sm not in known:
+        every = ", ".join(map(str, sorted(set(known))))
         raise ValueError(f"sm needs a compute capability times ten ({every}), such as 90 for 9.0, got {sm!r}")
     return Hardware(
         platform="cuda",

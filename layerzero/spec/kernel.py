@@ -62,6 +62,8 @@ class Kernel:
     and `compile(spec)` compiles it; until then the kernel is not ready for requests of that unit.
     `on_disk(spec)` says whether what that would compile lies on disk, where every process finds it; a kernel
     that has it may be compiled by a process of its own.
+    `origin`, "module:function", says what gives this kernel in another process, where no backend there
+    has it; `isolated` is the place where it runs, "process" or an interpreter's path, empty in this process.
     """
 
     id: str
@@ -82,6 +84,8 @@ class Kernel:
     compile: Callable[[CallSpec], None] | None = field(default=None)
     on_disk: Callable[[CallSpec], bool] | None = field(default=None)
     descriptor: bool = False
+    origin: str = ""
+    isolated: str = ""
 
     @classmethod
     def of(
@@ -127,6 +131,9 @@ def rejections(kernel: Kernel, spec: CallSpec, hardware: Hardware) -> list[Rejec
     reasons += _layout_rejections(capability, spec)
     if not spec.features <= capability.features:
         reasons += _feature_rejections(capability, spec)
+    if capability.only_with and not spec.features & capability.only_with:
+        needs = _any_of_text(capability.only_with)
+        reasons.append(Rejected(Reason.FEATURE_REQUIRED, "features", needs, "none of them", needs))
     if capability.limits:
         reasons += _limit_rejections(capability, spec)
     if spec.modes:

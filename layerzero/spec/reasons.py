@@ -27,6 +27,8 @@ class Category(StrEnum):
     RESOURCE = "resource"
     DISPATCH_TABLE = "dispatch_table"
     BUNDLE = "bundle"
+    BLOCK = "block"
+    PLAN = "plan"
     REPORT = "report"
     GATE = "gate"
 
@@ -65,6 +67,19 @@ class Reason(StrEnum):
         "does not take this quantized format",
     )
     SCALE_LAYOUT_MISMATCH = "SCALE_LAYOUT_MISMATCH", Category.DTYPE, "needs scales laid out differently"
+    SCALE_SHAPE_MISMATCH = "SCALE_SHAPE_MISMATCH", Category.DTYPE, "its scale has another shape"
+    SCALE_DTYPE_MISMATCH = "SCALE_DTYPE_MISMATCH", Category.DTYPE, "its scale has another dtype"
+    SCALE_NOT_POSITIVE = "SCALE_NOT_POSITIVE", Category.DTYPE, "its scale is zero or negative"
+    SCALE_NOT_FINITE = "SCALE_NOT_FINITE", Category.DTYPE, "its scale is NaN or infinite"
+    ZERO_POINT_MISMATCH = "ZERO_POINT_MISMATCH", Category.DTYPE, "its zero point does not fit"
+    QUANT_GROUP_UNSUPPORTED = "QUANT_GROUP_UNSUPPORTED", Category.DTYPE, "its format has no such group"
+    GROUP_DOES_NOT_DIVIDE = "GROUP_DOES_NOT_DIVIDE", Category.DTYPE, "its group does not divide the axis"
+    PACKED_LAYOUT_MISMATCH = "PACKED_LAYOUT_MISMATCH", Category.DTYPE, "its codes are packed differently"
+    CHECKPOINT_FORMAT_MISMATCH = (
+        "CHECKPOINT_FORMAT_MISMATCH",
+        Category.DTYPE,
+        "claims one format and holds another",
+    )
     KV_DTYPE_MISMATCH = "KV_DTYPE_MISMATCH", Category.DTYPE, "needs a KV cache of another dtype"
 
     HEAD_DIM_TOO_LARGE = "HEAD_DIM_TOO_LARGE", Category.SHAPE, "head size above its limit"
@@ -132,6 +147,11 @@ class Reason(StrEnum):
     BLOCK_MASK_UNSUPPORTED = "BLOCK_MASK_UNSUPPORTED", Category.FEATURE, "takes no block mask"
     XPOS_UNSUPPORTED = "XPOS_UNSUPPORTED", Category.FEATURE, "has no XPos scale"
     BIAS_UNSUPPORTED = "BIAS_UNSUPPORTED", Category.FEATURE, "takes no bias"
+    FEATURE_REQUIRED = (
+        "FEATURE_REQUIRED",
+        Category.FEATURE,
+        "takes only calls that ask for what it is made for",
+    )
     WEIGHT_REQUIRED = "WEIGHT_REQUIRED", Category.FEATURE, "needs a weight"
     ACTIVATION_UNSUPPORTED = "ACTIVATION_UNSUPPORTED", Category.FEATURE, "has not this activation"
     INTERLEAVED_UNSUPPORTED = "INTERLEAVED_UNSUPPORTED", Category.FEATURE, "has no interleaved rotation"
@@ -170,6 +190,12 @@ class Reason(StrEnum):
     JIT_FAILED = "JIT_FAILED", Category.BACKEND, "did not compile"
     PYTHON_FREE_THREADED = "PYTHON_FREE_THREADED", Category.BACKEND, "needs a Python with its global lock"
 
+    WORKER_FAILED = "WORKER_FAILED", Category.BACKEND, "its process did not start, or refused it"
+    WORKER_VERSION = "WORKER_VERSION", Category.BACKEND, "its environment has another version of this library"
+    ISOLATION_UNSUPPORTED = "ISOLATION_UNSUPPORTED", Category.BACKEND, "cannot run in a process of its own"
+
+    WORKER_CRASHED = "WORKER_CRASHED", Category.HEALTH, "ended the process that it ran in"
+    WORKER_HUNG = "WORKER_HUNG", Category.HEALTH, "did not answer within the time limit of a call"
     CIRCUIT_OPEN = "CIRCUIT_OPEN", Category.HEALTH, "failed too often and rests"
     QUARANTINED = "QUARANTINED", Category.HEALTH, "is quarantined"
     DEVICE_LOST = "DEVICE_LOST", Category.HEALTH, "its device is gone"
@@ -205,6 +231,28 @@ class Reason(StrEnum):
     BUNDLE_UNSAFE = "BUNDLE_UNSAFE", Category.BUNDLE, "holds what a bundle must not hold"
     BUNDLE_UNTRUSTED = "BUNDLE_UNTRUSTED", Category.BUNDLE, "is not known to be the one that is wanted"
 
+    BLOCK_CYCLIC = "BLOCK_CYCLIC", Category.BLOCK, "its ops wait for each other"
+    BLOCK_EDGE_MISSING = "BLOCK_EDGE_MISSING", Category.BLOCK, "an edge comes from nowhere"
+    BLOCK_NAME_TAKEN = "BLOCK_NAME_TAKEN", Category.BLOCK, "two of its ops or inputs have one name"
+    BLOCK_OP_UNKNOWN = "BLOCK_OP_UNKNOWN", Category.BLOCK, "it holds an op that does not exist"
+    BLOCK_OP_WRITES = "BLOCK_OP_WRITES", Category.BLOCK, "it holds an op of torch that changes its operands"
+    BLOCK_NOT_TRACEABLE = "BLOCK_NOT_TRACEABLE", Category.BLOCK, "the function cannot be traced into ops"
+    BLOCK_EMPTY = "BLOCK_EMPTY", Category.BLOCK, "it has no op or no output"
+
+    PLAN_DAMAGED = "PLAN_DAMAGED", Category.PLAN, "is a file of plans that is cut off or was altered"
+    PLAN_FORMAT = "PLAN_FORMAT", Category.PLAN, "is no file of plans, or one of another format"
+    PLAN_ENVIRONMENT_DIFFERS = (
+        "PLAN_ENVIRONMENT_DIFFERS",
+        Category.PLAN,
+        "was made for another machine or other kernels",
+    )
+    PLAN_POLICY_DIFFERS = "PLAN_POLICY_DIFFERS", Category.PLAN, "was planned under another policy"
+    PLAN_BLOCK_DIFFERS = "PLAN_BLOCK_DIFFERS", Category.PLAN, "was made for another block or other sizes"
+    PLAN_KERNEL_REFUSED = (
+        "PLAN_KERNEL_REFUSED",
+        Category.PLAN,
+        "names a kernel that does not take its call now",
+    )
     REPORT_FORMAT = "REPORT_FORMAT", Category.REPORT, "is no report, or one of another format"
     REPORT_DAMAGED = "REPORT_DAMAGED", Category.REPORT, "is cut off or was altered"
 

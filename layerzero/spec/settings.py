@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 PREFIX = "LAYERZERO_"
 # Read by other modules under the same prefix; a variable outside this list and the fields is not ours.
 OTHER_VARIABLES = frozenset(
-    PREFIX + word for word in ("CONFIG", "LOCK", "DENY", "ALLOW", "PREFER", "AVOID", "NATIVE")
+    PREFIX + word for word in ("CONFIG", "LOCK", "DENY", "ALLOW", "PREFER", "AVOID", "NATIVE", "GPU_MAP")
 )
 SETTING_IGNORED = "setting.ignored"
 SETTING_OVERRIDDEN = "setting.overridden"
@@ -35,8 +35,8 @@ SETTINGS_SKIPPED = "settings.skipped"
 BATCHING = ("all", "rows", "off")
 # What only opening a runtime reads.
 READ_AT_START = (
-    "capabilities", "cluster", "cluster_devices", "freeze_gc", "hang_s", "max_restarts", "nvtx",
-    "placement_timeout_s", "plugins", "timeline",
+    "capabilities", "cluster", "cluster_devices", "freeze_gc", "hang_s", "isolate", "isolate_timeout_s",
+    "max_restarts", "nvtx", "placement_timeout_s", "plugins", "timeline",
 )  # fmt: skip
 # The types of fields, each with what it needs in the words of an error. Infinity is above the largest float.
 _LARGEST = sys.float_info.max
@@ -48,6 +48,8 @@ Days = Annotated[float, Meta(gt=0, lt=1e5, description="a number of days above 0
 Share = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
 Text = Annotated[str, Meta(min_length=1, description="a non-empty string")]
 PluginName = Annotated[str, Meta(pattern=r"\A\S(.*\S)?\Z")]
+Pattern = Annotated[str, Meta(pattern=r"\A[a-z0-9_.*?\[\]!-]{1,96}\Z")]
+Isolated = Annotated[str, Meta(pattern=r"\A(process|/.*\S)\Z")]
 DeviceName = Annotated[
     str,
     Meta(pattern=r"\A(auto|cpu|cuda(:\d{1,2})?)\Z", description='"auto", "cpu", "cuda" or "cuda:<index>"'),
@@ -72,8 +74,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     What it may do:
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
         capabilities: file that takes away from what kernels claim to take; it cannot add to it.
-        plugins: backends of other distributions whose kernels may run, by entry point name; those installed
-            and not named are listed and never imported. In a variable, separated by commas.
+        plugins: backends and ops of other distributions that may run, by entry point name; others are listed,
+            never imported. `old=acme@/PY` takes `acme` from that environment, in a process of it, as `old`.
+        isolate: backends that run in processes of their own, as globs over kernel ids and backends: "process"
+            has this interpreter, a path is another environment's. In a variable `flashinfer=process,hub=/PY`.
+        isolate_timeout_s: seconds after which a call of such a backend counts as hung; its process ends.
         inference: True runs every op under `torch.inference_mode`, False never does, None follows the caller.
         determinism: "strict" admits only kernels whose rows do not depend on the batch they run in.
         graph_strict: True admits under CUDA graph capture only kernels that were proved safe on this machine,
@@ -85,7 +90,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         warm: import and compile better kernels in the "background", before start returns ("eager"), or never.
         compile_processes: processes that compile slow kernels side by side; 0 compiles in this one, None has
             as many as cores and free memory allow.
-        max_keys: distinct keys remembered for each op; older ones are chosen anew.
+        max_keys: distinct keys remembered for each op, those used last; 0 chooses anew for every call.
+        plan_ttl_s: seconds after which what is remembered is chosen anew; None remembers it until it changes.
         dispatch_table: file of decisions that `solve` made ahead; None chooses everything at run time.
         shipped_tables: price with the tables that come with the package, on hardware of their class.
         perfdb_days: days after which a measurement of this machine no longer counts; None keeps counting it.
@@ -104,6 +110,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     How it stays healthy:
         check_rate: share of calls that are run again on the reference, away from the caller; 0 checks none.
         drift_rate: share of calls that are timed and held against the measurement they were chosen by.
+        output_check_s: seconds after which outputs are compared again, 0 never; None is 10 with `plugins`.
         memory_headroom: share of a device's memory that kernels' workspaces leave free.
         workspace_limit_bytes: the most that one kernel's workspace may take; None leaves it to free memory.
         failures_to_open: failures of one kernel within `window_s` that take it out of service.
@@ -142,6 +149,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     strict: bool = False
     capabilities: Text | None = None
     plugins: tuple[PluginName, ...] = ()
+    isolate: dict[Pattern, Isolated] = {}
+    isolate_timeout_s: AboveZero = 30.0
     inference: bool | None = None
     determinism: Literal["default", "strict"] = "default"
     graph_strict: bool = False
@@ -149,7 +158,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     default_gain: NotNegative = 0.05
     warm: Literal["background", "eager", "off"] = "background"
     compile_processes: Whole | None = None
-    max_keys: Count = 4096
+    max_keys: Whole = 4096
+    plan_ttl_s: AboveZero | None = None
     dispatch_table: Text | None = None
     shipped_tables: bool = True
     perfdb_days: Days | None = None
@@ -166,6 +176,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     priority_aging_ms: NotNegative = 50.0
     check_rate: Share = 0.0
     drift_rate: Share = 0.0
+    output_check_s: NotNegative | None = None
     memory_headroom: Share = 0.05
     workspace_limit_bytes: Count | None = None
     failures_to_open: Count = 3
@@ -251,7 +262,7 @@ def _check(settings: Settings) -> None:
         raise ConfigurationError(f"version needs {FORMAT_VERSION}, got {settings.version!r}")
     for (name, hint), default in zip(_HINTS.items(), Settings.__struct_defaults__, strict=True):
         value = getattr(settings, name)
-        if value is default:
+        if value is default or value == {}:  # an empty mapping is made anew for each
             continue
         try:
             msgspec.convert(value, hint)
@@ -331,6 +342,8 @@ def _parsed(field: str, text: str, variable: str) -> Any:
     value: Any = word
     if get_origin(hint) is tuple:
         value = [name.strip() for name in word.split(",") if name.strip()]
+    elif get_origin(hint) is dict:
+        value = {k.strip(): v.strip() for k, _, v in (i.partition("=") for i in word.split(",")) if k.strip()}
     elif optional and word.lower() in ("", "none"):
         value = None
     elif bool in (hint, *get_args(hint)):
@@ -362,6 +375,8 @@ def _words(option: Any) -> str:
         return " or ".join(repr(word) for word in get_args(option))
     if get_origin(option) is tuple:
         return "a list of names of installed entry points"
+    if get_origin(option) is dict:
+        return 'globs over kernel ids, each with "process" or the absolute path of a Python interpreter'
     if get_origin(option) is Annotated:
         return str(get_args(option)[1].description)
     return {bool: "true or false", int: "a whole number", type(None): "none"}[option]

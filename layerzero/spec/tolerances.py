@@ -7,6 +7,8 @@ Source: flash-attention's own tests for the factor and the rounding term; torch.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,16 @@ TF32 = 1e-2
 # The parity ladder's largest absolute differences in float32: of one op and its gradients, of a layer and of
 # each of its stages, of a whole model's outputs.
 PARITY_KERNEL, PARITY_LAYER, PARITY_LOGITS = 1e-5, 1e-4, 1e-3
+# How much the perplexity of the shipped text may grow where the shipped model's matrices are rounded to a
+# format, each by its usual scales, and where its keys and values are kept in one, by token.
+PERPLEXITY = {"int8": 1.005, "fp8_e4m3": 1.02, "int4": 1.08, "nf4": 1.06, "nvfp4": 1.05, "mxfp4": 1.06}
+PERPLEXITY_KV = {"int8": 1.005, "fp8_e4m3": 1.02, "fp8_e5m2": 1.03}
+# Of training, after so many steps: of weights, and of the loss.
+PARITY_TRAINING = MappingProxyType({1: (1e-5, 1e-5), 5: (1e-3, 1e-2), 20: (1e-2, 1e-1)})
+# Of gradients in the first step, in later ones, and of the embedding's in later ones.
+PARITY_TRAINING_GRADIENT, PARITY_LATER_GRADIENT, PARITY_EMBEDDING_GRADIENT = 1e-5, 1e-3, 1e-2
+# Of how far a loss has fallen after a hundred steps, as a share of it.
+PARITY_TREND = 0.1
 
 
 def need_full_float32() -> None:

@@ -177,10 +177,11 @@ class Bundle:
             if data is None:
                 continue
             try:
-                values[name] = files.decode_json(data, kind)
                 if name == "dispatch_table":
-                    values[name].need_whole(name)
-                elif name == "manifest":
+                    values[name] = DispatchTable.decode(data, name)
+                    continue
+                values[name] = files.decode_json(data, kind)
+                if name == "manifest":
                     values[name].need_format(name)
             except (msgspec.MsgspecError, CacheCorruptionError, ConfigurationError) as error:
                 raise self._damaged(f"{name}.json", error) from error

@@ -42,7 +42,7 @@ def opened(made: list[Any] | None = None, **more: Any) -> Runtime:
 
 @pytest.fixture
 def table(tmp_path: Path) -> Iterator[Path]:
-    """A dispatch table of two buckets, solved from measurements in which `quick` wins."""
+    """A dispatch table, solved from measurements at 16 and 256 rows in which `quick` wins."""
     runtime = opened()
     path = tmp_path / "dispatch_table.json"
     tune_blocking([norm("rms_norm", 16, 64, "float32"), norm("rms_norm", 256, 64, "float32")])
@@ -65,18 +65,19 @@ def closing() -> Iterator[list[Runtime]]:
 def test_a_table_says_what_it_decides_and_for_what(table: Path) -> None:
     """Readable buckets with kernel, time, source and reason; machine, policy, limits and content by hash."""
     solved = DispatchTable.load(table)
-    assert [(b.op, b.dims["N"], b.kernel, b.cost_source) for b in solved.buckets] == [
-        ("rms_norm", 16, "quick.rms_norm", "measured"), ("rms_norm", 256, "quick.rms_norm", "measured"),
-    ]  # fmt: skip
+    (bucket,) = solved.buckets
+    assert (bucket.op, bucket.kernel, bucket.cost_source) == ("rms_norm", "quick.rms_norm", "measured")
+    assert bucket.ranges == {"N": (7, 512), "C": (64, 64)}  # an octave around 16 and 256
+    assert bucket.costs["quick.rms_norm"] < bucket.costs["claims.rms_norm"]
     assert solved.content == content_hash(solved.buckets) and solved.hardware.platform == "cpu"
-    assert sum('"kernel"' in line for line in table.read_text().splitlines()) == 2
+    assert sum('"kernel"' in line for line in table.read_text().splitlines()) == 1
 
 
 def test_calls_in_a_bucket_take_its_kernel(table: Path, closing: list[Runtime]) -> None:
-    """A process that measured nothing chooses as solved: for the solved sizes, and all of their buckets."""
+    """A process that measured nothing chooses as solved: for the solved sizes, and all between them."""
     closing.append(opened(dispatch_table=str(table)))
-    assert lz.which("rms_norm", X, WEIGHT) == "quick.rms_norm"
-    assert lz.which("rms_norm", torch.randn(200, 64), WEIGHT) == "quick.rms_norm"
+    for rows in (16, 17, 100, 200, 256):
+        assert lz.which("rms_norm", torch.randn(rows, 64), WEIGHT) == "quick.rms_norm"
     assert "dispatch table" in lz.select("rms_norm", X, WEIGHT).why
 
 
@@ -130,7 +131,7 @@ def test_a_table_that_does_not_hold_is_refused(
         text = table.read_text()
         spoiled = {
             "content": text.replace("quick.rms_norm", "claims.rms_norm", 1),
-            "format": text.replace('"format": 2', '"format": 7'),
+            "format": text.replace('"format": 3', '"format": 7'),
             "cut": text[: len(text) // 2],
         }
         table.write_text(spoiled[damage])
@@ -181,7 +182,7 @@ def test_every_bucket_is_warmed(tmp_path: Path, closing: list[Runtime]) -> None:
     device, loads[:] = runtime.device("cpu"), []
     publish(device, rows)
     table = solve(tmp_path / "dispatch_table.json")
-    assert [bucket.kernel for bucket in table.buckets] == ["better.rms_norm"] * 3
+    assert {bucket.kernel for bucket in table.buckets} == {"better.rms_norm"}
     assert loads.count("better") == 1 and loads.count("broken") <= 1
     assert device.counters.get("buckets_warmed", op="rms_norm") == 3
 
@@ -235,6 +236,7 @@ def test_a_table_that_is_refused_changes_nothing(table: Path, tmp_path: Path, cl
     assert "dispatch table" in lz.select("rms_norm", X, WEIGHT).why
 
 
+AHEAD = "the dispatch table's kernel"
 RULES = "rules:\n  - prefer: claims.*\n    op: {op}\n"
 
 
@@ -272,10 +274,16 @@ def test_a_preference_goes_before_a_table_that_was_solved_without_it(
             asyncio.run(awaited())
             last = lz.last_selection()
     assert last is not None and last.kernel == chosen.kernel == "claims.rms_norm"
-    assert chosen.why.startswith("DISPATCH_TABLE_POLICY_DIFFERS, chosen at run time")
-    assert chosen.table_miss is not None and chosen.table_miss.reason is Reason.DISPATCH_TABLE_POLICY_DIFFERS
     if layer in ("block", "task"):
         assert lz.which("rms_norm", X, WEIGHT) == "quick.rms_norm"
+        assert chosen.why.startswith("DISPATCH_TABLE_POLICY_DIFFERS, chosen at run time")
+        assert chosen.table_miss is not None
+        assert chosen.table_miss.reason is Reason.DISPATCH_TABLE_POLICY_DIFFERS
+    else:  # the process's own policy: the table is solved again under it, soon
+        assert chosen.why.startswith(("DISPATCH_TABLE_POLICY_DIFFERS, chosen at run time", AHEAD))
+        closing[-1].device().table_keeper.wait()
+        again = lz.select("rms_norm", X, WEIGHT)
+        assert again.kernel == "claims.rms_norm" and again.why.startswith(AHEAD) and again.table_miss is None
 
 
 async def awaited() -> None:
@@ -288,7 +296,7 @@ def test_rules_that_have_no_bearing_on_a_call_leave_it_to_the_table(
 ) -> None:
     """Of another op, of another size, of another block: the call is decided as it was ahead."""
     closing.append(opened(dispatch_table=str(table), **by_file(tmp_path, "linear")))
-    assert lz.select("rms_norm", X, WEIGHT).why.startswith("the dispatch table's")
+    assert lz.select("rms_norm", X, WEIGHT).why.startswith(AHEAD)
     lz.add_policy(prefer="claims", op="attention")
     with lz.prefer("claims", op="mlp"):
         assert lz.select("rms_norm", X, WEIGHT).why.startswith("the dispatch table's")
@@ -301,7 +309,7 @@ def test_rules_that_have_no_bearing_on_a_call_leave_it_to_the_table(
 def test_a_table_holds_under_the_policy_that_it_was_solved_under(
     table: Path, tmp_path: Path, closing: list[Runtime]
 ) -> None:
-    """With that policy it decides; without it, or with another, every call is decided again."""
+    """With that policy it decides; without it, or with another, it is solved again before it does."""
     under = by_file(tmp_path, "rms_norm")
     closing.append(opened(**under))
     tune_blocking([norm("rms_norm", 16, 64, "float32")])
@@ -315,10 +323,14 @@ def test_a_table_holds_under_the_policy_that_it_was_solved_under(
     lz.reset_policy()
     (tmp_path / "policy.yaml").write_text(RULES.format(op="linear"))
     lz.load_policy(tmp_path / "policy.yaml")
-    assert lz.select("rms_norm", X, WEIGHT).why.startswith("DISPATCH_TABLE_POLICY_DIFFERS")
+    table_keeper = closing[-1].device().table_keeper
+    table_keeper.wait()
+    chosen = lz.select("rms_norm", X, WEIGHT)
+    assert chosen.kernel == "quick.rms_norm" and chosen.why.startswith(AHEAD) and "policy" in chosen.why
     closing.pop().close()
     closing.append(opened(dispatch_table=str(path)))
-    assert lz.select("rms_norm", X, WEIGHT).why.startswith("DISPATCH_TABLE_POLICY_DIFFERS")
+    closing[-1].device().table_keeper.wait()
+    assert lz.select("rms_norm", X, WEIGHT).kernel == "quick.rms_norm"
 
 
 def test_a_table_is_solved_by_measurements_not_by_the_table_in_force(
@@ -360,25 +372,21 @@ def test_a_table_s_cold_kernel_is_loaded_and_takes_over(table: Path, closing: li
     assert lz.warmup_blocking([norm("rms_norm", 16, 64, "float32")]).critical[0].kernel == "quick.rms_norm"
 
 
-@pytest.mark.parametrize("wrong", ["missing", "content", "policy"])
+@pytest.mark.parametrize("wrong", ["missing", "content"])
 def test_a_process_whose_table_decides_nothing_is_not_ready(
     table: Path, tmp_path: Path, closing: list[Runtime], wrong: str
 ) -> None:
-    """Missing, damaged or of another policy: warm-up and readiness both name the table and why."""
+    """Missing or damaged: warm-up and readiness both name the table and why."""
     if wrong == "missing":
         table.unlink()
-    elif wrong == "content":
-        table.write_text(table.read_text().replace("quick.rms_norm", "claims.rms_norm", 1))
     else:
-        solved = DispatchTable.load(table)
-        msgspec.structs.replace(solved, policy="0" * 64).save(table)
+        table.write_text(table.read_text().replace("quick.rms_norm", "claims.rms_norm", 1))
     closing.append(opened(dispatch_table=str(table)))
     report = lz.warmup_blocking([norm("rms_norm", 16, 64, "float32")])
     standing = lz.readiness_check()
     assert not report.ready and not standing.ready and report.critical[0].state == "ready"
     assert report.problems == standing.problems
     assert str(table) in standing.problems[0] and standing.problems[0].startswith("dispatch_table: ")
-    assert ("another policy" in standing.problems[0]) == (wrong not in ("missing", "content"))
     lz.configure(dispatch_table=None)
     assert lz.warmup_blocking([norm("rms_norm", 16, 64, "float32")]).ready and lz.readiness_check().ready
 
@@ -407,4 +415,8 @@ def test_another_policy_is_seen_where_no_rule_of_the_op_changed(
     lz.load_policy(tmp_path / "policy.yaml")
     lz.sync.rms_norm(X, WEIGHT)
     last = lz.last_selection()
-    assert last is not None and last.why.startswith("DISPATCH_TABLE_POLICY_DIFFERS")
+    assert last is not None and last.why.startswith(("DISPATCH_TABLE_POLICY_DIFFERS", AHEAD))
+    closing[-1].device().table_keeper.wait()
+    lz.sync.rms_norm(X, WEIGHT)
+    last = lz.last_selection()
+    assert last is not None and last.ahead and last.kernel == "quick.rms_norm"

@@ -5,6 +5,7 @@ They are made for the CPU, or for the device that LAYERZERO_TEST_DEVICE names (`
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops import table
+from layerzero.formats.rounding import round_to_format, scale_shape
+from layerzero.formats.table import FORMATS, Format
+from layerzero.ops import kv_formats, table
 from layerzero.ops.linear.mlp import GATES
 from layerzero.ops.op import Args
-from layerzero.ops.quantize.quantize import quantize_reference, scale_shape
 
 DEVICE = os.environ.get("LAYERZERO_TEST_DEVICE", "cpu")
 # Gaps between rows that leave addresses of rows multiples of 16 bytes on a device that asks for that.
@@ -159,20 +161,41 @@ def _paged(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any]
         named["cu_seqlens_q"], tokens = torch.arange(batch + 1) * 3, 3 * batch
     if "hnd" in case.asks:
         pools, named["layout"] = [pool.transpose(1, 2) for pool in pools], "HND"
-    for ask in case.asks:
-        if ask.startswith("kv_"):
-            pools = [pool.to(getattr(torch, ask.removeprefix("kv_"))) for pool in pools]
-    return [rand(tokens, hq, d), *pools, tables, lens], named
+    pools, scales = _stored(case, pools, 1 if "hnd" in case.asks else 2)
+    return [rand(tokens, hq, d), *pools, tables, lens], named | scales
+
+
+def _stored(case: Case, pools: list[Tensor], heads: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Pools in the dtype that the case asks for, codes with their scales."""
+    asks = set(case.asks) - {"kv_strided"}
+    granularity = next((a.removeprefix("kv_scale_per_") for a in asks if a.startswith("kv_scale_")), "")
+    named = [a.removeprefix("kv_") for a in asks if a.startswith("kv_") and not a.startswith("kv_scale_")]
+    dtype = getattr(torch, named[0]) if named else torch.float8_e4m3fn if granularity else pools[0].dtype
+    if f"kv_{dtype}".replace("torch.", "") not in kv_formats.CODE_FEATURES:
+        return [pool.to(dtype) for pool in pools], {}
+    largest = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}[dtype]
+    codes, scales = [], {}
+    for name, pool in zip(("k_scale", "v_scale"), pools, strict=True):
+        shape = kv_formats.scale_shape(tuple(pool.shape), heads, granularity or "tensor")
+        each = torch.arange(1, 1 + math.prod(shape), dtype=torch.float32, device="cpu").view(shape) % 5 + 1.0
+        scale = (each * (2.0 / largest)).to(pool.device)
+        wide = (pool.float() / kv_formats.broadcast_scale(scale, pool.dim(), heads)).clamp(-largest, largest)
+        codes.append((wide.round() if dtype == torch.int8 else wide).to(dtype))
+        scales[name] = scale
+    return codes, scales
 
 
 def _latent(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
     sizes = case.dims | {"Hk": 1, "D": case.dims.get("C", case.dims.get("D", 16))}
-    wide = Case(case.op, tuple(a for a in case.asks if a not in ("gqa", "hnd")), sizes)
+    asks = tuple(a for a in case.asks if a not in ("gqa", "hnd") and not a.startswith("kv_"))
+    wide = Case(case.op, asks, sizes)
     (_, ckv, _, tables, lens), named = _paged(wide, rand, generator)
     del named["window"], named["softcap"]
     heads, tokens = 1 if "gqa" not in case.asks else 3, len(lens) * (3 if "prefill" in case.asks else 1)
     rotary = case.dims.get("R", 8)
-    ckv, kpe = ckv[:, :, 0], rand(*ckv.shape[:2], rotary).to(ckv.dtype)
+    kept = [ckv[:, :, 0], rand(*ckv.shape[:2], rotary)]
+    (ckv, kpe), scales = _stored(case, kept, None)
+    named |= dict(zip(("ckv_scale", "kpe_scale"), scales.values(), strict=False))
     return [rand(tokens, heads, ckv.shape[2]), rand(tokens, heads, rotary), ckv, kpe, tables, lens], named | {
         "scale": named["scale"] or (0.3 if "C" not in case.dims else 0.07)
     }
@@ -186,9 +209,8 @@ def _append(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any
     named: dict[str, Any] = {}
     if "hnd" in case.asks:
         pools, named["layout"] = [pool.transpose(1, 2) for pool in pools], "HND"
-    for ask in set(case.asks) - {"kv_strided"}:
-        if ask.startswith("kv_"):
-            pools = [pool.to(getattr(torch, ask.removeprefix("kv_"))) for pool in pools]
+    pools, scales = _stored(case, pools, 1 if "hnd" in case.asks else 2)
+    named |= scales
     if "kv_strided" in case.asks:
         pools = [torch.stack([pool, pool], -1)[..., 0] for pool in pools]
     slot_mapping = torch.randperm(2 * tokens, generator=generator)[:tokens]
@@ -217,38 +239,82 @@ def _mlp(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], 
     return [rand(n, c), rand(rows, c) * c**-0.5, rand(c, f) * f**-0.5, *biases], {"activation": activation}
 
 
-def _codes(shape: tuple[int, int], case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random codes of the format that a case asks for, and their scales in the layout that it asks for."""
-    form = next((a.removeprefix("quant_") for a in case.asks if a.startswith("quant_")), "int8")
-    layout = next((a.removeprefix("scale_per_") for a in case.asks if a.startswith("scale_per_")), "row")
-    group = _group(shape[1]) if layout == "group" else 0
+def _asked(case: Case, prefix: str, names: Any, default: str) -> str:
+    """What a case asks of a kind: `int4` of `quant_int4`."""
+    asks = (a.removeprefix(prefix) for a in case.asks if a.startswith(prefix))
+    return next((ask for ask in asks if ask in names), default)
+
+
+def _form(case: Case) -> Format:
+    return FORMATS[_asked(case, "quant_", FORMATS, "int8")]
+
+
+def _fit(width: int, form: Format) -> int:
+    """The smallest width from there on that the format's groups and bytes divide."""
+    unit = form.packed if form.open_groups else form.group_sizes[0]
+    return -(-width // unit) * unit
+
+
+def _scaled(case: Case, form: Format, width: int) -> tuple[str, int]:
+    """(granularity, group size) that a case asks for, or the format's usual one where it has no such."""
+    usual = "row" if "row" in form.granularities else form.granularities[0]
+    layout = _asked(case, "scale_per_", form.granularities, usual)
+    if layout == "block":
+        return layout, 16
+    if layout != "group":
+        return layout, 0
+    return layout, _group(width, form.packed) if form.open_groups else form.group_sizes[0]
+
+
+def _codes(
+    shape: tuple[int, ...], case: Case, generator: torch.Generator
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Random codes in the format that a case asks for, their scales, and what else gives them back."""
+    form = _form(case)
+    layout, group = _scaled(case, form, shape[-1])
     numbers = torch.randn(shape, generator=generator)
-    codes, scale = quantize_reference(numbers, form, layout, group, None)
-    return codes, scale
+    second = None
+    if form.two_level and "tensor_scale" in case.asks:
+        second = torch.rand(shape[:-2], generator=generator) * 0.01 + 0.001
+    codes, scale = round_to_format(
+        numbers, form, layout, group, None, None if second is None else second[..., None, None]
+    )
+    if "scale_16bit" in case.asks and form.scales[0] == torch.float32:
+        scale = scale.bfloat16()
+    named: dict[str, Any] = {"block_size": group if layout == "block" else 0, "tensor_scale": second}
+    named["format"] = None if form.name in ("int8", "fp8_e4m3", "fp8_e5m2") else form.name
+    if form.zero_points and "zero_point" in case.asks:
+        named["zero_point"] = torch.randint(0, 16, scale.shape, generator=generator, dtype=torch.uint8)
+    return codes, scale, named
 
 
-def _group(width: int) -> int:
-    """The smallest size above 1 that divides a row."""
-    return next((size for size in range(2, width + 1) if width % size == 0), 1)
+def _group(width: int, packed: int = 1) -> int:
+    """The smallest size above 1 that divides a row; of packed codes one that kernels of groups take."""
+    sizes = (
+        size for size in range(2, width + 1) if width % size == 0 and size % (8 if packed > 1 else 1) == 0
+    )
+    return next(sizes, width)
 
 
 def _quantize(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
-    n, c = case.dims.get("N", 9), case.dims.get("C", 24)
-    form = next((a.removeprefix("quant_") for a in case.asks if a.startswith("quant_")), "int8")
-    layout = next((a.removeprefix("scale_per_") for a in case.asks if a.startswith("scale_per_")), "row")
-    named: dict[str, Any] = {"format": form, "granularity": layout}
-    if layout == "group":
-        named["group_size"] = _group(c)
+    form = _form(case)
+    n, c = case.dims.get("N", 9), _fit(case.dims.get("C", 24), form)
+    layout, group = _scaled(case, form, c)
+    named: dict[str, Any] = {"format": form.name, "granularity": layout, "group_size": group}
+    if form.two_level and "tensor_scale" in case.asks:
+        named["tensor_scale"] = torch.full((), 0.003)
     if "scale_given" in case.asks:
-        shape = scale_shape((n, c), layout, named.get("group_size", 0))
-        named["scale"] = torch.rand(shape, generator=generator) * 0.02 + 0.001
+        shape = scale_shape((n, c), layout, group)
+        scale = torch.rand(shape, generator=generator) * 0.02 + 0.002
+        named["scale"] = (scale * 30 if form.two_level else scale).to(form.scales[0])
     return [rand(n, c)], named
 
 
 def _norm_quantize(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
     n, c = case.dims.get("N", 9), case.dims.get("C", 24)
     named = _quantize(case, rand, generator)[1]
-    if "group_size" in named and "S" in case.dims:  # a kernel's own size of groups, of which a row is several
+    named.pop("tensor_scale", None)
+    if named["group_size"] and "S" in case.dims:  # a kernel's own size of groups, of which a row is several
         named["group_size"] = size = case.dims["S"]
         c = -(-c // size) * size
     weight = None if "no_weight" in case.asks else rand(c)
@@ -256,17 +322,62 @@ def _norm_quantize(case: Case, rand: Any, generator: torch.Generator) -> tuple[l
 
 
 def _dequantize(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
-    codes, scale = _codes((case.dims.get("N", 9), case.dims.get("C", 24)), case, generator)
+    width = _fit(case.dims.get("C", 24), _form(case))
+    codes, scale, named = _codes((case.dims.get("N", 9), width), case, generator)
     if case.strided:
         codes = torch.stack([codes, codes], -1)[..., 0]
-    return [codes, scale], {"dtype": str(rand(1).dtype).removeprefix("torch.")}
+    return [codes, scale], {"dtype": str(rand(1).dtype).removeprefix("torch."), **named}
+
+
+def _inputs(case: Case) -> str:
+    form = _form(case)
+    if "inputs_quantized" in case.asks and form.name not in ("int4", "nf4"):
+        return "dynamic"
+    return _asked(case, "inputs_", ("int8", "fp8_e4m3"), "float")
 
 
 def _quantized_linear(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
-    n, c, k = case.dims.get("N", 9), case.dims.get("C", 24), case.dims.get("K", 40)
-    weight, scale = _codes((c, k), case, generator)
-    inputs = "dynamic" if "inputs_quantized" in case.asks else "float"
-    return [rand(n, k), weight, scale, rand(c) if "bias" in case.asks else None], {"inputs": inputs}
+    n, c, k = case.dims.get("N", 9), case.dims.get("C", 24), _fit(case.dims.get("K", 40), _form(case))
+    weight, scale, named = _codes((c, k), case, generator)
+    bias = rand(c) if "bias" in case.asks else None
+    return [rand(n, k), weight, scale, bias], {"inputs": _inputs(case), **named}
+
+
+def _select_experts(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    n, e, top_k = (case.dims.get(name, size) for name, size in (("N", 9), ("E", 8), ("T", 2)))
+    grouped = "expert_groups" in case.asks and e % 4 == 0
+    named = {
+        "top_k": min(top_k, e // 2) if grouped else top_k, "scaling": 2.5,
+        "scoring": "sigmoid" if "scores_sigmoid" in case.asks else "softmax",
+        "renormalize": "scores_raw" not in case.asks, "groups": 4 if grouped else 1,
+        "top_groups": 2 if grouped else 1,
+    }  # fmt: skip
+    return [rand(n, e), rand(e) if "bias" in case.asks else None], named
+
+
+def _fused_experts(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    form, asks, dims = _form(case), set(case.asks), case.dims
+    n, e, top_k = (dims.get(name, size) for name, size in (("N", 9), ("E", 5), ("T", 2)))
+    c, f = _fit(dims.get("C", 24), form), _fit(dims.get("F", 40), form)
+    experts = torch.rand(n, e, generator=generator).argsort(-1)[:, :top_k].int()
+    scores = torch.rand(n, top_k, generator=generator)
+    named: dict[str, Any] = {
+        "activation": _asked(case, "act_", GATES, "swiglu"),
+        "gate": "second" if "gate_second" in asks else "first",
+        "weighed": "inputs" if "weighed_inputs" in asks else "outputs",
+        "first_expert": 1 if "local_experts" in asks else 0,
+        "shared": 1 if "shared_experts" in asks and e > 1 else 0,
+    }  # fmt: skip
+    if "weights_plain" in asks:
+        return [rand(n, c), experts, scores, rand(e, 2 * f, c) * c**-0.5, rand(e, c, f) * f**-0.5], named
+    w_up, up_scale, up = _codes((e, 2 * f, c), case, generator)
+    w_down, down_scale, down = _codes((e, c, f), case, generator)
+    for end, parts in (("up", up), ("down", down)):
+        named |= {f"{end}_{name}": parts[name] for name in ("zero_point", "tensor_scale") if name in parts}
+    named |= {"inputs": _inputs(case), "format": up["format"], "block_size": up["block_size"]}
+    # Numbers are about 1, and hidden rows would grow with their width.
+    shrink = [scale if scale.itemsize == 1 else scale * 0.1 for scale in (up_scale, down_scale)]
+    return [rand(n, c), experts, scores, w_up, w_down, *shrink], named
 
 
 def _linear_cross_entropy(
@@ -300,7 +411,8 @@ _OF_THEIR_OWN = {
     "add_rms_norm_quantize": _norm_quantize,
     "linear_cross_entropy": _linear_cross_entropy,
     "attention": _attention, "rope": _rope, "mlp": _mlp, "append_kv": _append, "quantize": _quantize,
-    "dequantize": _dequantize, "quantized_linear": _quantized_linear,
+    "dequantize": _dequantize, "quantized_linear": _quantized_linear, "select_experts": _select_experts,
+    "fused_experts": _fused_experts,
 }  # fmt: skip
 
 

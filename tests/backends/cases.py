@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from layerzero.backends import availability, load_builtin
+from layerzero.formats.table import FORMATS
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.capability import ACTIVATIONS, FLOATS
 from layerzero.spec.condition import Condition, parse_limit
@@ -69,6 +70,12 @@ COMPILED = (
 RUNNABLE = [k for k in KERNELS if not why_not_here(k)]
 
 
+# Formats of codes, and what shares a scale where it is not the whole pool.
+CODED = ("kv_float8_e4m3fn", "kv_float8_e5m2", "kv_int8", "kv_scale_per_token")
+_QUANTS = tuple(f"quant_{name}" for name in FORMATS if name != "int8")
+_SCALES = ("scale_per_tensor", "scale_per_group", "scale_per_block")
+_PARTS = ("scale_16bit", "zero_point", "tensor_scale")
+_INPUTS = ("inputs_quantized", "inputs_int8", "inputs_fp8_e4m3")
 ASKS: dict[str, tuple[str, ...]] = {
     "attention": (
         "causal", "mask_bool", "mask_float", "mask_wide", "empty_rows", "gqa", "scale", "scale_not_positive",
@@ -76,12 +83,16 @@ ASKS: dict[str, tuple[str, ...]] = {
     ),
     "paged_attention": (
         "causal", "prefill", "gqa", "scale", "scale_not_positive", "window", "softcap", "lse", "hnd",
-        "kv_float32", "kv_bfloat16", "kv_float16",
+        "kv_float32", "kv_bfloat16", "kv_float16", *CODED, "kv_scale_per_head",
     ),
-    "append_kv": ("hnd", "kv_strided", "kv_float32", "kv_bfloat16", "kv_float16", "kv_float64"),
+    "append_kv": (
+        "hnd", "kv_strided", "kv_float32", "kv_bfloat16", "kv_float16", "kv_float64", *CODED,
+        "kv_scale_per_head",
+    ),
     "ragged_attention": ("causal", "gqa", "scale", "scale_not_positive", "window", "softcap", "lse"),
     "mla_attention": (
         "causal", "prefill", "gqa", "scale_not_positive", "lse", "kv_float32", "kv_bfloat16", "kv_float16",
+        *CODED,
     ),
     "rms_norm": ("no_weight",),
     "add_rms_norm": ("no_weight",),
@@ -92,12 +103,13 @@ ASKS: dict[str, tuple[str, ...]] = {
     "mlp": ("bias", *(f"act_{name}" for name in ACTIVATIONS)),
     "embedding": ("padding_idx",),
     "cross_entropy": ("mean", "label_smoothing", "class_weights"),
-    "quantize": (
-        "quant_fp8_e4m3", "quant_fp8_e5m2", "scale_per_tensor", "scale_per_group", "scale_given",
-    ),
-    "dequantize": ("quant_fp8_e4m3", "quant_fp8_e5m2", "scale_per_tensor", "scale_per_group"),
-    "quantized_linear": (
-        "quant_fp8_e4m3", "quant_fp8_e5m2", "scale_per_tensor", "scale_per_group", "bias", "inputs_quantized",
+    "quantize": (*_QUANTS, *_SCALES, "scale_given", "tensor_scale"),
+    "dequantize": (*_QUANTS, *_SCALES, *_PARTS),
+    "quantized_linear": (*_QUANTS, *_SCALES, *_PARTS, "bias", *_INPUTS),
+    "select_experts": ("bias", "scores_sigmoid", "scores_raw", "expert_groups"),
+    "fused_experts": (
+        *_QUANTS, *_SCALES, *_PARTS, *_INPUTS, "weights_plain", "gate_second", "weighed_inputs",
+        "local_experts", "shared_experts", "act_geglu", "act_geglu_tanh", "act_reglu",
     ),
     "linear_cross_entropy": ("mean", "label_smoothing", "bias"),
     "moe": ("act_geglu", "act_geglu_tanh", "act_reglu", "scores_sigmoid", "scores_raw"),
@@ -124,6 +136,13 @@ _SIZES: dict[str, tuple[dict[str, int], ...]] = {
     "ragged_attention": ({"D": 1}, {"D": 128, "Dv": 24}, {"Hq": 6, "Hk": 1}),
     "mla_attention": ({"P": 1}, {"P": 64, "D": 40}, {"N": 1, "D": 1}),
     "moe": ({"N": 1, "T": 1}, {"N": 33, "C": 31, "E": 8, "T": 8}, {"N": 3, "E": 1, "T": 1}, {"C": 128}),
+    "select_experts": ({"N": 1, "E": 1, "T": 1}, {"N": 33, "E": 128, "T": 8}, {"E": 12, "T": 5}),
+    "fused_experts": (
+        {"N": 1, "T": 1},
+        {"N": 33, "C": 31, "E": 8, "T": 8},
+        {"N": 3, "E": 1, "T": 1},
+        {"C": 128},
+    ),
     "append_kv": ({"P": 1}, {"P": 64, "D": 40, "Dv": 24}, {"N": 1, "D": 1, "Hk": 1}, {"N": 130, "P": 16}),
 }
 # What GPU kernels have tiles and limits around, too slow for the references of a test on two cores.
@@ -138,9 +157,23 @@ _ROW_SIZES: tuple[dict[str, int], ...] = (
 
 
 # Asks of which a call can have one.
-_ONE_OF = ("mask", "act_", "quant_", "scale_per_")
+_ONE_OF = ("mask", "act_", "quant_", "scale_per_", "inputs_")
+# Parts that do not meet inside a kernel; pairs of them are hundreds.
+_NOT_IN_PAIRS = frozenset({"fused_experts"})
 # What some kernels take only all together, beyond pairs.
-_TOGETHER = {"quantized_linear": (("quant_fp8_e4m3", "inputs_quantized", "bias"),)}
+_TOGETHER = {
+    "quantized_linear": (
+        ("quant_fp8_e4m3", "inputs_quantized", "bias"), ("quant_int4", "scale_per_group", "zero_point"),
+        ("quant_fp8_e4m3", "scale_per_block", "inputs_quantized"), ("quant_nf4", "scale_per_group",
+        "scale_16bit"),
+    ),
+    "fused_experts": (
+        ("quant_int4", "scale_per_group", "zero_point", "shared_experts", "local_experts"),
+        ("quant_fp8_e4m3", "scale_per_block", "inputs_quantized", "gate_second"), ("quant_nvfp4",
+        "tensor_scale"), ("quant_mxfp4", "inputs_int8", "weighed_inputs"), ("quant_nf4", "scale_per_group",
+        "shared_experts"),
+    ),
+}  # fmt: skip
 
 
 # Below these the sizes that cases have anyhow are enough.
@@ -177,8 +210,8 @@ def cases(op: str, base: Mapping[str, int] = MappingProxyType({})) -> Iterator[C
     yield Case(op, dims=always, strided=True)
     for ask in asks:
         yield Case(op, (ask,), always)
-    for pair in itertools.combinations(asks, 2):
-        if not any(pair[0].startswith(kind) and pair[1].startswith(kind) for kind in _ONE_OF):
+    for pair in itertools.combinations(asks, 2) if op not in _NOT_IN_PAIRS else ():
+        if _pairs_codes(pair) and not any(all(ask.startswith(kind) for ask in pair) for kind in _ONE_OF):
             yield Case(op, pair, always)
     for asked in _TOGETHER.get(op, ()):
         yield Case(op, asked, always)
@@ -189,6 +222,15 @@ def cases(op: str, base: Mapping[str, int] = MappingProxyType({})) -> Iterator[C
         yield Case(op, dims=dims)
         if op == "attention" and "Dv" not in dims:
             yield Case(op, ("causal",), dims)
+
+
+def _pairs_codes(pair: tuple[str, ...]) -> bool:
+    """Whether a pair with codes in it is worth a case: what says where they and their scales lie is."""
+    coded = [ask for ask in pair if ask in CODED or ask.startswith("kv_scale_")]
+    if len(coded) == 2:
+        return coded[0].startswith("kv_scale_") != coded[1].startswith("kv_scale_")
+    others = [ask for ask in pair if ask not in coded]
+    return not coded or others[0] in ("hnd", "prefill", "gqa")
 
 
 def dtypes(kernel: Kernel) -> list[torch.dtype]:

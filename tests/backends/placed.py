@@ -114,7 +114,7 @@ def answer(device: LocalDevice, call: Placed) -> list[str] | None:
     """What is wrong with the kernel's answer to a call, in words; None where selection refused it."""
     op = table.get(call.case.op)
     own = tuple(
-        at(a, a.data_ptr() % 64 // a.itemsize, a.stride()) if p in op.writes else a
+        at(a, a.data_ptr() % 64 // a.itemsize, a.stride()) if p in op.written(call.args) else a
         for p, a in enumerate(call.args)
     )
     try:
@@ -127,7 +127,7 @@ def answer(device: LocalDevice, call: Placed) -> list[str] | None:
     if all(out.numel() == 0 for out in outs) or call.where.startswith("nothing"):
         return wrong
     truths, bases = cases.expected(call.case, call.args)
-    written = [own[p] for p in op.writes]
+    written = [own[p] for p in op.written(call.args)]
     for out, truth, base in zip(
         (*outs, *written), truths, bases, strict=False
     ):  # a baseline may have the LSE

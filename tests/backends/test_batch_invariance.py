@@ -30,7 +30,8 @@ ALONE = (0, 1, 7, 15, 16, 17, 31, 36)
 ALONG = {
     "add_layer_norm": (0, 1), "add_rms_norm": (0, 1), "add_rms_norm_quantize": (0, 1), "alibi": (0,),
     "append_kv": (0, 1, 4),
-    "attention": (0, 1, 2), "cross_entropy": (0, 1), "dequantize": (0, 1), "embedding": (0,),
+    "attention": (0, 1, 2), "cross_entropy": (0, 1), "dequantize": (0, 1, 4), "embedding": (0,),
+    "fused_experts": (0, 1, 2), "select_experts": (0,),
     "layer_norm": (0,), "linear": (0,), "linear_cross_entropy": (0, 2), "quantize": (0, 4),
     "quantized_linear": (0,), "mla_attention": (0, 1, 4, 5), "mlp": (0,), "paged_attention": (0, 3, 4),
     "rms_norm": (0,), "rope": (0, 1, 2), "sample": (0, 4), "sample_topk": (0, 3), "sample_topp": (0, 3),
@@ -65,7 +66,9 @@ APART = {"mean", "mask_bool", "mask_float", "mask_wide", "empty_rows"}
 def asks(op: str) -> list[tuple[str, ...]]:
     """Every single ask under which rows stay apart; seeds are always per row."""
     seeds = ("seed_per_row",) if op.startswith(("sample", "verify")) else ()
-    shared = {"scale_per_tensor"} if op == "quantize" else set()
+    shared = {
+        "quantize": {"scale_per_tensor", "scale_per_block"}, "dequantize": {"scale_per_block"}
+    }.get(op, set())  # fmt: skip
     apart = APART | shared | set(seeds)
     return [seeds, *((*seeds, ask) for ask in cases.ASKS.get(op, ()) if ask not in apart)]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer import attention, mla, planning
+from layerzero.backends.flashinfer import attention, common, mla, planning
+from layerzero.backends.flashinfer.sampling import KERNELS as SAMPLERS
 from layerzero.ops import table
+from layerzero.spec.kernel import rejections
+from layerzero.spec.reasons import Reason
+from tests.backends.cases import HERE
 
 LENGTHS = torch.tensor([3, 5], dtype=torch.int32)
 OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
@@ -52,6 +59,43 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
 
 def called(op: str, load: Callable[[str], Callable[..., Any]], *operands: Tensor, **flags: Any) -> Any:
     return load("fa3")(*table.get(op).build(*operands, **flags)[1])
+
+
+def test_one_thread_imports_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules import each other in circles: a second thread would meet the package half made."""
+    inside, most, both = [0], [0], threading.Barrier(2)
+
+    def importing(name: str) -> object:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.05)
+        inside[0] -= 1
+        return object()
+
+    def load(name: str) -> None:
+        both.wait(20.0)
+        common.module.__wrapped__(name)
+
+    monkeypatch.setattr("importlib.import_module", importing)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(load, ("flashinfer.norm", "flashinfer.sampling")))
+    assert most == [1]
+
+
+def test_sampling_without_a_filter_waits_for_no_compiler_of_its() -> None:
+    """Its sampler takes filtered calls alone: another kernel draws all others without its module."""
+    sampler = next(kernel for kernel in SAMPLERS if kernel.op == "sample")
+    logits = torch.randn(2, 8)
+    asked: tuple[tuple[dict[str, float], bool], ...] = (
+        ({}, True),
+        ({"temperature": 0.0}, True),
+        ({"top_k": 2}, False),
+        ({"top_p": 0.5}, False),
+    )
+    for filters, refused in asked:
+        request = table.get("sample").check(table.get("sample").build(logits, seed=1, **filters)[1])
+        reasons = {rejected.reason for rejected in rejections(sampler, request, HERE)}
+        assert (Reason.FEATURE_REQUIRED in reasons) == refused
 
 
 FLAGS = {"is_causal": True, "scale": 0.5, "return_lse": True}

@@ -43,13 +43,13 @@ def alone(kernel: Kernel) -> Any:
     op, device = table.get(kernel.op), kernels.device([kernel], Settings(warm="off"))
 
     def run(args: Args) -> tuple[Tensor, ...] | None:
-        own = tuple(a.clone() if at in op.writes else a for at, a in enumerate(args))
+        own = tuple(a.clone() if at in op.written(args) else a for at, a in enumerate(args))
         try:
             with torch.no_grad():
                 outs = cases.as_tuple(device.launch(op, own))
         except NoKernelFoundError:
             return None
-        return (*outs, *(own[at] for at in op.writes))
+        return (*outs, *(own[at] for at in op.written(args)))
 
     run.device = device  # type: ignore[attr-defined]
     return run
@@ -166,10 +166,10 @@ def test_what_only_a_flag_negates_is_read_negated(kernel: Kernel) -> None:
 def _into(run: Any, args: Args, at: int) -> tuple[Tensor, ...]:
     """The results of a call that writes into a negative view at `at`, which no copy of it would be."""
     op = table.get("append_kv")
-    own = [a.clone() if position in op.writes else a for position, a in enumerate(args)]
+    own = [a.clone() if position in op.written(args) else a for position, a in enumerate(args)]
     own[at] = torch._neg_view(-own[at])  # pyright: ignore[reportPrivateImportUsage]
     outs = cases.as_tuple(run.device.launch(op, tuple(own)))
-    return (*outs, *(own[position] for position in op.writes))
+    return (*outs, *(own[position] for position in op.written(args)))
 
 
 # -- autocast -------------------------------------------------------------------------------------------

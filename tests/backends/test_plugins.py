@@ -17,6 +17,7 @@ import layerzero as lz
 import layerzero.sync
 from layerzero.backends import installed_plugins
 from layerzero.cli import main
+from layerzero.selection.record import Selection
 
 PROJECT = """
 [build-system]
@@ -33,6 +34,12 @@ broken = "acme_kernels.broken:kernels"
 nothing = "acme_kernels:nothing"
 clash = "acme_kernels:clash"
 odd = "acme_kernels:odd"
+liar = "acme_kernels:liar"
+
+[project.entry-points."layerzero.ops"]
+shadow = "acme_kernels:shadow"
+sneaky = "acme_kernels:sneaky"
+noops = "acme_kernels:nothing"
 
 [tool.setuptools]
 packages = ["acme_kernels"]
@@ -53,6 +60,14 @@ def kernels():
 
 nothing = "no kernels"
 clash = [dataclasses.replace(OWN, id="reference.rms_norm", backend="reference")]
+shadow = lambda: [dataclasses.replace(table.get("rms_norm"))]
+sneaky = [dataclasses.replace(table.get("rms_norm"), name="../etc")]
+
+def lie(x, weight, eps):
+    wide = table.get("rms_norm").reference(x.float(), weight, eps)
+    return wide if x.dtype != __import__("torch").float32 else wide + 1
+
+liar = [dataclasses.replace(OWN, id="liar.rms_norm", backend="liar", load=lambda: lie)]
 odd = [dataclasses.replace(OWN, id="acme.fourier", op="fourier")]
 """
 X = torch.randn(4, 16)
@@ -113,6 +128,13 @@ def test_an_installed_backend_is_listed_and_neither_run_nor_imported() -> None:
             lz.lock("rms_norm", "acme.rms_norm")
         assert "acme (acme-kernels 1.5)" in raised.value.__notes__[0]
     assert "acme_kernels" not in sys.modules
+
+
+def chosen() -> Selection:
+    """What this thread ran last."""
+    selection = lz.last_selection()
+    assert selection is not None
+    return selection
 
 
 def by_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> lz.Settings:
@@ -179,6 +201,13 @@ def test_policy_files_and_the_command_know_an_allowed_backend(
         ("broken", lz.BackendNotAvailableError, r"'broken' does not load: OSError: libacme\.so"),
         ("nothing", lz.ConfigurationError, "'nothing' needs to give a sequence of Kernel, got str"),
         ("clash", lz.ConfigurationError, r"two kernels are named 'reference\.rms_norm'"),
+        (
+            "shadow",
+            lz.ConfigurationError,
+            r"'shadow' needs a name of its own, got 'rms_norm' of this library",
+        ),
+        ("sneaky", lz.ConfigurationError, r"'sneaky' needs a name in lower snake case, got '\.\./etc'"),
+        ("noops", lz.ConfigurationError, "'noops' needs to give a sequence of Op, got str"),
         ("odd", lz.ConfigurationError, r"'acme\.fourier' needs an op among .*, got 'fourier'"),
     ],
 )
@@ -188,6 +217,28 @@ def test_a_backend_that_is_allowed_and_cannot_be_had_is_an_error(name: str, erro
         pass
     told = CliRunner().invoke(main, ["kernels"], env={"LAYERZERO_PLUGINS": name})
     assert told.exit_code == 2 and name in told.output
+
+
+def test_a_plugin_that_lies_about_what_it_takes_is_found_out() -> None:
+    """Another dtype than it claims: the next kernel answers. Wrong numbers: quarantined where checked."""
+    half = X.to(torch.bfloat16)
+    with lz.start(lz.Settings(plugins=("liar",), check_rate=1.0, warm="off"), scoped=True) as runtime:
+        with lz.prefer("liar"):
+            assert layerzero.sync.rms_norm(half).dtype is torch.bfloat16
+            assert "needs dtype bfloat16, the kernel returned float32" in chosen().why
+            layerzero.sync.rms_norm(X)
+            assert chosen().kernel == "liar.rms_norm"
+        runtime.device().close()  # the guard's thread has ended its work
+        assert runtime.device().health.state("liar.rms_norm") == "quarantined"
+
+
+@pytest.mark.parametrize(
+    "text", ["a=acme", "acme@/usr/bin/python", "A=acme@/python", "a=acme@python", "a=@/p"]
+)
+def test_a_plugin_of_another_environment_is_named_wholly(text: str) -> None:
+    """With the name that it has here, its own, and its interpreter."""
+    with pytest.raises(lz.ConfigurationError, match="plugins needs NAME or ALIAS=NAME@/PATH/OF/PYTHON, got"):
+        lz.Runtime(lz.Settings(plugins=(text,)))
 
 
 @pytest.mark.parametrize("wrong", ["acme", 3, ("",), (" acme",), (1,), None])

@@ -47,8 +47,8 @@ def as_tuple(out: Any) -> tuple[Tensor, ...]:
 
 def results(op: Op, run: Any, args: Args) -> tuple[Tensor, ...]:
     """The outputs of `run` for a call, then the operands that it writes, as copies of the given ones."""
-    own = tuple(a.clone() if at in op.writes else a for at, a in enumerate(args))
-    return (*as_tuple(run(*own)), *(own[at] for at in op.writes))
+    own = tuple(a.clone() if at in op.written(args) else a for at, a in enumerate(args))
+    return (*as_tuple(run(*own)), *(own[at] for at in op.written(args)))
 
 
 def truth(op: Op, args: Args) -> tuple[Tensor, ...]:
@@ -109,15 +109,15 @@ def _naive_lse(op: str, args: Args) -> Tensor:
 def _sequences(op: str, args: Args) -> Iterator[tuple[Tensor, Tensor, bool, Any, Any, Any]]:
     """(q, k, causal, scale, window, softcap) of each sequence, tokens before heads."""
     if op == "ragged_attention":
-        (q, k, _, cu, cu_k, causal, scale, window, softcap, _) = args
+        (q, k, _, cu, cu_k, causal, scale, window, softcap, *_) = args
         starts, keys = cu.tolist(), cu_k.tolist()
         for b in range(len(starts) - 1):
             yield q[starts[b] : starts[b + 1]], k[keys[b] : keys[b + 1]], causal, scale, window, softcap
         return
     if op == "paged_attention":
-        (q, pool, _, tables, lens, cu, causal, scale, window, softcap, layout, _) = args
+        (q, pool, _, tables, lens, cu, causal, scale, window, softcap, layout, *_) = args
     else:
-        (nope, rotary, ckv, kpe, tables, lens, cu, scale, causal, _) = args
+        (nope, rotary, ckv, kpe, tables, lens, cu, scale, causal, *_) = args
         q, pool = torch.cat([nope, rotary], -1), torch.cat([ckv, kpe], -1).unsqueeze(2)
         layout, window, softcap = "NHD", None, None
     starts = query_offsets(q.shape[0], cu)

@@ -1,4 +1,4 @@
-"""Awaiting where no asyncio loop runs, as under trio, and spawning what is no coroutine: refused in words."""
+"""Awaiting where no event loop runs, and spawning what is no coroutine: refused in words."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ async def known(make: Callable[[], Any]) -> None:
 def test_without_a_loop_the_error_says_what_is_missing(
     make: Callable[[], Coroutine[Any, Any, torch.Tensor]], seen: bool
 ) -> None:
-    """A call that something else than asyncio drives names asyncio and the blocking ops, known or not."""
+    """A call that no event loop drives names what is needed and the blocking ops, known or not."""
     if seen:
         asyncio.run(known(make))
-    with pytest.raises(RuntimeError, match=r"needs a running asyncio event loop.*lz\.sync"):
+    with pytest.raises(RuntimeError, match=r"needs a running event loop of asyncio or trio.*lz\.sync"):
         make().send(None)
 
 

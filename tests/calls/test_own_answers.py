@@ -34,6 +34,11 @@ def codes(*shape: int) -> Tensor:
     return torch.randint(-99, 99, shape, generator=DRAW, dtype=torch.int8)
 
 
+def nibbles(*shape: int) -> Tensor:
+    """Codes of four bits: two a byte, or a zero point each."""
+    return torch.randint(0, 16, shape, generator=DRAW, dtype=torch.uint8)
+
+
 def ids(below: int, *shape: int) -> Tensor:
     return torch.randint(below, shape, generator=DRAW)
 
@@ -63,6 +68,14 @@ LOGITS = draw(32, 9) / 4
 DRAFT: Call = {"draft_probs": shares(32, 2, 6), "draft_tokens": ids(6, 32, 2), "seed": 3, "offset": 0}
 TREE: Call = {"draft_probs": shares(32, 4, 6), "draft_tokens": ids(6, 32, 4), "seed": 3, "offset": 0}
 ROUNDED: Call = {"format": "int8", "granularity": "group", "group_size": 4}
+
+E4M3 = torch.tensor([[0.5, 2.0]] * 3).to(torch.float8_e4m3fn)
+EXPERTS: Call = {
+    "x": draw(3, 8), "experts": torch.tensor([[0, 1], [2, 3], [3, 0]]), "scores": draw(3, 2).abs(),
+    "w_up": codes(4, 12, 8), "w_down": codes(4, 8, 6), "up_scale": draw(4, 12, 1) / 100,
+    "down_scale": draw(4, 8, 1) / 100, "activation": "swiglu", "gate": "first", "weighed": "outputs",
+    "first_expert": 0, "shared": 0, "inputs": "float",
+}  # fmt: skip
 
 # (op, a call, what else its arguments may be); a floating point tensor without another value is drawn anew.
 # An argument that cannot change the answer of this call alone is an ellipsis.
@@ -116,6 +129,96 @@ CALLS: list[tuple[str, Call, Call]] = [
         "quantized_linear",
         {"x": draw(3, 8), "weight": codes(5, 8), "scale": draw(5, 1), "bias": draw(5), "inputs": "float"},
         {"weight": codes(5, 8), "inputs": "dynamic"},
+    ),
+    (
+        "quantize", {"x": draw(3, 32), "format": "nvfp4", "tensor_scale": torch.tensor(0.01)},
+        {"tensor_scale": torch.tensor(0.03), "format": ...},
+    ),
+    (
+        "dequantize",
+        {"codes": nibbles(3, 8), "scale": draw(3, 2).abs(), "format": "int4", "zero_point": nibbles(3, 2)},
+        {"codes": nibbles(3, 8), "format": ..., "zero_point": nibbles(3, 2)},
+    ),
+    (
+        "dequantize",
+        {"codes": nibbles(3, 16), "scale": E4M3, "format": "nvfp4", "tensor_scale": torch.tensor(0.01)},
+        {"codes": ..., "scale": ..., "format": ..., "tensor_scale": torch.tensor(0.03)},
+    ),
+    (
+        "dequantize", {"codes": codes(3, 8), "scale": draw(2, 4), "block_size": 2, "format": None},
+        {"codes": codes(3, 8), "block_size": ..., "format": ...},
+    ),
+    ("dequantize", {"codes": nibbles(3, 8), "scale": draw(3, 2).abs(), "format": "int4"}, {"format": "nf4"}),
+    (
+        "quantized_linear",
+        {
+            "x": draw(3, 16), "weight": nibbles(5, 8), "scale": draw(5, 2).abs(), "bias": draw(5), "format":
+            "int4", "zero_point": nibbles(5, 2), "inputs": "float",
+        },
+        {"weight": nibbles(5, 8), "format": ..., "zero_point": nibbles(5, 2), "inputs": "int8"},
+    ),
+    (
+        "quantized_linear", {"x": draw(3, 16), "weight": nibbles(5, 8), "scale": draw(5, 2).abs(), "format":
+        "int4"}, {"format": "nf4", "weight": ...},
+    ),
+    (
+        "quantized_linear",
+        {
+            "x": draw(3, 32), "weight": nibbles(5, 16), "scale": E4M3[:1].expand(5, 2), "format": "nvfp4",
+            "tensor_scale": torch.tensor(0.01),
+        },
+        {"weight": ..., "scale": ..., "format": ..., "tensor_scale": torch.tensor(0.03)},
+    ),
+    (
+        "quantized_linear", {"x": draw(3, 16), "weight": codes(4, 16), "scale": draw(2, 8), "block_size": 2},
+        {"weight": ..., "block_size": ...},
+    ),
+    (
+        "select_experts",
+        {
+            "router_logits": draw(3, 8), "bias": draw(8), "top_k": 2, "scoring": "softmax", "renormalize":
+            True, "groups": 4, "top_groups": 2, "scaling": 1.0,
+        },
+        {"top_k": 3, "scoring": "sigmoid", "renormalize": False, "groups": 2, "top_groups": 4, "scaling":
+        2.5},
+    ),
+    (
+        "fused_experts", EXPERTS,
+        {
+            "experts": ids(4, 3, 2), "w_up": codes(4, 12, 8), "w_down": codes(4, 8, 6), "activation": "reglu",
+            "gate": "second", "weighed": "inputs", "first_expert": 1, "shared": 1, "inputs": "dynamic",
+        },
+    ),
+    (
+        "fused_experts",
+        {
+            **EXPERTS, "w_up": nibbles(4, 12, 4), "w_down": nibbles(4, 8, 3), "format": "int4",
+            "up_zero_point": nibbles(4, 12, 1), "down_zero_point": nibbles(4, 8, 1),
+        },
+        {"up_zero_point": nibbles(4, 12, 1), "down_zero_point": nibbles(4, 8, 1)},
+    ),
+    (
+        "fused_experts",
+        {**EXPERTS, "w_up": nibbles(4, 12, 4), "w_down": nibbles(4, 8, 3), "format": "int4"}, {"format":
+        "nf4"},
+    ),
+    (
+        "fused_experts",
+        {
+            "x": draw(3, 16), "experts": EXPERTS["experts"], "scores": EXPERTS["scores"], "format": "nvfp4",
+            "w_up": nibbles(4, 32, 8), "w_down": nibbles(4, 16, 8), "up_scale": E4M3[:1, :1].expand(4, 32, 1),
+            "down_scale": E4M3[:1, :1].expand(4, 16, 1), "up_tensor_scale": draw(4), "down_tensor_scale":
+            draw(4),
+        },
+        {"up_scale": ..., "down_scale": ...},
+    ),
+    (
+        "fused_experts",
+        {
+            **EXPERTS, "w_up": codes(4, 12, 8), "w_down": codes(4, 8, 6), "up_scale": draw(4, 6, 4) / 100,
+            "down_scale": draw(4, 4, 3) / 100, "block_size": 2,
+        },
+        {"block_size": ...},
     ),
     (
         "embedding", {"ids": ids(7, 4), "weight": draw(7, 8), "padding_idx": None},
@@ -253,6 +356,7 @@ PAIRS = list(pairs())
 NOTHING_TO_SEE = {
     ("embedding", "padding_idx"), ("attention", "dropout_p"), ("attention", "rows_nonempty"),
     ("attention", "combine_mask"), ("quantize", "granularity"), ("add_rms_norm_quantize", "granularity"),
+    ("dequantize", "block_size"), ("quantized_linear", "block_size"), ("fused_experts", "block_size"),
 }  # fmt: skip
 
 

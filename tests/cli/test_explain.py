@@ -30,6 +30,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("logits=4x8", "target=4:i64"),
     "dequantize": ("codes=4x8:i8", "scale=4x1", "dtype=bfloat16"),
     "embedding": ("ids=4:i64", "weight=100x8"),
+    "fused_experts": ("x=4x8", "experts=4x2:i32", "scores=4x2", "w_up=3x32x8", "w_down=3x8x16"),
     "layer_norm": ("--shape", "4x8"),
     "linear": ("x=4x8", "weight=16x8"),
     "linear_cross_entropy": ("x=4x8", "weight=100x8", "target=4:i64"),
@@ -42,6 +43,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "sample": ("logits=4x100", "top_k=5"),
     "sample_topk": ("logits=4x100", "k=5"),
     "sample_topp": ("logits=4x100", "p=0.9"),
+    "select_experts": ("router_logits=4x8",),
     "verify_chain": ("draft_probs=4x3x100", "draft_tokens=4x3:i64", "target_probs=4x4x100"),
     "verify_tree": (
         "draft_probs=4x3x100",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -172,8 +174,13 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., lz.Runti
     """Opens a runtime whose CPU is captured like a GPU, with `between(device)` after the first rehearsal."""
     opened: list[lz.Runtime] = []
 
-    def make(between: Callable[[LocalDevice], object]) -> lz.Runtime:
-        runtime = Runtime(lz.Settings(warm="off", perfdb=None, shipped_tables=False), kernels=kernels)
+    def make(
+        between: Callable[[LocalDevice], object],
+        kernels: Callable[[], list[Kernel]] = kernels,
+        warm: Literal["background", "off"] = "off",
+    ) -> lz.Runtime:
+        settings = lz.Settings(warm=warm, perfdb=None, shipped_tables=False)
+        runtime = Runtime(settings, kernels=kernels)
         install(runtime)
         opened.append(runtime)
         device = runtime.device("cpu")
@@ -249,6 +256,61 @@ def test_a_kernel_that_loads_between_rehearsal_and_capture_leaves_the_capture_it
     assert step.captures == 2 and set(RAN) == {"there" if fn is of_one_backend else "better"}
     step(x)
     assert step.captures == 2, "nothing has changed since"
+
+
+class Slow:
+    """Kernels of which the only one that may be captured takes as long to load as the test wants."""
+
+    def __init__(self) -> None:
+        self.asked, self.release = threading.Event(), threading.Event()
+
+    def load(self) -> Callable[..., Tensor]:
+        self.asked.set()
+        assert self.release.wait(20.0)
+        return noting("slow")
+
+    def kernels(self) -> list[Kernel]:
+        return [
+            kernel("plain.rms_norm", noting("plain"), launch_us=50.0),
+            kernel("slow.rms_norm", load=self.load, graph_safe=True, cold=True),
+        ]
+
+
+def test_a_step_whose_kernel_is_still_loading_runs_without_a_graph(
+    captured: Callable[..., lz.Runtime],
+) -> None:
+    """No call waits for a compiler: it runs on what is there, is counted, and is captured behind the load."""
+    slow = Slow()
+    device = captured(lambda _: None, slow.kernels, "background").device("cpu")
+    step, x = lz.compile(free, buckets=(4,)), torch.randn(2, 8)
+    RAN.clear()
+    first = step(x)
+    assert slow.asked.wait(60.0) and not slow.release.is_set()
+    assert torch.equal(step(x), first) and set(RAN) == {"plain"} and step.captures == 0
+    assert device.counters.total("graph_uncaptured_calls") == 2
+    slow.release.set()
+    device.loader._thread.close(60.0)
+    RAN.clear()
+    torch.testing.assert_close(step(x), first)
+    assert step.captures == 1 and set(RAN) == {"slow"}
+    assert device.counters.total("graph_uncaptured_calls") == 2
+
+
+def test_a_capture_that_is_asked_for_waits_for_its_kernel(captured: Callable[..., lz.Runtime]) -> None:
+    """`capture` makes ready, however long a load takes."""
+    slow = Slow()
+    captured(lambda _: None, slow.kernels, "background")
+    step = lz.compile(free, buckets=(2,))
+
+    def let_load() -> None:
+        slow.asked.wait(60.0)
+        slow.release.set()
+
+    helper = threading.Thread(target=let_load)
+    helper.start()
+    step.capture(torch.randn(1, 8))
+    helper.join()
+    assert step.captures == 1
 
 
 def test_many_changes_between_rehearsal_and_capture_leave_it_its_plan(

@@ -14,7 +14,6 @@ from layerzero.measure.tuner import TuningResult, pick_winner, tied_with
 from layerzero.perfdb.record import Launch
 from layerzero.selection.context import SelectionOptions
 from tests.kernels import kernel
-from tests.profiles import many_examples
 
 BAND = 0.05
 # Causal attention of 32 heads over 512 tokens on an H200, microseconds: two tunes, a second apart; replays.
@@ -87,7 +86,6 @@ def machines(draw: st.DrawFn) -> tuple[dict[str, float], dict[str, float]]:
     return host, device
 
 
-@many_examples
 @given(machines(), st.floats(1.0, 1.6), st.floats(1.0, 1.6), st.randoms(use_true_random=False))
 def test_noise_as_recorded_gives_no_flip_outside_the_band(
     machine: tuple[dict[str, float], dict[str, float]], one: float, other: float, draw: random.Random

@@ -1,40 +1,21 @@
-"""The four levels: each gives rows of differences, in the order in which the values are computed."""
+"""The levels: each gives rows of differences, in the order in which the values are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from layerzero.spec.tolerances import PARITY_KERNEL, PARITY_LAYER, PARITY_LOGITS
 from tests.parity.model import CONFIGS, Config, bert, llama, llama_layer, random_llama
+from tests.parity.rows import Row, largest
+from tests.parity.training import level_5
 from tests.parity.truth import Ours, Side, Truth
 from tests.parity.weights import judged, real_models
 
 ROWS = 12
 Call = Callable[[Side, list[Tensor]], tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison: what, where from, the largest absolute difference, and what is allowed."""
-
-    what: str
-    where: str
-    difference: float
-    allowed: float
-
-    @property
-    def holds(self) -> bool:
-        return self.difference < self.allowed  # a NaN does not
-
-
-def _largest(got: Tensor, want: Tensor) -> float:
-    if got.shape != want.shape:
-        return float("inf")
-    return (got.detach().double() - want.detach().double()).abs().max().item()
 
 
 def _randn(generator: torch.Generator, *shape: int) -> Tensor:
@@ -101,17 +82,17 @@ def level_1(ours: Ours, config: Config) -> Iterator[Row]:
         mine = [t.clone().requires_grad_() for t in tensors]
         true = [t.double().requires_grad_() for t in tensors]
         got, want = call(ours, mine), call(Truth(), true)
-        yield Row(f"{name} forward", config.name, max(map(_largest, got, want)), PARITY_KERNEL)
+        yield Row(f"{name} forward", config.name, max(map(largest, got, want)), PARITY_KERNEL)
         if not tensors:
             continue
         along = [_randn(generator, *w.shape) / max(1, w.numel()) ** 0.5 for w in want]
         ours_grads = torch.autograd.grad(got, mine, along)
         true_grads = torch.autograd.grad(want, true, [a.double() for a in along])
-        yield Row(f"{name} backward", config.name, max(map(_largest, ours_grads, true_grads)), PARITY_KERNEL)
+        yield Row(f"{name} backward", config.name, max(map(largest, ours_grads, true_grads)), PARITY_KERNEL)
     with torch.no_grad():
         for name, tensors, call in _paged(config, generator):
             got, want = call(ours, tensors), call(Truth(), [t.double() for t in tensors])
-            yield Row(f"{name} forward", config.name, max(map(_largest, got, want)), PARITY_KERNEL)
+            yield Row(f"{name} forward", config.name, max(map(largest, got, want)), PARITY_KERNEL)
 
 
 # -- level 2: one layer, all its buffers --------------------------------------------------------------
@@ -141,15 +122,15 @@ def level_2(ours: Ours, config: Config) -> Iterator[Row]:
         buffers.append(kept)
         gradients.append(dict(zip(leaves, found, strict=True)))
     for name, got in buffers[0].items():
-        yield Row(name, config.name, _largest(got, buffers[1][name]), PARITY_LAYER)
+        yield Row(name, config.name, largest(got, buffers[1][name]), PARITY_LAYER)
     for name, got in gradients[0].items():
-        yield Row(f"gradient of {name}", config.name, _largest(got, gradients[1][name]), PARITY_LAYER)
+        yield Row(f"gradient of {name}", config.name, largest(got, gradients[1][name]), PARITY_LAYER)
     own, record = model.cast(torch.float32), dict[str, Tensor]().__setitem__  # stages are compared above
     with torch.no_grad():
         whole = llama_layer(ours, own, 0, x, record)
         pieces = [llama_layer(ours, own, 0, x[:7], record)]
         pieces += [llama_layer(ours, own, 0, x[i : i + 1], record, i) for i in range(7, ROWS)]
-    yield Row("prefill + decode", config.name, _largest(torch.cat(pieces), whole), PARITY_LAYER)
+    yield Row("prefill + decode", config.name, largest(torch.cat(pieces), whole), PARITY_LAYER)
 
 
 # -- level 3: the stages of every layer, on real weights ----------------------------------------------
@@ -167,7 +148,7 @@ def level_3(ours: Ours) -> Iterator[Row]:
             forward(truth, model.cast(torch.float64), ids, kept[1].__setitem__)
         for name, got in kept[0].items():
             allowed = PARITY_LOGITS if name == "logits" else PARITY_LAYER
-            yield Row(name, model.source, _largest(got, kept[1][name]), allowed)
+            yield Row(name, model.source, largest(got, kept[1][name]), allowed)
 
 
 # -- level 4: the whole model against transformers ----------------------------------------------------
@@ -185,9 +166,9 @@ def level_4(ours: Ours) -> Iterator[Row]:
         with torch.no_grad():
             got = forward(ours, model.cast(torch.float32), ids, kept.__setitem__)
         for index, state in enumerate(states):
-            yield Row(f"layer {index} output", model.source, _largest(kept[f"layer {index} output"], state),
+            yield Row(f"layer {index} output", model.source, largest(kept[f"layer {index} output"], state),
                       PARITY_LOGITS)  # fmt: skip
-        yield Row("outputs", model.source, _largest(got, outputs), PARITY_LOGITS)
+        yield Row("outputs", model.source, largest(got, outputs), PARITY_LOGITS)
         mean = (got.double() - outputs.double()).abs().mean().item()
         yield Row("outputs, mean", model.source, mean, PARITY_LOGITS)
         per_row = (got.double() - outputs.double()).abs().amax(-1)
@@ -198,8 +179,8 @@ def level_4(ours: Ours) -> Iterator[Row]:
             yield Row("top-1 tokens that differ", model.source, float(wrong), 0.5)
 
 
-def run(level: int, ours: Ours, config: str | None = None) -> list[Row]:
-    """Every row of a level; levels 1 and 2 on all configurations or on one.
+def run(level: int, ours: Ours, config: str | None = None, steps: int = 20) -> list[Row]:
+    """Every row of a level; levels 1, 2 and 5 on all configurations or on one, level 5 for so many steps.
 
     Raises: ValueError: no such level or configuration.
     """
@@ -214,7 +195,9 @@ def run(level: int, ours: Ours, config: str | None = None) -> list[Row]:
         return list(level_3(ours))
     if level == 4:
         return list(level_4(ours))
-    raise ValueError(f"level needs 1 to 4, got {level}")
+    if level == 5:
+        return [row for each in chosen for row in level_5(ours, each, steps)]
+    raise ValueError(f"level needs 1 to 5, got {level}")
 
 
 _BACKWARD_OF = {

@@ -139,7 +139,7 @@ def test_level_4_names_the_layer(capsys: pytest.CaptureFixture[str], plant: str,
 
 
 @pytest.mark.parametrize(
-    "words", [["--level", "5"], ["--level", "1", "--plant", "nope"], ["--config", "gqa"]]
+    "words", [["--level", "6"], ["--level", "1", "--plant", "nope"], ["--config", "gqa"]]
 )
 def test_a_wrong_command_line_is_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """argparse's own errors, and an unknown plant lists the known ones."""

@@ -15,10 +15,10 @@ from torch import Tensor
 import layerzero.sync as sync
 from layerzero.ops.attention.lse import to_base_2
 from tests.references.definitions import Definition
+from tests.references.experts import experts_inputs, moe
 
 MAX_BYTES = 160 << 20
 NO_OP = {
-    "moe": "quantized experts (fp8 and fp4 block scales): our moe takes plain weights",
     "dsa_paged": "sparse attention and its indexer: no op",
     "gdn": "gated delta net: no op",
     "mamba_ssu": "selective state update: no op",
@@ -94,8 +94,9 @@ def inputs_of(definition: Definition, size: Size, given: Mapping[str, int] | Non
         "top_k": torch.tensor([1, 5, 40, 2][: axes["batch_size"]], dtype=torch.int32),
         "top_p": torch.tensor([0.3, 0.9, 1.0, 0.6][: axes["batch_size"]]),
     }
-    return {name: made[name] if name in made else _values(name, port, axes, generator)
-            for name, port in definition.inputs.items()}  # fmt: skip
+    found = {name: made[name] if name in made else _values(name, port, axes, generator)
+             for name, port in definition.inputs.items()}  # fmt: skip
+    return experts_inputs(definition, found) if definition.op_type == "moe" else found
 
 
 def offsets(counts: Any) -> Tensor:
@@ -200,10 +201,11 @@ CALLS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "gqa_ragged": _ragged,
     "mla_ragged": _ragged,
     "mla_paged": _mla_paged,
+    "moe": moe,
     "sampling": _sampling,
 }
 OPS = {
     "gemm": "linear", "rmsnorm": "rms_norm", "rope": "rope", "gqa_paged": "paged_attention",
     "gqa_ragged": "ragged_attention", "mla_ragged": "ragged_attention", "mla_paged": "mla_attention",
-    "sampling": "sample",
+    "moe": "fused_experts", "sampling": "sample",
 }  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 
 import layerzero as lz
 from tests.references.definitions import UNSET, Definition, files, parse, workloads
+from tests.references.experts import smaller
 from tests.references.measures import check_close
 from tests.references.ours import CALLS, MEDIUM, OPS, SMALL, Size, inputs_of, why_not
 
@@ -32,6 +33,7 @@ def runtime() -> Iterator[lz.Runtime]:
 def ready(path: Path, size: Size) -> tuple[Definition, dict[str, Any]]:
     """A definition and inputs for it; skips with the reason where it has no op or is too large here."""
     definition = parse(path.read_text(), path.name)
+    definition = smaller(definition) if definition.op_type == "moe" else definition
     reason = why_not(definition, size)
     if reason:
         pytest.skip(f"{definition.name}: {reason}")

@@ -96,7 +96,7 @@ def test_index_inputs_keep_the_constraints() -> None:
 
 def test_what_has_no_op_says_what_was_searched() -> None:
     """Known kinds without an op, unknown kinds, and sizes beyond a CPU run."""
-    assert "quantized experts" in why_not(parse(doubling(op_type="moe")), SMALL)
+    assert "gated delta net" in why_not(parse(doubling(op_type="gdn")), SMALL)
     assert "unknown kind" in why_not(parse(doubling(op_type="teleport")), SMALL)
     wide = {"batch_size": {"type": "var"}, "hidden_size": {"type": "const", "value": 1 << 30}}
     assert "MiB" in why_not(parse(doubling(axes=wide)), SMALL)

@@ -11,6 +11,8 @@ import torch
 
 from layerzero.ops import table
 from layerzero.spec.errors import KernelExecutionError
+from layerzero.spec.settings import Settings
+from tests.clocks import FakeClock
 from tests.kernels import device, kernel
 
 OP = table.get("rms_norm")
@@ -47,6 +49,29 @@ def test_a_wrong_output_without_another_kernel_raises() -> None:
         with pytest.raises(KernelExecutionError, match=r"needs shape \(4, 64\)"):
             made.launch_planned(OP, ARGS)
     made.close()
+
+
+def test_outputs_are_compared_again_now_and_then() -> None:
+    """A kernel that was right and changes later is found by the sample, and by no hit before it."""
+    shape, clock = [4, 64], FakeClock()
+    settings = Settings(output_check_s=5.0, warm="off", perfdb=None)
+    changing = kernel("bad.rms_norm.k", lambda *args: torch.zeros(*shape), launch_us=1.0)
+    made = device([changing, kernel("good.rms_norm.k", launch_us=50.0)], settings=settings, clock=clock)
+    made.launch_planned(OP, ARGS)
+    shape[0] = 3
+    assert made.launch_planned(OP, ARGS)[0].shape == (3, 64)
+    clock.advance(5.0)
+    for _ in range(2):  # until a run was right
+        result, plan = made.launch_planned(OP, ARGS)
+        assert result.shape == (4, 64) and "needs shape (4, 64)" in plan.selection.why
+    shape[0] = 4
+    assert made.launch_planned(OP, ARGS)[1].kernel == "bad.rms_norm.k"
+    shape[0] = 3
+    made.set_settings(settings.replace(output_check_s=0.0))
+    made.launch_planned(OP, ARGS)
+    made.close()
+    clock.advance(50.0)
+    assert not clock.waiting
 
 
 def test_the_comparison_leaves_the_plan_after_a_right_run() -> None:

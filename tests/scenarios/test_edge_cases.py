@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,13 +14,16 @@ from torch import Tensor
 import layerzero as lz
 import layerzero.sync
 from layerzero.actors.device.local_device import LocalDevice
+from layerzero.calls.blocking import context_runtime
 from layerzero.graphs.rehearsal import rehearsal
+from layerzero.native import FAST_PATH
 from layerzero.ops import table as ops_table
 from layerzero.selection.key import KeyMaker, grid
 from layerzero.selection.modes import CAPTURE, mode_bits
 from layerzero.selection.plan import signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.hardware import Hardware, probe
 from layerzero.spec.reasons import Reason
 from tests.kernels import device, kernel
@@ -245,7 +249,30 @@ def test_a_plan_outlives_its_generation_for_who_holds_it() -> None:
     assert (held.kernel, after.kernel) == ("a.rms_norm", "b.rms_norm")
 
 
-def test_a_table_of_no_keys_is_refused() -> None:
-    """EC-032: max_keys below 1 is a configuration error that names the field."""
-    with pytest.raises(lz.ConfigurationError, match="max_keys needs a whole number of at least 1, got 0"):
-        lz.Settings(max_keys=0)
+@pytest.mark.parametrize("native", [True, False], ids=["compiled", "python"])
+def test_a_table_of_no_keys_remembers_nothing(native: bool) -> None:
+    """EC-032: max_keys=0 is off, blocking, awaited and batched; below it is an error that names the field."""
+    x = torch.randn(2, 8)
+
+    async def awaited() -> None:
+        await asyncio.gather(*[lz.rms_norm(x) for _ in range(4)])
+
+    before = FAST_PATH.module
+    try:
+        FAST_PATH.use(FAST_PATH.load() if native else None)
+        runtime = context_runtime()
+        lz.configure(max_keys=0)
+        for _ in range(3):
+            lz.sync.rms_norm(x)
+        decided = runtime.counters.get("selections", op="rms_norm")
+        assert decided == 3
+        for _ in range(2):
+            asyncio.run(awaited())
+        assert runtime.counters.get("selections", op="rms_norm") >= decided + 2
+        assert len(runtime.device().table(ops_table.get("rms_norm")).by_key) == 0
+    except BackendNotAvailableError as error:
+        pytest.skip(f"nothing to compile with: {error}")
+    finally:
+        FAST_PATH.use(before)
+    with pytest.raises(lz.ConfigurationError, match="max_keys needs a whole number of at least 0, got -1"):
+        lz.Settings(max_keys=-1)

@@ -81,7 +81,7 @@ def test_the_hash_follows_every_field() -> None:
 
 
 BROKEN: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "version needs 2, got 1": lambda d: d.update(version=1),
+    "version needs 2, got 3": lambda d: d.update(version=3),
     "version needs 2, got True": lambda d: d.update(version=True),
     "needs content": lambda d: d.pop("content"),
     "needs sm_max": lambda d: d["kernels"]["fast.rms_norm"]["capability"].pop("sm_max"),
@@ -136,7 +136,7 @@ NARROWER: dict[str, Any] = {
     "archs": ["gfx942"], "isa": ["avx2"], "half_isa": ["avx512bw"],
     "torch_min": "2.12", "torch_below": "2.14", "cuda_min": "12.9", "driver_min": "570",
     "dtypes": ["float32"], "mixed_dtypes": False, "index_dtypes": ["int64"], "features": [],
-    "layouts": ["BHSD"], "contiguous": True, "last_stride1": True, "alignment": 16,
+    "only_with": ["top_k"], "layouts": ["BHSD"], "contiguous": True, "last_stride1": True, "alignment": 16,
     "limits": ["N <= 256"], "gradient": False, "deterministic": False,
     "batch_invariant": False, "graph_safe": False, "autocast": False, "tp_invariant": False,
 }  # fmt: skip
@@ -146,7 +146,8 @@ WIDER: dict[str, Any] = {
     "cpu_vendors": ["amd", "intel"], "archs": ["gfx942", "gfx950"], "isa": [], "half_isa": [],
     "torch_min": "2.10", "torch_below": "2.15", "cuda_min": None,
     "driver_min": "560", "dtypes": ["float32", "int8"], "mixed_dtypes": True,
-    "index_dtypes": ["int64", "int32"], "features": ["causal"], "layouts": ["BHSD", "BSHD"],
+    "index_dtypes": ["int64", "int32"], "features": ["causal"],
+    "only_with": ["top_k", "top_p"], "layouts": ["BHSD", "BSHD"],
     "contiguous": False, "last_stride1": False, "alignment": 8,
     "limits": ["N <= 1024"], "gradient": True, "deterministic": True,
     "batch_invariant": True, "graph_safe": True, "autocast": True, "tp_invariant": True,

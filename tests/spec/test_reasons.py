@@ -23,6 +23,8 @@ KNOWN = {
     "MEMORY_HEADROOM_EXCEEDED": Category.RESOURCE,
     "DISPATCH_TABLE_MISS": Category.DISPATCH_TABLE,
     "BUNDLE_DAMAGED": Category.BUNDLE,
+    "BLOCK_CYCLIC": Category.BLOCK,
+    "PLAN_DAMAGED": Category.PLAN,
 }
 
 

@@ -363,7 +363,7 @@ def test_decisions_for_other_kernels_are_refused_before_anything_is_written(
     saved(states, path := states / "b.lzb")
     second.here()
     with opened(states / "state-2") as runtime:
-        runtime.add_kernel(kernel("mine.rms_norm"))
+        runtime.add_kernel(kernel("mine.layer_norm"))
         with pytest.raises(lz.BundleRefusedError) as caught:
             lz.load_bundle(path)
     assert [(p.reason, p.field) for p in caught.value.problems] == [

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +26,8 @@ CARRIED_UNUSED = "flashinfer.carried_unused"
 
 # Its norms exist twice: compiled anew for every row width (CuTe DSL), or once for all (CUDA).
 _CUDA_NORM = "FLASHINFER_USE_CUDA_NORM"
+# Its modules import each other in circles: of two threads one may find the package half made, or gone.
+_IMPORTING = threading.RLock()
 
 
 @functools.cache
@@ -34,7 +37,7 @@ def module(name: str = "flashinfer") -> Any:
     Raises: ImportError: it is not installed, or what it needs is missing.
     """
     os.environ.setdefault(_CUDA_NORM, "1")
-    with warnings.catch_warnings():
+    with _IMPORTING, warnings.catch_warnings():
         # The compiler package it brings uses what it has itself deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
         imported = importlib.import_module(name)

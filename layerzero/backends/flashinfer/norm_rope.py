@@ -121,7 +121,7 @@ def _append() -> Callable[..., Any]:
     kernel = library.append_paged_kv_cache
 
     def append_kv(
-        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str
+        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str, *_: None
     ) -> Tensor:
         """`append_paged_kv_cache` with the whole pool as one sequence, in which a slot is a position."""
         pages, size = k_cache.shape[0], k_cache.shape[1 if layout == "NHD" else 2]
@@ -150,7 +150,7 @@ def _fp8_product() -> Callable[..., Any]:
     library = module("flashinfer.gemm")
     module("flashinfer.gemm.gemm_base").get_gemm_module()
 
-    def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, _: str) -> Tensor:
+    def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
         """`bmm_fp8` through cuBLAS over codes; both scales follow the product, each row having its own."""
         codes, spread = quantize_reference(x, "fp8_e4m3", "row", 0, None)
         rows = codes.view(1, -1, codes.shape[-1])

@@ -19,6 +19,8 @@ from layerzero.ops.attention.checks import window_bounds
 from layerzero.ops.op import Args
 from layerzero.spec.kernel import Kernel
 
+_NO_SCALES = (None, None)
+
 
 def _compiled() -> Any:
     # Imported here: the module needs what only Unix has.
@@ -32,12 +34,13 @@ def _paged() -> Callable[..., Any]:
 
     def paged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
         """One walk over each sequence's pages; what it cannot trust it refuses before it reads."""
-        q, k, v, tables, lens, cu, is_causal, scale, window, softcap, layout, return_lse = args
+        q, k, v, tables, lens, cu, is_causal, scale, window, softcap, layout, return_lse, *scales = args
         out, lse = _results(q, v.shape[3], return_lse)
         window_left, right = window_bounds(is_causal, window)
         factor = q.shape[2] ** -0.5 if scale is None else scale
         cap = 0.0 if softcap is None else softcap
-        if not native(out, lse, q, k, v, tables, lens, cu, factor, window_left, right, cap, layout == "HND"):
+        if not native(out, lse, q, k, v, tables, lens, cu, factor, window_left, right, cap, layout == "HND",
+                      *(scales or _NO_SCALES)):  # fmt: skip
             _refused("paged_attention", args)
         return out if lse is None else (out, lse)
 
@@ -49,12 +52,13 @@ def _ragged() -> Callable[..., Any]:
 
     def ragged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
         """The same walk over keys that follow each other."""
-        q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse = args
+        q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse, _, *scales = (*args, None)
         out, lse = _results(q, v.shape[2], return_lse)
         window_left, right = window_bounds(is_causal, window)
         factor = q.shape[2] ** -0.5 if scale is None else scale
         cap = 0.0 if softcap is None else softcap
-        if not native(out, lse, q, k, v, cu, cu_k, factor, window_left, right, cap):
+        codes = scales[:2] or _NO_SCALES
+        if not native(out, lse, q, k, v, cu, cu_k, factor, window_left, right, cap, *codes):
             _refused("ragged_attention", args)
         return out if lse is None else (out, lse)
 
@@ -66,9 +70,10 @@ def _latent() -> Callable[..., Any]:
 
     def mla_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Keys are put together from both pools; their first part is the values."""
-        q, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse = args
+        q, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse, *scales = args
         out, lse = _results(q, q.shape[2], return_lse)
-        if not native(out, lse, q, q_pe, ckv, kpe, tables, lens, cu, scale, 0 if is_causal else -1):
+        right = 0 if is_causal else -1
+        if not native(out, lse, q, q_pe, ckv, kpe, tables, lens, cu, scale, right, *(scales or _NO_SCALES)):
             _refused("mla_attention", args)
         return out if lse is None else (out, lse)
 
@@ -76,13 +81,18 @@ def _latent() -> Callable[..., Any]:
 
 
 def _append() -> Callable[..., Any]:
-    native = _compiled().append
+    native, codes = _compiled().append, _compiled().append_codes
 
     def append_kv(*args: Any) -> Tensor:
-        """One copy a token and pool, after a look at all slots."""
-        k, v, k_cache, v_cache, _, layout = args
+        """One copy a token and pool, rounded to codes where it holds them, after a look at all slots."""
+        k, v, k_cache, v_cache, _, layout, *scales = args
         slot_mapping: Tensor = args[4]
-        if not native(k, v, k_cache, v_cache, slot_mapping, layout == "HND"):
+        heads_first = layout == "HND"
+        if scales and scales[0] is not None:
+            done = codes(k, v, k_cache, v_cache, slot_mapping, heads_first, *scales)
+        else:
+            done = native(k, v, k_cache, v_cache, slot_mapping, heads_first)
+        if not done:
             _refused("append_kv", args)
         return slot_mapping
 
@@ -116,21 +126,26 @@ _kernel = functools.partial(
 )
 _EFFICIENCY = (0.4, 0.7, 8.0)
 _MIXED = "kv_float32 kv_bfloat16 kv_float16 prefill"
+_CODES = "kv_float8_e4m3fn kv_float8_e5m2 kv_int8 kv_scale_per_tensor kv_scale_per_token"
 _SCORES = "causal lse gqa scale scale_not_positive window softcap"
 _WIDTHS = ("D <= 1024 else HEAD_DIM_TOO_LARGE", "Dv <= 1024 else HEAD_DIM_TOO_LARGE")
 
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "native.append_kv.cpu", _append, (0.1, 0.5, 1.0),
-        source="by construction: whole rows are copied", layouts="NHD HND",
+        source="by construction: whole rows are copied, or rounded one by one", layouts="NHD HND",
+        features=f"{_CODES} kv_scale_per_head",
     ),
     _kernel(
         "native.paged_attention.cpu", _paged, _EFFICIENCY,
-        features=f"{_MIXED} {_SCORES}", layouts="NHD HND", limits=_WIDTHS,
+        features=f"{_MIXED} {_SCORES} {_CODES} kv_scale_per_head", layouts="NHD HND", limits=_WIDTHS,
     ),
-    _kernel("native.ragged_attention.cpu", _ragged, _EFFICIENCY, features=_SCORES, limits=_WIDTHS),
+    _kernel(
+        "native.ragged_attention.cpu", _ragged, _EFFICIENCY,
+        features=f"{_SCORES} {_CODES} kv_scale_per_head", limits=_WIDTHS,
+    ),
     _kernel(
         "native.mla_attention.cpu", _latent, _EFFICIENCY,
-        features=f"{_MIXED} causal lse scale_not_positive", limits=("C <= 1024", "R <= 1024"),
+        features=f"{_MIXED} {_CODES} causal lse scale_not_positive", limits=("C <= 1024", "R <= 1024"),
     ),
 )  # fmt: skip

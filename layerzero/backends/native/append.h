@@ -10,7 +10,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
+
+#include "eight_bits.h"
 
 namespace append {
 
@@ -59,20 +62,19 @@ bool fit(const std::vector<Index>& slot_mapping, int64_t places) {
   return std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
 }
 
-template <typename Index>
-bool run(const Target& keys, const Target& values, const at::Tensor& slot_mapping, int64_t page_size, int64_t places) {
+// `put(row, page, token)` for every row, once all slots were looked at; `bytes` is what one of them moves.
+template <typename Index, typename Put>
+bool run(int64_t bytes, const at::Tensor& slot_mapping, int64_t page_size, int64_t places, Put&& put) {
   const Index* given = slot_mapping.const_data_ptr<Index>();
   const int64_t step = slot_mapping.stride(0), count = slot_mapping.size(0);
   std::vector<Index> at(count);  // others may write to what was given while this runs
   for (int64_t i = 0; i < count; ++i) at[i] = given[i * step];
   if (!fit(at, places)) return false;
-  const int64_t bytes = keys.heads * keys.bytes + values.heads * values.bytes;
   const int64_t grain = std::max<int64_t>(1, (int64_t(1) << 18) / std::max<int64_t>(1, bytes));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t slot = at[i], page = slot / page_size, token = slot % page_size;
-      write(keys, i, page, token);
-      write(values, i, page, token);
+      const int64_t slot = at[i];
+      put(i, slot / page_size, slot % page_size);
     }
   });
   return true;
@@ -99,6 +101,30 @@ inline at::Tensor ready(const at::Tensor& rows, const at::Tensor& pool, const Sp
 
 inline at::Tensor plain(const at::Tensor& pool) { return pool.is_neg() ? pool._neg_view() : pool; }
 
+template <typename Put>
+bool put_all(const at::Tensor& slot_mapping, int64_t bytes, int64_t page_size, int64_t places, Put&& put) {
+  pybind11::gil_scoped_release release;
+  return slot_mapping.scalar_type() == at::kLong ? run<int64_t>(bytes, slot_mapping, page_size, places, put)
+                                                 : run<int32_t>(bytes, slot_mapping, page_size, places, put);
+}
+
+// As torch's own in-place functions do, so that autograd sees the change.
+inline void note_changes(std::initializer_list<const at::Tensor*> changed) {
+  for (const at::Tensor* tensor : changed)
+    if (!tensor->is_inference()) tensor->unsafeGetTensorImpl()->bump_version();
+}
+
+// A pool of codes, strides in bytes; its rows are of another size, and their strides are theirs.
+inline Target pool_of(const at::Tensor& pool, const at::Tensor& rows, int token, int head) {
+  Target t{};
+  t.pool = static_cast<char*>(pool.mutable_data_ptr());
+  t.rows = static_cast<const char*>(rows.const_data_ptr());
+  t.page = pool.stride(0);
+  t.token = pool.stride(token);
+  t.head = pool.stride(head);
+  return t;
+}
+
 // False where the slot_mapping do not fit; nothing is written then.
 inline bool append(
     const at::Tensor& k_in, const at::Tensor& v_in, const at::Tensor& k_pool, const at::Tensor& v_pool,
@@ -111,16 +137,57 @@ inline bool append(
   const at::Tensor k = ready(k_in, k_pool, first, second), v = ready(v_in, v_pool, first, second);
   const Target keys = target_of(k, k_cache, heads_first), values = target_of(v, v_cache, heads_first);
   const int64_t page_size = k_cache.size(heads_first ? 2 : 1), places = k_cache.size(0) * page_size;
-  bool done;
-  {
-    pybind11::gil_scoped_release release;
-    done = slot_mapping.scalar_type() == at::kLong ? run<int64_t>(keys, values, slot_mapping, page_size, places)
-                                            : run<int32_t>(keys, values, slot_mapping, page_size, places);
+  const auto put = [&](int64_t row, int64_t page, int64_t token) {
+    write(keys, row, page, token);
+    write(values, row, page, token);
+  };
+  const int64_t bytes = keys.heads * keys.bytes + values.heads * values.bytes;
+  if (!put_all(slot_mapping, bytes, page_size, places, put)) return false;
+  note_changes({&k_pool, &v_pool});
+  return true;
+}
+
+// One row of numbers as codes; `own` takes the scale from the row, and writes it.
+template <typename Code>
+void write_codes(
+    const at::Tensor& rows, const Target& t, const Scales& scales, bool own, int64_t row, int64_t page, int64_t token) {
+  thread_local std::vector<float> wide;
+  const int64_t width = rows.size(2);
+  if (int64_t(wide.size()) < width) wide.resize(width);
+  const int64_t size = int64_t(rows.element_size());
+  for (int64_t h = 0; h < rows.size(1); ++h) {
+    widen_any(t.rows + (row * rows.stride(0) + h * rows.stride(1)) * size, rows.scalar_type(), wide.data(), width);
+    float& scale = scales.at(page, token, h);
+    if (own) scale = scale_of<Code>(wide.data(), width);
+    char* to = t.pool + page * t.page + token * t.token + h * t.head;
+    narrow_codes(wide.data(), reinterpret_cast<Code*>(to), width, scale);
   }
-  if (done)  // as torch's own in-place functions do, so that autograd sees the change
-    for (const at::Tensor* pool : {&k_pool, &v_pool})
-      if (!pool->is_inference()) pool->unsafeGetTensorImpl()->bump_version();
-  return done;
+}
+
+// The same into pools of codes: rows of 16 or 32 bits are divided by their scale and rounded.
+inline bool append_codes(
+    const at::Tensor& k_in, const at::Tensor& v_in, const at::Tensor& k_cache, const at::Tensor& v_cache,
+    const at::Tensor& slot_mapping, bool heads_first, const at::Tensor& k_scale, const at::Tensor& v_scale) {
+  const Span first(k_cache), second(v_cache);
+  const at::Tensor k = ready(k_in, k_cache, first, second), v = ready(v_in, v_cache, first, second);
+  const int token = heads_first ? 2 : 1, head = heads_first ? 1 : 2;
+  const bool own = k_scale.dim() > 1;
+  const Target keys = pool_of(k_cache, k, token, head), values = pool_of(v_cache, v, token, head);
+  const Scales key_scales = scales(k_scale, 0, token, head), value_scales = scales(v_scale, 0, token, head);
+  const int64_t page_size = k_cache.size(token), bytes = k.size(1) * (k.size(2) + v.size(2)) * 4;
+  bool done = false;
+  with_code(k_cache.scalar_type(), [&](auto code) {
+    using Code = decltype(code);
+    done = put_all(slot_mapping, bytes, page_size, k_cache.size(0) * page_size,
+                   [&](int64_t row, int64_t page, int64_t at) {
+                     write_codes<Code>(k, keys, key_scales, own, row, page, at);
+                     write_codes<Code>(v, values, value_scales, own, row, page, at);
+                   });
+  });
+  if (!done) return false;
+  note_changes({&k_cache, &v_cache});
+  if (own) note_changes({&k_scale, &v_scale});
+  return true;
 }
 
 }  // namespace append

@@ -19,12 +19,9 @@
 #include <vector>
 
 #include "append.h"
+#include "eight_bits.h"
 #include "memory.h"
 #include "vectors.h"
-
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -43,9 +40,6 @@ constexpr int TILE = 32;      // keys a tile
 constexpr int FEW = 4;        // query rows from which on a tile of keys is worth turning around
 constexpr int ROWS = 32;      // query rows of one key head an item
 constexpr int ITEM_ROWS = 128;  // query rows an item, over its key heads
-
-typedef uint32_t vu __attribute__((vector_size(W * 4)));
-typedef uint16_t vh __attribute__((vector_size(W * 2), aligned(2)));
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 
@@ -107,39 +101,6 @@ inline vf capped(vf s, float cap) {
   return all(cap) * (x < vf{} ? -y : y);
 }
 
-struct BF16 { uint16_t bits; };
-
-inline void widen(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * 4); }
-inline void widen(const BF16* from, float* to, int64_t n) {
-  int64_t i = 0;
-  for (; i + W <= n; i += W) {
-    const vh half = *reinterpret_cast<const vh*>(from + i);
-    const vu bits = __builtin_convertvector(half, vu) << 16;
-    store(to + i, reinterpret_cast<const vf&>(bits));
-  }
-  for (; i < n; ++i) {
-    const uint32_t bits = uint32_t(from[i].bits) << 16;
-    std::memcpy(to + i, &bits, 4);
-  }
-}
-inline void widen(const _Float16* from, float* to, int64_t n) {
-  int64_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16)
-    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
-#elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8)
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-#endif
-  for (; i < n; ++i) to[i] = float(from[i]);
-}
-
-void widen_any(const void* from, at::ScalarType type, float* to, int64_t n) {
-  if (type == at::kFloat) widen(static_cast<const float*>(from), to, n);
-  else if (type == at::kBFloat16) widen(static_cast<const BF16*>(from), to, n);
-  else widen(static_cast<const _Float16*>(from), to, n);
-}
-
 void narrow_any(const float* from, void* to, at::ScalarType type, int64_t n) {
   if (type == at::kFloat) {
     std::memcpy(to, from, n * 4);
@@ -160,6 +121,7 @@ void narrow_any(const float* from, void* to, at::ScalarType type, int64_t n) {
 struct Pool {  // rows of `width` elements; strides in elements, the last axis is dense
   const void* data = nullptr;
   int64_t page = 0, token = 0, head = 0, width = 0, padded = 0;
+  Scales scales{};
 };
 
 struct Indices {  // int32 or int64, read as int64
@@ -357,10 +319,15 @@ struct Rows {  // where the rows of one tile lie
 template <typename T>
 const float* row_of(const Pool& pool, int64_t page, int64_t token, int64_t head, float* buffer, bool direct) {
   const T* from = static_cast<const T*>(pool.data) + page * pool.page + token * pool.token + head * pool.head;
+  if constexpr (is_code<T>) {
+    widen_codes(from, buffer, pool.width, pool.scales.at(page, token, head));
+    for (int64_t i = pool.width; i < pool.padded; ++i) buffer[i] = 0;
+    return buffer;
+  }
   if constexpr (std::is_same_v<T, float>) {
     if (direct) return from;
   }
-  widen(from, buffer, pool.width);
+  if constexpr (!is_code<T>) widen(from, buffer, pool.width);
   for (int64_t i = pool.width; i < pool.padded; ++i) buffer[i] = 0;
   return buffer;
 }
@@ -558,6 +525,7 @@ bool run(const Call& c, at::ScalarType kv) {
     thread_local Scratch scratch;
     for (int64_t worker = begin; worker < end; ++worker)
       for (int64_t i = next++; i < int64_t(items.size()); i = next++) {
+        if (with_code(kv, [&](auto code) { run_item<decltype(code)>(c, items[i], scratch); })) continue;
         if (kv == at::kFloat) run_item<float>(c, items[i], scratch);
         else if (kv == at::kBFloat16) run_item<BF16>(c, items[i], scratch);
         else run_item<_Float16>(c, items[i], scratch);
@@ -607,12 +575,15 @@ void put_tables(Call& c, const at::Tensor& tables, const at::Tensor& lens, const
 bool paged(
     const at::Tensor& out, const std::optional<at::Tensor>& lse, const at::Tensor& q_in, const at::Tensor& k_in,
     const at::Tensor& v_in, const at::Tensor& tables, const at::Tensor& lens, const std::optional<at::Tensor>& cu,
-    double scale, int64_t left, int64_t right, double softcap, bool heads_first) {
+    double scale, int64_t left, int64_t right, double softcap, bool heads_first,
+    const std::optional<at::Tensor>& k_scale, const std::optional<at::Tensor>& v_scale) {
   const at::Tensor q = q_in.resolve_neg(), k = k_in.resolve_neg(), v = v_in.resolve_neg();
   Call c = common(out, lse, q, scale, left, right, softcap);
   const int token = heads_first ? 2 : 1, head = heads_first ? 1 : 2;
   c.k[0] = {k.const_data_ptr(), k.stride(0), k.stride(token), k.stride(head), k.size(3), whole(k.size(3))};
   c.v = {v.const_data_ptr(), v.stride(0), v.stride(token), v.stride(head), v.size(3), whole(v.size(3))};
+  c.k[0].scales = scales(k_scale, 0, token, head);
+  c.v.scales = scales(v_scale, 0, token, head);
   c.key_heads = k.size(head);
   c.group = q.size(1) / c.key_heads;
   c.pages = k.size(0);
@@ -626,7 +597,8 @@ bool paged(
 bool latent(
     const at::Tensor& out, const std::optional<at::Tensor>& lse, const at::Tensor& q_in, const at::Tensor& q_pe_in,
     const at::Tensor& ckv_in, const at::Tensor& kpe_in, const at::Tensor& tables, const at::Tensor& lens,
-    const std::optional<at::Tensor>& cu, double scale, int64_t right) {
+    const std::optional<at::Tensor>& cu, double scale, int64_t right, const std::optional<at::Tensor>& ckv_scale,
+    const std::optional<at::Tensor>& kpe_scale) {
   const at::Tensor q = q_in.resolve_neg(), q_pe = q_pe_in.resolve_neg();
   const at::Tensor ckv = ckv_in.resolve_neg(), kpe = kpe_in.resolve_neg();
   Call c = common(out, lse, q, scale, -1, right, 0.0);
@@ -634,6 +606,8 @@ bool latent(
   c.q[1] = rows(q_pe);
   c.k[0] = {ckv.const_data_ptr(), ckv.stride(0), ckv.stride(1), 0, ckv.size(2), whole(ckv.size(2))};
   c.k[1] = {kpe.const_data_ptr(), kpe.stride(0), kpe.stride(1), 0, kpe.size(2), whole(kpe.size(2))};
+  c.k[0].scales = scales(ckv_scale, 0, 1, -1);
+  c.k[1].scales = scales(kpe_scale, 0, 1, -1);
   c.v = c.k[0];
   c.key_heads = 1;
   c.group = q.size(1);
@@ -648,11 +622,13 @@ bool latent(
 bool ragged(
     const at::Tensor& out, const std::optional<at::Tensor>& lse, const at::Tensor& q_in, const at::Tensor& k_in,
     const at::Tensor& v_in, const at::Tensor& cu, const at::Tensor& cu_k, double scale, int64_t left, int64_t right,
-    double softcap) {
+    double softcap, const std::optional<at::Tensor>& k_scale, const std::optional<at::Tensor>& v_scale) {
   const at::Tensor q = q_in.resolve_neg(), k = k_in.resolve_neg(), v = v_in.resolve_neg();
   Call c = common(out, lse, q, scale, left, right, softcap);
   c.k[0] = rows(k);
   c.v = rows(v);
+  c.k[0].scales = scales(k_scale, -1, 0, 1);
+  c.v.scales = scales(v_scale, -1, 0, 1);
   c.key_heads = k.size(1);
   c.group = q.size(1) / c.key_heads;
   c.pages = k.size(0);
@@ -672,4 +648,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("latent", reading(&latent));
   m.def("ragged", reading(&ragged));
   m.def("append", reading(&append::append));
+  m.def("append_codes", reading(&append::append_codes));
 }

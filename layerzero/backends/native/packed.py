@@ -47,7 +47,7 @@ class _PackedWeight:
 
 
 class PackedWeights:
-    """Panels of weights, `limit` bytes of them at most.
+    """Panels of weights, `limit` bytes of them at most, `bytes_each` for an element.
 
     A weight is known by its address, dtype, shape and strides. Its panels are freed with its storage and made
     anew when the tensor at hand has counted a change, or an optimizer of torch's has taken a step over its
@@ -64,9 +64,11 @@ class PackedWeights:
         lay_out: Callable[[Tensor], Tensor],
         limit: int,
         equal: Callable[[Tensor, Tensor], bool],
+        bytes_each: int = 4,
     ) -> None:
         self._lay_out = lay_out
         self._equal = equal
+        self._bytes_each = bytes_each
         self._limit = limit
         self._entries: dict[WeightKey, _PackedWeight] = {}
 
@@ -118,7 +120,7 @@ class PackedWeights:
         for oldest in list(self._entries)[: max(0, len(self._entries) - MAX_WEIGHTS + 1)]:
             self._entries.pop(oldest, None)
         version, gone = weight._version, functools.partial(self._gone, place)
-        fits = self.nbytes + 4 * weight.numel() <= self._limit
+        fits = self.nbytes + self._bytes_each * weight.numel() <= self._limit
         panels = self._lay_out(weight) if fits else None
         storage = weakref.ref(weight.untyped_storage(), gone)
         self._entries[place] = _PackedWeight(storage, version, panels, weakref.ref(weight))
@@ -130,7 +132,7 @@ class PackedWeights:
             self._entries.pop(place, None)
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Bytes that this process may still take: what is free, and what its control group leaves."""
     free, group = free_memory(torch.device("cpu")), Path("/sys/fs/cgroup")
     try:
@@ -143,7 +145,7 @@ def _available_bytes() -> int:
 @functools.cache
 def packed_weights() -> PackedWeights:
     """The panels of this process."""
-    panels = PackedWeights(library().pack, int(MEMORY_SHARE * _available_bytes()), library().equal)
+    panels = PackedWeights(library().pack, int(MEMORY_SHARE * available_bytes()), library().equal)
     register_optimizer_step_post_hook(panels.on_optimizer_step)
     return panels
 

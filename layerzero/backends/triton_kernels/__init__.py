@@ -52,6 +52,25 @@ _H200 = "benchmarks/results/rows_h200.json"
 _ESTIMATE = "an estimate, beside add_rms_norm's"
 _FORMATS = "quant_int8 quant_fp8_e4m3 quant_fp8_e5m2"
 
+_PRODUCTS = "an estimate beside trials on an H200; benchmarks/quantized_cuda.py measures it"
+_CODES = "kv_float8_e4m3fn kv_float8_e5m2 kv_int8"
+_SCALES = (
+    "scale_per_tensor scale_per_row scale_per_group scale_per_block scale_16bit zero_point tensor_scale bias "
+    "inputs_float"
+)
+# A tile of K is a group, or lies in one; halves of a tile of packed codes are 16 of K at least.
+_product = functools.partial(
+    _kernel,
+    load=_from("products", "quantized_linear"),
+    efficiency=(0.2, 0.3, 35.0),
+    measured=_PRODUCTS,
+    sm_min=89,
+    last_stride1=True,
+    alignment=16,
+    batch_invariant=False,
+    limits=("K % 32 == 0", "S % 32 == 0 when quant_int4", "S % 32 == 0 when quant_nf4", "S % 16 == 0"),
+)
+
 KERNELS: tuple[Kernel, ...] = (
     _rows(
         "triton.add_rms_norm.fused", _from("rows", "add_rms_norm"), (0.1, 0.89, 17.0), _H200,
@@ -77,6 +96,28 @@ KERNELS: tuple[Kernel, ...] = (
     _rows(
         "triton.quantize.rows", _from("rows", "quantize"), (0.1, 0.43, 22.0), _H200,
         features=f"{_FORMATS} scale_per_row scale_per_group scale_given", sm_min=89,
+    ),
+    # The numbers of other formats than four-bit integers are exact in sixteen bits beside their scales.
+    _product(
+        "triton.quantized_linear.codes", dtypes="float16 bfloat16",
+        features=f"quant_int8 quant_fp8_e4m3 quant_fp8_e5m2 quant_int4 quant_nf4 quant_nvfp4 {_SCALES}",
+    ),
+    _product(
+        "triton.quantized_linear.powers_of_two", dtypes="bfloat16",
+        features=f"quant_mxfp4 quant_mxfp8 {_SCALES}",
+    ),
+    _kernel(
+        "triton.append_kv.codes", _from("append", "append_kv"), (0.05, 0.3, 22.0),
+        "an estimate: one launch, as many bytes as rows have", layouts="NHD HND", sm_min=89,
+        features=f"{_CODES} kv_scale_per_tensor kv_scale_per_head kv_scale_per_token kv_strided",
+        only_with=_CODES, last_stride1=True,
+    ),
+    _kernel(
+        "triton.paged_attention.decode_codes", _from("paged", "paged_attention"), (0.1, 0.38, 29.0),
+        _PRODUCTS, layouts="NHD HND", dtypes="float16 bfloat16", last_stride1=True, alignment=16,
+        features=f"causal gqa scale {_CODES} kv_scale_per_tensor kv_scale_per_head kv_scale_per_token",
+        only_with=_CODES, sm_min=89, batch_invariant=False,
+        limits=("D in [64, 128, 256]", "D == Dv else HEAD_DIMS_DIFFER", "G <= 64"),
     ),
     _draws(
         "triton.sample.rows", _from("sampling", "sample"),

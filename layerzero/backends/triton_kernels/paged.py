@@ -20,8 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from layerzero.backends.triton_kernels.append import scale_steps
+
 _LOG2_E = 1.4426950408889634
-_TILE = 64  # tokens that a program reads at a time
+# Tokens that a program reads at a time, its warps, and tiles on their way; then for codes of eight bits.
+_NUMBERS, _CODES = (64, 4, 3), (64, 4, 4)
 _LEAST_ROWS = 16  # of a product of matrix units: groups of fewer query heads are padded
 _PROGRAMS_A_PROCESSOR = 4
 _MOST_PARTS = 64
@@ -30,10 +33,12 @@ _LEAST_PART = 128  # tokens, below which a second launch costs more than it wins
 
 @triton.jit(do_not_specialize=["tables_row"])  # a table of any width is one program
 def _decode(
-    q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, out_ptr, best_ptr, weight_ptr, scale_log2,
+    q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, out_ptr, best_ptr, weight_ptr, k_scale_ptr, v_scale_ptr,
+    scale_log2,
     q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head, tables_row,
+    scale_page, scale_token, scale_head,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, CODES: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
     sequence, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lens_ptr + sequence)
@@ -46,6 +51,8 @@ def _decode(
         q_ptr + sequence * q_row + heads[:, None] * q_head + features[None, :],
         mask=(rows < GROUP)[:, None], other=0.0,
     )  # fmt: skip
+    if CODES and not BY_TOKEN:  # one scale of a head's keys goes into the scores
+        scale_log2 *= tl.load(k_scale_ptr + head * scale_head)
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -62,14 +69,23 @@ def _decode(
             v_ptr + (page * v_page + place * v_token + head * v_head)[:, None] + features[None, :],
             mask=inside[:, None], other=0.0,
         )  # fmt: skip
+        if CODES:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         scores = tl.dot(q, tl.trans(k)) * scale_log2
+        if BY_TOKEN:
+            scales = page * scale_page + place * scale_token + head * scale_head
+            scores *= tl.load(k_scale_ptr + scales, mask=inside, other=0.0)[None, :]
         scores = tl.where(inside[None, :], scores, float("-inf"))
         largest = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp2(scores - largest[:, None])
         shrink = tl.exp2(best - largest)
         weight = weight * shrink + tl.sum(weights, 1)
+        if BY_TOKEN:
+            weights *= tl.load(v_scale_ptr + scales, mask=inside, other=0.0)[None, :]
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
         best = largest
+    if CODES and not BY_TOKEN:
+        mixed *= tl.load(v_scale_ptr + head * scale_head)
     offsets = (sequence * tl.num_programs(1) * GROUP + heads) * PARTS + part
     is_row = rows < GROUP
     if PARTS == 1:
@@ -101,7 +117,8 @@ def _join(
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU; few elsewhere, where Triton is interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -117,14 +134,13 @@ def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
     cu_seqlens_q: Tensor | None = None, is_causal: bool = True, scale: float | None = None,
     window: Any = None, softcap: Any = None, layout: str = "NHD", return_lse: bool = False,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One query token a sequence; of the last six arguments only scale and layout are more than defaults."""
+    """One query token a sequence; of the last eight only scale and layout are more than defaults."""
     sequences, heads, width = q.shape
     token, head, key_heads, page = (1, 2, 2, 1) if layout == "NHD" else (2, 1, 1, 2)
     key_heads = k_cache.shape[key_heads]
-    parts = parts_of(
-        sequences * key_heads, block_tables.shape[1] * k_cache.shape[page], _processors(q.device)
-    )
+    parts = parts_of(sequences * key_heads, block_tables.shape[1] * k_cache.shape[page], processors(q.device))
     out = torch.empty((sequences, heads, width), dtype=q.dtype, device=q.device)
     mixed, best, weight = out, out, out
     if parts > 1:
@@ -132,14 +148,28 @@ def paged_attention(
         best, weight = torch.empty((2, sequences, heads, parts), dtype=torch.float32, device=q.device)
     tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
     group = heads // key_heads
+    tile, warps, stages = _NUMBERS if k_scale is None else _CODES
+    steps = (0, 0, 0)
+    if k_scale is not None:
+        if v_scale is not None and v_scale.stride() != k_scale.stride():
+            k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
+        steps = scale_steps(k_scale, token, head)
     _decode[(sequences, key_heads, parts)](
-        q, k_cache, v_cache, tables, seq_lens, mixed, best, weight,
+        q, k_cache, v_cache, tables, seq_lens, mixed, best, weight, k_scale, v_scale,
         (width**-0.5 if scale is None else scale) * _LOG2_E,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(token), k_cache.stride(head),
         v_cache.stride(0), v_cache.stride(token), v_cache.stride(head), tables.stride(0),
-        GROUP=group, ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), WIDTH=width,
-        PAGE=k_cache.shape[page], TILE=_TILE, PARTS=parts, num_warps=4, num_stages=3,
+        *steps, GROUP=group, ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), WIDTH=width,
+        PAGE=k_cache.shape[page], TILE=tile, PARTS=parts, CODES=k_scale is not None,
+        BY_TOKEN=k_scale is not None and k_scale.dim() > 1, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if parts > 1:
-        _join[(sequences * heads,)](mixed, best, weight, out, WIDTH=width, PARTS=parts, num_warps=2)
+        join_parts(mixed, best, weight, out)
     return out
+
+
+def join_parts(mixed: Tensor, best: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write to `out` (B, H, D) what its parts (B, H, parts, D) are together, by their `best` and `weight`."""
+    _join[(best.shape[0] * best.shape[1],)](
+        mixed, best, weight, out, WIDTH=mixed.shape[3], PARTS=mixed.shape[2], num_warps=2
+    )

@@ -109,17 +109,21 @@ _ROUNDING = {"int8": (0, 0), "fp8_e4m3": (3, 127 - 6), "fp8_e5m2": (2, 127 - 14)
 
 
 def quantize(
-    x: Tensor, form: str, granularity: str, group_size: int, scale: Tensor | None
+    x: Tensor, form: str, granularity: str, group_size: int, scale: Tensor | None, _: None = None
 ) -> tuple[Tensor, Tensor]:
     """Largest magnitude, scale and codes of each row or group in one launch."""
     width = group_size if granularity == "group" else x.shape[-1]
-    codes = torch.empty(x.shape, dtype=FORMATS[form].dtype, device=x.device)
+    codes = torch.empty(x.shape, dtype=FORMATS[form].element.storage, device=x.device)
     shape = (*x.shape[:-1], x.shape[-1] // width)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device) if scale is None else scale.contiguous()
+    scales = (
+        torch.empty(shape, dtype=torch.float32, device=x.device)
+        if scale is None
+        else scale.float().contiguous()
+    )
     mantissa, min_exponent = _ROUNDING[form]
     block = triton.next_power_of_2(width)
     _quantize[(x.numel() // width,)](
-        x, codes, scales, width, FORMATS[form].max_value, SMALLEST_SCALE,
+        x, codes, scales, width, FORMATS[form].element.max_value, SMALLEST_SCALE,
         GIVEN=scale is not None, MANTISSA=mantissa, LEAST=min_exponent, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return codes, scales if scale is None else scale
@@ -164,12 +168,15 @@ def add_rms_norm_quantize(
     width = x.shape[-1]
     group = group_size if granularity == "group" else width
     block = triton.next_power_of_2(width)
-    codes, total = torch.empty(x.shape, dtype=FORMATS[form].dtype, device=x.device), torch.empty_like(x)
+    codes, total = (
+        torch.empty(x.shape, dtype=FORMATS[form].element.storage, device=x.device),
+        torch.empty_like(x),
+    )
     scale = torch.empty((*x.shape[:-1], width // group), dtype=torch.float32, device=x.device)
     mantissa, min_exponent = _ROUNDING[form]
     _add_rms_norm_quantize[(x.numel() // width,)](
         x, residual, x if weight is None else weight, codes, scale, total, width, eps,
-        FORMATS[form].max_value, SMALLEST_SCALE, HAS_WEIGHT=weight is not None,
+        FORMATS[form].element.max_value, SMALLEST_SCALE, HAS_WEIGHT=weight is not None,
         GROUPS=1 if group == width else block // group, GROUP=group, MANTISSA=mantissa, LEAST=min_exponent,
         BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip

@@ -31,6 +31,9 @@ class AttentionArgs(NamedTuple):
     sinks: Tensor | None = None
     score_mod: ScoreMod | None = None
     block_mask: Any = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class RaggedArgs(NamedTuple):
@@ -46,6 +49,9 @@ class RaggedArgs(NamedTuple):
     window: Window = None
     softcap: float | None = None
     return_lse: bool = False
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class PagedArgs(NamedTuple):
@@ -63,6 +69,21 @@ class PagedArgs(NamedTuple):
     softcap: float | None = None
     layout: str = "NHD"
     return_lse: bool = False
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+class AppendArgs(NamedTuple):
+    """What kernels of `append_kv` take."""
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+    layout: str = "NHD"
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class MlaArgs(NamedTuple):
@@ -78,3 +99,5 @@ class MlaArgs(NamedTuple):
     scale: float
     is_causal: bool = True
     return_lse: bool = False
+    ckv_scale: Tensor | None = None
+    kpe_scale: Tensor | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.ops import checks
+from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention import masks
 from layerzero.ops.attention.arguments import AttentionArgs, ScoreMod
 from layerzero.ops.attention.batching import StackedBatching
@@ -24,6 +24,7 @@ from layerzero.ops.attention.checks import (
     switched_off,
     window_bounds,
 )
+from layerzero.ops.decoding import OPERAND_DECODING
 from layerzero.ops.op import Args, Layouts, Op, Split, register
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
@@ -37,7 +38,10 @@ MAX_SCORES = 1 << 24
 @op_signature(
     default={"layout": infer_layout},
     convert={"window": normalized_window},
-    key={("sinks", "score_mod", "block_mask"): modifier_signature},
+    key={
+        ("sinks", "score_mod", "block_mask"): modifier_signature,
+        ("q_scale", "k_scale", "v_scale"): kv_formats.scales_key,
+    },
     state=switched_off,
 )
 def attention(
@@ -59,6 +63,9 @@ def attention(
     sinks: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_mask: Any = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> SignedCall:
     """Attend `q` to `k` and `v`: softmax(scale * q k^T + bias) v.
 
@@ -73,8 +80,12 @@ def attention(
         h, q_idx, kv_idx), as torch's flex_attention takes it, changes scaled and capped scores before ALiBi
         and masks. block_mask is a torch BlockMask of Sq and Sk: what it hides is hidden, a mask beside it
         holds too, and with is_causal it needs `combine_mask=True`.
-    Returns: (B, Hq, Sq, Dv) in q's dtype, in q's layout; with return_lse also the natural log of the
-        softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and -inf or its sink.
+        q, k and v, or k and v alone, may be codes of one of float8_e4m3fn, float8_e5m2 and int8; q_scale,
+        k_scale and v_scale, float32, are what they are multiplied by: () for all, (heads,) for each head, or
+        the operand's shape without its last axis for each token's head.
+    Returns: (B, Hq, Sq, Dv) in q's dtype, bfloat16 where q is codes, in q's layout; with return_lse also the
+        natural log of the softmax's denominator, float32 (B, Hq, Sq). A query that sees no key gives 0, and
+        -inf or its sink.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 1706.03762; GQA 2305.13245; ALiBi 2108.12409; sinks 2309.17453, arXiv 2508.10925.
     """
@@ -87,6 +98,8 @@ def attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor, Tens
     Args: those of `AttentionArgs`.
     """
     call = AttentionArgs(*args, **named)
+    result_dtype = kv_formats.number_dtype(call.q)
+    call = call._replace(**kv_formats.decoded_operands(call, head_axes(call.layout)[0]))
     q, k, v, softcap = call.q, call.k, call.v, call.softcap
     swapped = call.layout == "BSHD"
     query, key, value = (t.transpose(1, 2) if swapped else t for t in (q, k, v))
@@ -117,7 +130,7 @@ def attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor, Tens
         out, lse = _softmax_values(scores, value[:, :, first:last], call.dropout_p, call.sinks)
         outs.append(out)
         lses.append(lse)
-    result = (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).to(q.dtype)
+    result = (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).to(result_dtype)
     if swapped:
         result = result.transpose(1, 2).contiguous()
     if not call.return_lse:
@@ -220,11 +233,18 @@ def outputs(args: Args) -> tuple[OutputSpec, ...]:
     """The output like q with v's head size, and float32 (B, Hq, Sq) with return_lse."""
     call = AttentionArgs._make(args)
     q = call.q
-    out = OutputSpec((*q.shape[:3], call.v.shape[3]), checks.dtype_name(q.dtype))
+    out = OutputSpec((*q.shape[:3], call.v.shape[3]), checks.dtype_name(kv_formats.number_dtype(q)))
     if not call.return_lse:
         return (out,)
     heads, tokens = head_axes(call.layout)
     return out, OutputSpec((q.shape[0], q.shape[heads], q.shape[tokens]), "float32")
+
+
+def validate_values(args: Args) -> Args:
+    """Scales that are positive; nothing to look at beside numbers."""
+    if args[18] is not None:
+        kv_formats.need_valid_operand_scales(args[17:20])
+    return args
 
 
 def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
@@ -233,7 +253,7 @@ def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
     if call.q.numel() and call.k.numel():
         return None
     specs = outputs(args)
-    out = call.q.new_zeros(specs[0].shape)
+    out = call.q.new_zeros(specs[0].shape, dtype=kv_formats.number_dtype(call.q))
     if len(specs) == 1:
         return out
     lse = call.q.new_full(specs[1].shape, -torch.inf, dtype=torch.float32)
@@ -255,9 +275,13 @@ def cut(args: Args, start: int, stop: int) -> Args:
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[start:stop]
     q, k, v = (operand[start:stop] for operand in call[:3])
+    scales: dict[str, Any] = {
+        name: scale[start:stop] if scale is not None and scale.dim() > 1 else scale
+        for name, scale in zip(kv_formats.OPERAND_SCALES, call[17:20], strict=True)
+    }
     return tuple(
         call._replace(
-            q=q, k=k, v=v, attn_mask=mask, alibi_slopes=slopes, score_mod=score_mod, block_mask=None
+            q=q, k=k, v=v, attn_mask=mask, alibi_slopes=slopes, score_mod=score_mod, block_mask=None, **scales
         )
     )
 
@@ -278,11 +302,10 @@ def work(spec: CallSpec) -> WorkEstimate:
     """Two products over the visible pairs; q, k, v and the output once through memory."""
     batch, heads, groups = spec.dim("B"), spec.dim("Hq"), spec.dim("Hk")
     widths = spec.dim("D") + spec.dim("Dv")
-    element = 8 if spec.dtype == "float64" else 4 if spec.dtype == "float32" else 2
-    moved = batch * widths * (spec.dim("Sq") * heads + spec.dim("Sk") * groups)
-    return WorkEstimate(
-        flops=2.0 * batch * heads * widths * visible_pairs(spec), bytes=float(moved * element)
-    )
+    element = checks.dtype_bytes(spec.dtype)
+    key_element = kv_formats.code_bytes(spec)
+    moved = batch * widths * (spec.dim("Sq") * heads * element + spec.dim("Sk") * groups * key_element)
+    return WorkEstimate(flops=2.0 * batch * heads * widths * visible_pairs(spec), bytes=float(moved))
 
 
 ATTENTION = register(
@@ -296,6 +319,8 @@ ATTENTION = register(
         exact_dims=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
         empty=empty,
         wide_outputs=frozenset({1}),
+        validate_values=validate_values,
+        decoding=OPERAND_DECODING,
         batching=StackedBatching(),
         layouts=Layouts(operands=(0, 1, 2), argument=10, names=("BHSD", "BSHD"), swap=(1, 2)),
         split=Split("B", cut),

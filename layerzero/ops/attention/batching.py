@@ -74,6 +74,8 @@ class StackedBatching(BatchingRule):
             return None
         if args[15] is not None or args[16] is not None:  # functions of the batch index
             return None
+        if args[18] is not None and args[18].dim() > 1:  # scales of a caller's own tokens
+            return None
         heads = 1 if layout == "BHSD" else 2
         return q.dtype, k.dtype, v.dtype, q.device, q.shape[heads], k.shape[heads], q.shape[3], v.shape[3]
 
@@ -134,7 +136,7 @@ def _run_ragged(calls: Sequence[Args], shapes: int, launch: LaunchFunction) -> l
     op = table.get("ragged_attention")
     if layout != "BSHD" or slopes is not None or lse or window is not None or softcap is not None:
         return None
-    if first[14] is not None:
+    if first[14] is not None or first[18] is not None:
         return None
     if (
         not isinstance(launch, Launcher)
@@ -147,7 +149,7 @@ def _run_ragged(calls: Sequence[Args], shapes: int, launch: LaunchFunction) -> l
     offsets = _cu_seqlens(lengths, q.device)
     offsets_k = offsets if lengths == lengths_k else _cu_seqlens(lengths_k, k.device)
     joined = [_concat_tokens([args[position] for args in calls]) for position in range(3)]
-    merged = (*joined, offsets, offsets_k, causal, scale, None, None, False)
+    merged = (*joined, offsets, offsets_k, causal, scale, None, None, False, None, None, None)
     longest = max(calls, key=lambda args: args[0].shape[1] * args[1].shape[1])
     if launch.expected_us(merged, op) >= shapes * launch.expected_us(longest):
         return None

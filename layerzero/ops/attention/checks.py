@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops import checks
+from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs, Window
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args
@@ -132,12 +132,17 @@ def check(args: Args) -> CallSpec:
         _check_blocks(call.block_mask, q, dims, causal_alone)
     if call.window is not None and min(call.window) >= 0:
         dims["W"] = min(sum(call.window) + 1, dims["Sk"])
+    scales = kv_formats.check_operand_scales(call, head_axes(call.layout)[0])
+    if scales:
+        return kv_formats.describe_coded(
+            "attention", call, dims, _features(call, dims) | scales, layout=call.layout
+        )
     return describe("attention", args[:3], dims, _features(call, dims), layout=call.layout)
 
 
 def _check_operands(q: Any, k: Any, v: Any, layout: str) -> dict[str, int]:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.need_tensor(name, tensor, rank=4)
+        checks.need_tensor(name, tensor, rank=4, floating=not kv_formats.holds_codes(tensor))
     checks.need_same_device("q", q, k=k, v=v)
     heads, tokens = head_axes(layout)
     batch, width = q.shape[0], q.shape[3]

@@ -9,31 +9,45 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from layerzero.ops import checks
+from layerzero.ops import checks, kv_formats
+from layerzero.ops.attention.arguments import AppendArgs
 from layerzero.ops.batching import BatchingRule, concat_rows
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, LaunchFunction, Op, RejectedCall, output_like, register
 from layerzero.ops.paged.batching import concat_index_rows
-from layerzero.ops.paged.checks import LAYOUTS, cache_features, check_cache, page_axes
+from layerzero.ops.paged.checks import LAYOUTS, cache_features, check_cache, page_axes, validate_codes
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
 @op_signature()
 def append_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: IndexTensor, *, layout: str = "NHD"
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: IndexTensor,
+    *,
+    layout: str = "NHD",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> SignedCall:
     """Write new tokens' keys and values, of any number of sequences, into their places in a pool of pages.
 
     Args: k (T, Hk, D) and v (T, Hk, Dv), of one dtype. k_cache (N, P, Hk, D) and v_cache (N, P, Hk, Dv), or
         heads before tokens with `layout="HND"`, are changed; a pool of another dtype takes the numbers
         rounded to it. slot_mapping (T,), int32 or int64, is each token's place: page * P + its position in
-        the page.
+        the page. A pool of float8_e4m3fn, float8_e5m2 or int8 takes codes: k_scale and v_scale, float32, of
+        shape () or (Hk,), are what the numbers are divided by before they are rounded, halves to even, what
+        lies beyond the format clamped, NaN to 0; of the pool's shape without its last axis they are changed,
+        too: each token's head gets the scale that takes its largest magnitude to the format's.
     Returns: `slot_mapping`. Awaited before `paged_attention` over the same pool, it says that the tokens are
     there.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a slot that the pool
         does not have, or that two tokens share, within a call or across the callers of a batch: nothing of
-        theirs is written. KernelExecutionError: a kernel raised; what it wrote is unknown.
+        theirs is written. FormatError, which is both, with a reason code: codes and scales do not fit, a
+        scale is zero, negative or NaN, the pool was written in another format.
+        KernelExecutionError: a kernel raised; what it wrote is unknown.
     Source: arXiv 2309.06180, section 4.3; the places are what vLLM and SGLang call slot mapping.
     """
     raise NotImplementedError
@@ -41,7 +55,8 @@ def append_kv(
 
 def check(args: Args) -> CallSpec:
     """Validate a call, without reading data, and describe it; see `append_kv` for the arguments."""
-    k, v, k_cache, v_cache, slot_mapping, layout = args
+    call = AppendArgs._make(args)
+    k, v, k_cache, v_cache, slot_mapping, layout = call[:6]
     checks.need_choice("layout", layout, LAYOUTS)
     checks.need_tensor("k", k, rank=3)
     checks.need_tensor("v", v, rank=3)
@@ -74,6 +89,9 @@ def check(args: Args) -> CallSpec:
     if v_cache.dtype != k_cache.dtype:
         expected_dtype, got = checks.dtype_name(k_cache.dtype), checks.dtype_name(v_cache.dtype)
         raise TypeError(f"v_cache needs dtype {expected_dtype} like k_cache, got {got}")
+    features = cache_features(k, k_cache, v_cache) | kv_formats.check_scales(
+        ("k_scale", "v_scale"), call[6:8], (k_cache, v_cache), heads, ("k_cache", "v_cache")
+    )
     return describe(
         "append_kv",
         [k, v],
@@ -85,7 +103,7 @@ def check(args: Args) -> CallSpec:
             "N": k_cache.shape[0],
             "P": k_cache.shape[tokens],
         },
-        cache_features(k, k_cache, v_cache),
+        features,
         layout=layout,
         typed=(k, slot_mapping),
     )
@@ -93,7 +111,7 @@ def check(args: Args) -> CallSpec:
 
 def validate_values(args: Args) -> Args:
     """Slots that the pool has, none twice, as a copy."""
-    k, v, k_cache, v_cache, slot_mapping, layout = args
+    slot_mapping = args[4]
     slot_count = slot_count_of(args)
     private_slots: Tensor | None = checks.native_check("places_below", slot_mapping, slot_count)
     if private_slots is None:
@@ -105,7 +123,11 @@ def validate_values(args: Args) -> Args:
             min(slot_ids) < 0 or max(slot_ids) >= slot_count or len(set(slot_ids)) != len(slot_ids)
         ):
             _name_wrong_slot(slot_ids, slot_count)
-    return k, v, k_cache, v_cache, private_slots, layout
+    if args[6] is not None:
+        validate_codes(("k_scale", "v_scale"), args[6:8], ("k_cache", "v_cache"), args[2:4])
+        for name, pool, scale in (("k_cache", args[2], args[6]), ("v_cache", args[3], args[7])):
+            kv_formats.note_format(name, pool, scale)
+    return *args[:4], private_slots, *args[5:]
 
 
 def slot_count_of(args: Args) -> int:
@@ -130,17 +152,30 @@ def copy_if_aliased(rows: Tensor, *pools: Tensor) -> Tensor:
 
 
 def append_kv_reference(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str = "NHD"
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    layout: str = "NHD",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """The op in plain torch: one indexed write a pool; slot_mapping are looked at before the first."""
-    validate_values((k, v, k_cache, v_cache, slot_mapping, layout))
+    validate_values((k, v, k_cache, v_cache, slot_mapping, layout, k_scale, v_scale))
     tokens = page_axes(layout)[0]
     slot_ids = slot_mapping.long()
     page, token = slot_ids // k_cache.shape[tokens], slot_ids % k_cache.shape[tokens]
     k, v = copy_if_aliased(k, k_cache, v_cache), copy_if_aliased(v, k_cache, v_cache)
-    for pool, rows in ((k_cache, k), (v_cache, v)):
+    for pool, rows, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         by_token = pool if tokens == 1 else pool.transpose(1, 2)
-        by_token[page, token] = rows.to(pool.dtype)
+        if scale is None:
+            by_token[page, token] = rows.to(pool.dtype)
+            continue
+        codes, own = kv_formats.encode_rows(rows, pool.dtype, scale if scale.dim() < 2 else None)
+        by_token.view(torch.uint8)[page, token] = codes.view(torch.uint8)
+        if own is not None:
+            (scale if tokens == 1 else scale.transpose(1, 2))[page, token] = own.to(scale.dtype)
     return slot_mapping
 
 
@@ -152,7 +187,8 @@ def empty(args: Args) -> Tensor | None:
 def work(spec: CallSpec) -> WorkEstimate:
     """Every row read once and written once."""
     elements = spec.dim("T") * spec.dim("Hk") * (spec.dim("D") + spec.dim("Dv"))
-    return WorkEstimate(0.0, 2.0 * elements * checks.dtype_bytes(spec.dtype))
+    each = checks.dtype_bytes(spec.dtype) + kv_formats.code_bytes(spec)
+    return WorkEstimate(0.0, float(elements * each))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +222,7 @@ class AppendBatching(BatchingRule):
         elif accepted:
             k, v = (concat_rows([args[i] for args in accepted]) for i in (0, 1))
             slot_mapping = concat_index_rows([args[4] for args in accepted])
-            launch((k, v, *accepted[0][2:4], slot_mapping, accepted[0][5]))
+            launch((k, v, *accepted[0][2:4], slot_mapping, *accepted[0][5:]))
         return [rejected.get(caller, args[4]) for caller, args in enumerate(calls)]
 
 
@@ -223,7 +259,7 @@ APPEND_KV = register(
         empty=empty,
         validate_values=validate_values,
         pure=False,
-        writes=(2, 3),
+        writes=(2, 3, 6, 7),
         differentiable=False,
         wide_outputs=frozenset({0}),
         batching=AppendBatching(),

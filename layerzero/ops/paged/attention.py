@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.ops import checks
+from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import PagedArgs
 from layerzero.ops.attention.checks import check_score_options, normalized_window, score_features
+from layerzero.ops.decoding import pages_decoding
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
 from layerzero.ops.paged.batching import PagedBatching
@@ -17,10 +18,11 @@ from layerzero.ops.paged.checks import (
     cache_features,
     check_cache,
     check_tables,
-    gather_pages,
+    gather_numbers,
     page_axes,
     query_offsets,
     query_outputs,
+    validate_codes,
     validate_paged_metadata,
     without_queries,
 )
@@ -44,6 +46,8 @@ def paged_attention(
     softcap: float | None = None,
     layout: str = "NHD",
     return_lse: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> SignedCall:
     """Attend the queries of several sequences to their keys and values in a shared pool of pages.
 
@@ -54,10 +58,15 @@ def paged_attention(
         and what a table holds behind that is never read. All metadata is int32 or int64.
         is_causal is aligned at the last query and the last key. scale defaults to D**-0.5; window=(left,
         right) keys around the diagonal, -1 is unbounded; softcap c turns scores s into c * tanh(s / c).
+        A pool of float8_e4m3fn, float8_e5m2 or int8 holds codes; k_scale and v_scale, float32, are what they
+        are multiplied by: () for the pool, (Hk,) for each head, or the pool's shape without its last axis for
+        each token's head.
     Returns: (T, Hq, Dv) in q's dtype; with return_lse also the natural log of the softmax's denominator,
         float32 (T, Hq). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a page id that is out of
-        range or twice in one sequence, and a length that the tables cannot hold.
+        range or twice in one sequence, and a length that the tables cannot hold. FormatError, which is both,
+        with a reason code: codes and scales do not fit, a scale is zero, negative or NaN, the pool was
+        written by `append_kv` in another format.
     Source: arXiv 2309.06180.
     """
     raise NotImplementedError
@@ -75,6 +84,10 @@ def check(args: Args) -> CallSpec:
     dims |= _check_pools(q, k_cache, v_cache, call.layout)
     check_score_options(call.scale, call.softcap, call.window)
     features = score_features(call, dims) | cache_features(q, k_cache, v_cache)
+    features |= kv_formats.check_scales(
+        ("k_scale", "v_scale"), call[12:14], (k_cache, v_cache), page_axes(call.layout)[1],
+        ("k_cache", "v_cache"),
+    )  # fmt: skip
     features["prefill"] = call.cu_seqlens_q is not None
     return describe(
         "paged_attention", [q], dims, features,
@@ -112,6 +125,7 @@ def _check_pools(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: str) -> di
 def validate_values(args: Args) -> Args:
     """Page ids, lengths and offsets that fit, as copies."""
     k_cache, layout = args[1], args[10]
+    validate_codes(("k_scale", "v_scale"), args[12:14], ("k_cache", "v_cache"), args[1:3])
     return validate_paged_metadata(args, 3, "q", k_cache.shape[0], k_cache.shape[page_axes(layout)[0]])
 
 
@@ -127,7 +141,10 @@ def paged_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor
     sequences = []
     for row, length in enumerate(call.seq_lens.tolist()):
         pages = call.block_tables[row, : -(-length // size)]
-        k, v = (gather_pages(cache, pages, length, call.layout) for cache in (call.k_cache, call.v_cache))
+        k, v = (
+            gather_numbers(cache, scale, pages, length, call.layout, call.q.dtype)
+            for cache, scale in ((call.k_cache, call.k_scale), (call.v_cache, call.v_scale))
+        )
         sequences.append((call.q[starts[row] : starts[row + 1]], k, v))
     return attend_sequences(sequences, call)
 
@@ -156,8 +173,9 @@ def work(spec: CallSpec) -> WorkEstimate:
     if "causal" in spec.features:
         each = tokens / batch
         pairs -= tokens * min(each - 1, keys) / 2
-    moved = widths * (batch * keys * spec.dim("Hk") + tokens * spec.dim("Hq"))
-    return WorkEstimate(2.0 * spec.dim("Hq") * widths * pairs, float(moved * checks.dtype_bytes(spec.dtype)))
+    moved = kv_formats.code_bytes(spec) * batch * keys * spec.dim("Hk")
+    moved += checks.dtype_bytes(spec.dtype) * tokens * spec.dim("Hq")
+    return WorkEstimate(2.0 * spec.dim("Hq") * widths * pairs, float(widths * moved))
 
 
 PAGED_ATTENTION = register(
@@ -173,6 +191,7 @@ PAGED_ATTENTION = register(
         empty=empty,
         validate_values=validate_values,
         wide_outputs=frozenset({1}),
+        decoding=pages_decoding(queries=1, scales=12),
         batching=PagedBatching(queries=1, pools=2),
     )
 )

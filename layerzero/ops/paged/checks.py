@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.ops import checks
+from layerzero.formats.errors import FormatError
+from layerzero.ops import checks, kv_formats
 from layerzero.ops.op import Args
 from layerzero.spec.call_spec import OutputSpec
+from layerzero.spec.reasons import Reason
 
 LAYOUTS = ("NHD", "HND")
-POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, *kv_formats.CODE_DTYPES)
 
 
 def page_axes(layout: str) -> tuple[int, int]:
@@ -23,11 +25,14 @@ def page_axes(layout: str) -> tuple[int, int]:
 
 
 def check_cache(name: str, pool: Any, q: Tensor, rank: int) -> Tensor:
-    """`pool` as pages of keys or values beside `q`: floating, of `rank` axes, no page empty."""
-    checks.need_tensor(name, pool, rank=rank)
+    """`pool` as pages of keys or values beside `q`: numbers or codes, of `rank` axes, no page empty."""
+    checks.need_tensor(name, pool, rank=rank, floating=False)
     if pool.dtype not in POOL_DTYPES:
         allowed_dtypes = ", ".join(checks.dtype_name(dtype) for dtype in POOL_DTYPES)
-        raise TypeError(f"{name} needs one of {allowed_dtypes}, got {checks.dtype_name(pool.dtype)}")
+        raise FormatError(
+            name, f"one of {allowed_dtypes}", checks.dtype_name(pool.dtype), Reason.KV_DTYPE_MISMATCH,
+            kind=TypeError,
+        )  # fmt: skip
     checks.need_same_device("q", q, **{name: pool})
     if 0 in pool.shape[1:]:
         raise ValueError(
@@ -158,26 +163,67 @@ def query_offsets(tokens: int, cu_seqlens_q: Tensor | None) -> list[int]:
     return list(range(tokens + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
 
 
+def index_pages(pool: Tensor, pages: Tensor) -> Tensor:
+    """A copy of some pages; codes are copied as bytes, which every device can."""
+    if not kv_formats.is_coded(pool):
+        return pool.index_select(0, pages.long())
+    return pool.view(torch.uint8).index_select(0, pages.long()).view(pool.dtype)
+
+
 def gather_pages(pool: Tensor, pages: Tensor, length: int, layout: str) -> Tensor:
     """A sequence's first `length` tokens out of its pages, (length, H, D)."""
-    pages_of_sequence = pool.index_select(0, pages.long())
+    pages_of_sequence = index_pages(pool, pages)
     if layout == "HND":
         pages_of_sequence = pages_of_sequence.transpose(1, 2)
     return pages_of_sequence.reshape(-1, *pages_of_sequence.shape[2:])[:length]
 
 
-def query_outputs(q: Tensor, width: int, return_lse: bool) -> tuple[OutputSpec, ...]:
-    """(T, Hq, width) in q's dtype, and float32 (T, Hq) with return_lse."""
-    out = OutputSpec((*q.shape[:2], width), checks.dtype_name(q.dtype))
+def gather_numbers(
+    pool: Tensor, scale: Tensor | None, pages: Tensor, length: int, layout: str, dtype: torch.dtype
+) -> Tensor:
+    """`gather_pages` of a pool that may hold codes: numbers in float32, in float64 beside queries of it."""
+    tokens = gather_pages(pool, pages, length, layout)
+    if scale is None:
+        return tokens
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if scale.dim() > 1:
+        return tokens.to(wide) * gather_pages(scale.unsqueeze(-1), pages, length, layout).to(wide)
+    return kv_formats.decode(tokens, scale, 1, wide)
+
+
+def validate_codes(
+    scale_names: tuple[str, str], scales: Sequence[Any], names: tuple[str, str], pools: Sequence[Any]
+) -> None:
+    """What is looked at in codes and scales with every call; nothing where the pools hold numbers.
+
+    Raises: FormatError: a scale is no positive number, or a pool was written in another format.
+    """
+    if scales[0] is None:
+        return
+    for scale_name, scale, name, pool in zip(scale_names, scales, names, pools, strict=True):
+        kv_formats.need_valid_scale(scale_name, scale)
+        kv_formats.need_format(name, pool, scale)
+
+
+def query_outputs(
+    q: Tensor, width: int, return_lse: bool, dtype: torch.dtype | None = None
+) -> tuple[OutputSpec, ...]:
+    """(T, Hq, width) in q's dtype or in `dtype`, and float32 (T, Hq) with return_lse."""
+    out = OutputSpec((*q.shape[:2], width), checks.dtype_name(dtype or q.dtype))
     return (out, OutputSpec(tuple(q.shape[:2]), "float32")) if return_lse else (out,)
 
 
 def without_queries(
-    q: Tensor, width: int, return_lse: bool, validate: Callable[[Args], Args], args: Args
+    q: Tensor,
+    width: int,
+    return_lse: bool,
+    validate: Callable[[Args], Args],
+    args: Args,
+    dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """The result of a call without queries, whose metadata is still validated; None for every other call."""
     if q.shape[0]:
         return None
     validate(args)
-    out = q.new_zeros((*q.shape[:2], width))
+    out = q.new_zeros((*q.shape[:2], width), dtype=dtype or q.dtype)
     return (out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)) if return_lse else out

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops import checks
+from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import MlaArgs
+from layerzero.ops.decoding import pages_decoding
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
 from layerzero.ops.paged.batching import PagedBatching
@@ -16,14 +17,18 @@ from layerzero.ops.paged.checks import (
     cache_features,
     check_cache,
     check_tables,
+    gather_numbers,
     query_offsets,
     query_outputs,
+    validate_codes,
     validate_paged_metadata,
     without_queries,
 )
 from layerzero.ops.paged.reference import attend_sequences
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+
+_POOLS, _SCALES = ("ckv_cache", "kpe_cache"), ("ckv_scale", "kpe_scale")
 
 
 @op_signature()
@@ -39,6 +44,8 @@ def mla_attention(
     scale: float,
     is_causal: bool = True,
     return_lse: bool = False,
+    ckv_scale: Tensor | None = None,
+    kpe_scale: Tensor | None = None,
 ) -> SignedCall:
     """Attend absorbed queries to the latent vectors that all heads share: softmax(scale * s) ckv.
 
@@ -48,9 +55,12 @@ def mla_attention(
         query a sequence without it; ckv_cache (N, P, C) and kpe_cache (N, P, R); block_tables (B, M) and
         seq_lens (B,) as in `paged_attention`. scale has no default: it follows from the head size before
         absorption, (128 + 64)**-0.5 for DeepSeek-V3. is_causal is aligned at the last query and the last key.
+        Pools of float8_e4m3fn, float8_e5m2 or int8 hold codes; ckv_scale and kpe_scale, float32, are () for
+        the pool or (N, P) for each token.
     Returns: (T, H, C) in q_nope's dtype; with return_lse also the natural log of the softmax's denominator,
         float32 (T, H). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; page ids and lengths on the CPU.
+        FormatError, which is both: codes and scales as in `paged_attention`.
     Source: arXiv 2405.04434.
     """
     raise NotImplementedError
@@ -58,7 +68,8 @@ def mla_attention(
 
 def check(args: Args) -> CallSpec:
     """Validate a call, without reading data, and describe it; see `mla_attention` for the arguments."""
-    q_nope, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse = args
+    call = MlaArgs._make(args)
+    q_nope, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse = call[:10]
     checks.need_bool("is_causal", is_causal)
     checks.need_bool("return_lse", return_lse)
     checks.need_number("scale", scale)
@@ -90,12 +101,17 @@ def check(args: Args) -> CallSpec:
         "Hq": q_nope.shape[1], "Hk": 1, "G": q_nope.shape[1], "C": ckv.shape[2], "R": kpe.shape[2],
         "N": ckv.shape[0], "P": ckv.shape[1],
     }  # fmt: skip
-    features = cache_features(q_nope, ckv, kpe) | {
-        "causal": is_causal,
-        "prefill": cu is not None,
-        "lse": return_lse,
-        "scale_not_positive": scale <= 0,
-    }
+    scales = kv_formats.check_scales(_SCALES, call[10:12], (ckv, kpe), None, _POOLS)
+    features = (
+        cache_features(q_nope, ckv, kpe)
+        | scales
+        | {
+            "causal": is_causal,
+            "prefill": cu is not None,
+            "lse": return_lse,
+            "scale_not_positive": scale <= 0,
+        }
+    )
     return describe(
         "mla_attention",
         (q_nope, q_pe),
@@ -108,6 +124,7 @@ def check(args: Args) -> CallSpec:
 
 def validate_values(args: Args) -> Args:
     """Page ids, lengths and offsets that fit, as copies."""
+    validate_codes(_SCALES, args[10:12], _POOLS, args[2:4])
     return validate_paged_metadata(args, 4, "q_nope", args[2].shape[0], args[2].shape[1])
 
 
@@ -120,12 +137,14 @@ def mla_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor, 
     validate_values(call)
     size = call.ckv_cache.shape[1]
     queries = torch.cat([call.q_nope, call.q_pe.to(call.q_nope.dtype)], -1)
+    pools = ((call.ckv_cache, call.ckv_scale), (call.kpe_cache, call.kpe_scale))
     starts = query_offsets(call.q_nope.shape[0], call.cu_seqlens_q)
     sequences = []
     for row, length in enumerate(call.seq_lens.tolist()):
-        pages = call.block_tables[row, : -(-length // size)].long()
-        pools = (call.ckv_cache, call.kpe_cache)
-        ckv, kpe = (pool.index_select(0, pages).flatten(0, 1)[:length] for pool in pools)
+        pages = call.block_tables[row, : -(-length // size)]
+        ckv, kpe = (
+            gather_numbers(pool, scale, pages, length, "NHD", call.q_nope.dtype) for pool, scale in pools
+        )
         key = torch.cat([ckv, kpe], -1).unsqueeze(1)
         sequences.append((queries[starts[row] : starts[row + 1]], key, ckv.unsqueeze(1)))
     return attend_sequences(sequences, call)
@@ -148,9 +167,10 @@ def work(spec: CallSpec) -> WorkEstimate:
     keys = spec.dim("M") * spec.dim("P")
     tokens, heads = spec.dim("T"), spec.dim("Hq")
     latent, rotary = spec.dim("C"), spec.dim("R")
-    moved = max(spec.dim("B"), 1) * keys * (latent + rotary) + tokens * heads * (2 * latent + rotary)
+    moved = kv_formats.code_bytes(spec) * max(spec.dim("B"), 1) * keys * (latent + rotary)
+    moved += checks.dtype_bytes(spec.dtype) * tokens * heads * (2 * latent + rotary)
     flops = 2.0 * tokens * heads * keys * (2 * latent + rotary)
-    return WorkEstimate(flops, float(moved * checks.dtype_bytes(spec.dtype)))
+    return WorkEstimate(flops, float(moved))
 
 
 MLA_ATTENTION = register(
@@ -166,6 +186,7 @@ MLA_ATTENTION = register(
         empty=empty,
         validate_values=validate_values,
         wide_outputs=frozenset({1}),
+        decoding=pages_decoding(queries=2, scales=10),
         batching=PagedBatching(queries=2, pools=2),
     )
 )

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.ops import checks
+from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import RaggedArgs
 from layerzero.ops.attention.batching import GATHER_BYTES, GATHER_BYTES_OTHER_DEVICES
 from layerzero.ops.attention.checks import check_score_options, normalized_window, score_features
 from layerzero.ops.batching import BatchingRule, as_view_of_base, concat_rows, split_outputs
+from layerzero.ops.decoding import OPERAND_DECODING
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, LaunchFunction, Op, register
 from layerzero.ops.paged.batching import concat_cu_seqlens
@@ -36,15 +37,19 @@ def ragged_attention(
     window: tuple[int, ...] | list[int] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> SignedCall:
     """Attend each sequence's queries to its own keys and values, without padding.
 
     Args: q (T, Hq, D), k (S, Hk, D) and v (S, Hk, Dv) with Hq % Hk == 0, sequences concatenated:
         b has q's rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], and k's and v's along cu_seqlens_k, which
         defaults to cu_seqlens_q. Offsets are (B + 1,), int32 or int64. is_causal is aligned at a sequence's
-        last query and last key; scale defaults to D**-0.5; window and softcap as in `attention`.
-    Returns: (T, Hq, Dv) in q's dtype; with return_lse also the natural log of the softmax's denominator,
-        float32 (T, Hq). A query that sees no key gives 0, and -inf.
+        last query and last key; scale defaults to D**-0.5; window, softcap, and codes with their scales, as
+        in `attention`.
+    Returns: (T, Hq, Dv) in q's dtype, bfloat16 where q is codes; with return_lse also the natural log of the
+        softmax's denominator, float32 (T, Hq). A query that sees no key gives 0, and -inf.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also offsets that do not
         start at 0, fall, or do not end at the number of rows.
     """
@@ -58,7 +63,7 @@ def check(args: Args) -> CallSpec:
     checks.need_bool("is_causal", call.is_causal)
     checks.need_bool("return_lse", call.return_lse)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checks.need_tensor(name, tensor, rank=3)
+        checks.need_tensor(name, tensor, rank=3, floating=not kv_formats.holds_codes(tensor))
     checks.need_index("cu_seqlens_q", cu, rank=1)
     if cu.shape[0] == 0:
         raise ValueError("cu_seqlens_q needs at least one offset, got none")
@@ -69,6 +74,9 @@ def check(args: Args) -> CallSpec:
     check_score_options(call.scale, call.softcap, call.window)
     features = score_features(call, dims)
     features["lse_grad"] = call.return_lse and any(t.requires_grad for t in (q, k, v))
+    scales = kv_formats.check_operand_scales(call, 1)
+    if scales:
+        return kv_formats.describe_coded("ragged_attention", call, dims, features | scales, typed=args[3:5])
     return describe("ragged_attention", (q, k, v), dims, features, typed=args[:5])
 
 
@@ -89,7 +97,9 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
 
 
 def validate_values(args: Args) -> Args:
-    """Offsets that fit the rows they count, as copies; one where both are the same."""
+    """Offsets that fit the rows they count, as copies, one where both are the same, and positive scales."""
+    if args[11] is not None:
+        kv_formats.need_valid_operand_scales(args[10:13])
     q, k, v, cu, cu_k, *flags = args
     offsets = validate_cu_seqlens("cu_seqlens_q", cu, q.shape[0], "the rows of q")
     if cu_k is cu and q.shape[0] == k.shape[0]:
@@ -104,24 +114,28 @@ def ragged_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tenso
     """
     call = RaggedArgs(*args, **named)
     validate_values(call)
+    result_dtype = kv_formats.number_dtype(call.q)
+    call = call._replace(**kv_formats.decoded_operands(call, 1))
     rows, key_rows = (list(itertools.pairwise(offsets.tolist())) for offsets in call[3:5])
     sequences = [
         (call.q[start:stop], call.k[first:last], call.v[first:last])
         for (start, stop), (first, last) in zip(rows, key_rows, strict=True)
     ]
-    return attend_sequences(sequences, call)
+    return attend_sequences(sequences, call, result_dtype)
 
 
 def outputs(args: Args) -> tuple[OutputSpec, ...]:
     """See `query_outputs`; v's head size."""
     call = RaggedArgs._make(args)
-    return query_outputs(call.q, call.v.shape[2], call.return_lse)
+    dtype = kv_formats.number_dtype(call.q)
+    return query_outputs(call.q, call.v.shape[2], call.return_lse, dtype)
 
 
 def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
     """See `without_queries`."""
     call = RaggedArgs._make(args)
-    return without_queries(call.q, call.v.shape[2], call.return_lse, validate_values, args)
+    dtype = kv_formats.number_dtype(call.q)
+    return without_queries(call.q, call.v.shape[2], call.return_lse, validate_values, args, dtype)
 
 
 def work(spec: CallSpec) -> WorkEstimate:
@@ -131,8 +145,9 @@ def work(spec: CallSpec) -> WorkEstimate:
     if "causal" in spec.features:
         pairs /= 2
     widths = spec.dim("D") + spec.dim("Dv")
-    moved = widths * (spec.dim("T") * spec.dim("Hq") + spec.dim("S") * spec.dim("Hk"))
-    return WorkEstimate(2.0 * spec.dim("Hq") * widths * pairs, float(moved * checks.dtype_bytes(spec.dtype)))
+    moved = checks.dtype_bytes(spec.dtype) * spec.dim("T") * spec.dim("Hq")
+    moved += kv_formats.code_bytes(spec) * spec.dim("S") * spec.dim("Hk")
+    return WorkEstimate(2.0 * spec.dim("Hq") * widths * pairs, float(widths * moved))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +160,9 @@ class RaggedBatching(BatchingRule):
         return range(5)
 
     def compatibility(self, args: Args) -> Hashable | None:
-        """Dtype, device and heads of the operands."""
+        """Dtype, device and heads of the operands; None where scales are of a caller's own tokens."""
+        if args[11] is not None and args[11].dim() > 1:
+            return None
         return tuple((t.dtype, t.device, t.shape[1:]) for t in args[:3])
 
     def batch_cost(self, args: Args) -> tuple[int, int]:
@@ -187,6 +204,7 @@ RAGGED_ATTENTION = register(
         empty=empty,
         validate_values=validate_values,
         wide_outputs=frozenset({1}),
+        decoding=OPERAND_DECODING,
         batching=RaggedBatching(),
     )
 )

@@ -15,14 +15,20 @@ Sequence = tuple[Tensor, Tensor, Tensor]
 
 
 def attend_sequences(
-    sequences: Iterable[Sequence], call: RaggedArgs | PagedArgs | MlaArgs
+    sequences: Iterable[Sequence],
+    call: RaggedArgs | PagedArgs | MlaArgs,
+    dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention`'s reference for (queries, keys, values) of each sequence; the results are concatenated."""
+    """`attention`'s reference for (queries, keys, values) of each sequence; the results are concatenated.
+
+    They are in the queries' dtype, or in `dtype`.
+    """
     flags: dict[str, Any] = {
         name: getattr(call, name, None) for name in ("is_causal", "scale", "window", "softcap")
     }
     results = [attend_sequence(*sequence, **flags) for sequence in sequences]
     out = torch.cat([result[0] for result in results])
+    out = out if dtype is None else out.to(dtype)
     return (out, torch.cat([result[1] for result in results])) if call.return_lse else out
 
 

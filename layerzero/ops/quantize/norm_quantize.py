@@ -79,19 +79,19 @@ def _outputs(args: Args) -> tuple[OutputSpec, ...]:
     x, _, _, _, form, granularity, group_size = args
     shape = tuple(x.shape)
     return (
-        OutputSpec(shape, checks.dtype_name(FORMATS[form].dtype)),
+        OutputSpec(shape, checks.dtype_name(FORMATS[form].element.storage)),
         OutputSpec(scale_shape(shape, granularity, group_size), "float32"),
         OutputSpec(shape, checks.dtype_name(x.dtype)),
     )
 
 
 def _empty(args: Args) -> tuple[Tensor, ...] | None:
-    x, form = args[0], FORMATS[args[4]]
+    x, form = args[0], FORMATS[args[4]].element
     if x.numel():
         return None
     # No row has a scale; there is nothing to give back.
     scale = x.new_ones(scale_shape(tuple(x.shape), args[5], args[6]), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=form.dtype), scale, torch.empty_like(x)
+    return x.new_empty(x.shape, dtype=form.storage), scale, torch.empty_like(x)
 
 
 def _work(spec: CallSpec) -> WorkEstimate:

@@ -1,93 +1,106 @@
-"""Numbers in eight bits with their scales: quantize and dequantize.
+"""Numbers of a quantized format with their scales: quantize and dequantize.
 
-A code times its scale is the number. Scales are float32 and symmetric about zero: one for the whole tensor,
-one for each row, or one for each group of neighbours in a row; their shape says which.
+A code times its scale is the number. What a format's codes and scales are stands in `layerzero.formats`; the
+shape of the scales says what shares one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerzero.formats import checks as format_checks
+from layerzero.formats.quantized_tensor import need_whole_bytes, usual_scales
+from layerzero.formats.rounding import SMALLEST_SCALE as SMALLEST_SCALE
+from layerzero.formats.rounding import layout_of_scale, restore, round_to_format
+from layerzero.formats.rounding import scale_shape as scale_shape
+from layerzero.formats.table import FORMATS as ALL_FORMATS
+from layerzero.formats.table import GRANULARITIES, Format
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
+from layerzero.ops.quantize.operands import need_codes, per_matrix, weight_features
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
-
-@dataclass(frozen=True, slots=True)
-class QuantFormat:
-    """How a code is stored, and the largest magnitude that is used."""
-
-    dtype: torch.dtype
-    max_value: float
-
-
-# -128 is left out, so that codes are symmetric; the float8 bounds are their largest finite numbers.
-FORMATS: Mapping[str, QuantFormat] = {
-    "int8": QuantFormat(torch.int8, 127.0),
-    "fp8_e4m3": QuantFormat(torch.float8_e4m3fn, 448.0),
-    "fp8_e5m2": QuantFormat(torch.float8_e5m2, 57344.0),
-}
-FORMAT_OF = {form.dtype: name for name, form in FORMATS.items()}
-GRANULARITIES = ("tensor", "row", "group")
+# The formats of eight bits with scales of float32, whose dtype says the format.
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {name: ALL_FORMATS[name] for name in ("int8", "fp8_e4m3", "fp8_e5m2")}
+)
+FORMAT_OF = {form.element.storage: name for name, form in FORMATS.items()}
 FLOAT_NAMES = ("float32", "float16", "bfloat16", "float64")
-# Below this a scale would be subnormal, and dividing by it could overflow.
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
-@op_signature()
+def _usual_granularity(format: str) -> str:
+    form = ALL_FORMATS.get(format)
+    return "row" if form is None else form.granularities[0]
+
+
+def _usual_group(format: str, granularity: str) -> int:
+    form = ALL_FORMATS.get(format)
+    # Eight-bit groups have no usual size.
+    if form is None or (format in FORMATS and granularity != "block"):
+        return 0
+    return usual_scales(form, granularity, None)[1]
+
+
+@op_signature(default={"granularity": _usual_granularity, "group_size": _usual_group})
 def quantize(
     x: Tensor,
     *,
     format: str = "int8",
-    granularity: str = "row",
-    group_size: int = 0,
+    granularity: str | None = None,
+    group_size: int | None = None,
     scale: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> SignedCall:
-    """Round `x` to eight-bit codes and the scales that give it back.
+    """Round `x` to the codes of a number format and the scales that give it back.
 
-    Args: x (..., C), any float dtype; format is int8, fp8_e4m3 or fp8_e5m2; granularity is tensor, row or
-        group, groups being group_size neighbours of a row, which divides C. scale, float32, in the shape of
-        the second result, is used as given; None takes the largest magnitude of what shares the scale.
-    Returns: (codes, scale): codes in x's shape; scale float32 of shape (), (..., 1) or (..., C / group_size).
+    Args: x (..., C), any float dtype; format is int8, fp8_e4m3, fp8_e5m2, int4, nf4, mxfp4, mxfp8 or nvfp4;
+        granularity is tensor, row, group or block, the format's usual one where None; group_size is how many
+        neighbours of a row share a scale, which divides C, or a block's side: None is the format's usual one,
+        0 stands where nothing is grouped. scale, in the shape and a dtype of the second result, is used as
+        given; None takes the largest magnitude of what shares the scale. tensor_scale, float32 (), is nvfp4's
+        second level, 1 where None.
+    Returns: (codes, scale): codes int8, float8 or, of four bits, uint8 (..., C / 2) with the even place in
+    the
+        low half of a byte; scale float32, float8_e8m0fnu (mxfp4, mxfp8) or float8_e4m3fn (nvfp4) of shape (),
+        (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded up.
         Halves round to even; what lies beyond the format is clamped, never NaN. A NaN or infinity in x makes
-        the scale that it shares NaN or infinite, so that what comes back is NaN.
-    Raises: ValueError, TypeError: an argument does not fit, by name.
+        the scale that it shares NaN or infinite, so that what comes back is not finite.
+    Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
     """
     raise NotImplementedError
 
 
-def scale_shape(shape: tuple[int, ...], granularity: str, group_size: int) -> tuple[int, ...]:
-    """The shape of the scales of a tensor."""
-    if granularity == "tensor":
-        return ()
-    return (*shape[:-1], 1 if granularity == "row" else shape[-1] // group_size)
-
-
 def _check_quantize(args: Args) -> CallSpec:
-    x, form, granularity, group_size, scale = args
+    x, name, granularity, group_size, scale, tensor_scale = args
     checks.need_rows("x", x)
     _need_wide("x", x)
-    checks.need_choice("format", form, FORMATS)
+    checks.need_choice("format", name, ALL_FORMATS)
     checks.need_choice("granularity", granularity, GRANULARITIES)
-    width = x.shape[-1]
-    if granularity == "group":
+    form, width, shape = ALL_FORMATS[name], x.shape[-1], tuple(x.shape)
+    form.need_granularity(granularity)
+    need_whole_bytes("x", form, width)
+    if granularity in ("group", "block"):
         checks.need_int("group_size", group_size, low=1)
-        if width % group_size:
-            raise ValueError(f"group_size needs to divide x's last axis of {width}, got {group_size}")
     elif checks.need_int("group_size", group_size) != 0:
         raise ValueError(f"group_size needs 0 for granularity={granularity!r}, got {group_size!r}")
+    if granularity == "group":
+        form.need_group(width, group_size)
+    if granularity == "block" and x.dim() < 2:
+        raise ValueError(f"x needs at least 2 dimensions for granularity='block', got shape {shape}")
+    features = {f"quant_{name}": True, f"scale_per_{granularity}": True, "scale_given": scale is not None}
     if scale is not None:
-        need_scale("scale", scale, scale_shape(tuple(x.shape), granularity, group_size))
-        checks.need_same_device("x", x, scale=scale)
-    features = {f"quant_{form}": True, f"scale_per_{granularity}": True, "scale_given": scale is not None}
+        need_scale("scale", scale, scale_shape(shape, granularity, group_size), form=form)
+    format_checks.check_second_scale("tensor_scale", tensor_scale, form, ())
+    checks.need_same_device("x", x, scale=scale, tensor_scale=tensor_scale)
+    features["tensor_scale"] = tensor_scale is not None
     return describe("quantize", [x], {"N": x.numel() // width, "C": width, "S": group_size}, features)
 
 
@@ -96,63 +109,50 @@ def _need_wide(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} needs {', '.join(FLOAT_NAMES)}, got {checks.dtype_name(x.dtype)}")
 
 
-def need_scale(name: str, value: Any, *shapes: tuple[int, ...]) -> Tensor:
-    """`given` as a float32 tensor of one of `shapes`."""
-    checks.need_tensor(name, value)
-    scale: Tensor = value
-    if scale.dtype != torch.float32:
-        raise TypeError(f"{name} needs dtype float32, got {checks.dtype_name(scale.dtype)}")
-    if tuple(scale.shape) not in shapes:
-        expected_shapes = " or ".join(str(shape) for shape in dict.fromkeys(shapes))
-        raise ValueError(f"{name} needs shape {expected_shapes}, got {tuple(scale.shape)}")
-    return scale
+def need_scale(name: str, value: Any, *shapes: tuple[int, ...], form: Format) -> Tensor:
+    """`value` as scales of a format, of one of `shapes`.
+
+    Raises: FormatError, TypeError: by name.
+    """
+    checks.need_tensor(name, value, floating=False)
+    return format_checks.need_scale_of(name, value, form, shapes)
 
 
 def quantize_reference(
-    x: Tensor, format: str, granularity: str, group_size: int, scale: Tensor | None
+    x: Tensor,
+    format: str,
+    granularity: str,
+    group_size: int,
+    scale: Tensor | None,
+    tensor_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scale, round, clamp, in float32 for every dtype of x: all kernels give the same codes."""
-    form, wide = FORMATS[format], x.float()
-    if granularity == "group":
-        wide = wide.unflatten(-1, (-1, group_size))
-    if scale is None:
-        largest = wide.abs().amax() if granularity == "tensor" else wide.abs().amax(-1)
-        # By a tensor: a GPU multiplies by the reciprocal of a number, and the scales would be others.
-        format_max = torch.full((), form.max_value, device=x.device)
-        scales = (largest / format_max).clamp_min(SMALLEST_SCALE)
-        if granularity == "row":
-            scales = scales.unsqueeze(-1)
-    else:
-        scales = scale.float()
-    scale_per_element = scales.unsqueeze(-1) if granularity == "group" else scales
-    return encode(wide / scale_per_element, form).view(x.shape), scales
+    return round_to_format(x, ALL_FORMATS[format], granularity, group_size, scale, tensor_scale)
 
 
-def encode(codes: Tensor, form: QuantFormat) -> Tensor:
-    """Float32 numbers as codes: NaN becomes 0, and the clamp comes before the cast.
-
-    A float8 cast of what lies beyond the format gives NaN on a GPU and the largest number on some CPUs.
-    """
-    codes = codes.nan_to_num(nan=0.0, posinf=form.max_value, neginf=-form.max_value)
-    codes = codes.clamp(-form.max_value, form.max_value)
-    return (codes.round() if form.dtype == torch.int8 else codes).to(form.dtype)
+def _codes_shape(shape: tuple[int, ...], form: Format) -> tuple[int, ...]:
+    return (*shape[:-1], shape[-1] // form.packed)
 
 
 def _outputs(args: Args) -> tuple[OutputSpec, ...]:
-    x, form, granularity, group_size, _ = args
-    shape = tuple(x.shape)
-    codes = checks.dtype_name(FORMATS[form].dtype)
-    return (OutputSpec(shape, codes), OutputSpec(scale_shape(shape, granularity, group_size), "float32"))
+    x, name, granularity, group_size, scale, _ = args
+    shape, form = tuple(x.shape), ALL_FORMATS[name]
+    dtype = form.scales[0] if scale is None else scale.dtype
+    return (
+        OutputSpec(_codes_shape(shape, form), checks.dtype_name(form.element.storage)),
+        OutputSpec(scale_shape(shape, granularity, group_size), checks.dtype_name(dtype)),
+    )
 
 
 def _empty(args: Args) -> tuple[Tensor, Tensor] | None:
-    x, form, granularity, group_size, scale = args
+    x, name, granularity, group_size, scale, _ = args
     if x.numel():
         return None
-    shape = scale_shape(tuple(x.shape), granularity, group_size)
-    codes = x.new_empty(x.shape, dtype=FORMATS[form].dtype)
+    shape, form = tuple(x.shape), ALL_FORMATS[name]
+    codes = x.new_empty(_codes_shape(shape, form), dtype=form.element.storage)
     # Nothing shares the scale of an empty tensor; any number gives nothing back.
-    return codes, x.new_ones(shape, dtype=torch.float32) if scale is None else scale
+    ones = torch.ones(scale_shape(shape, granularity, group_size), device=x.device)
+    return codes, ones.to(form.scales[0]) if scale is None else scale
 
 
 def _quantize_work(spec: CallSpec) -> WorkEstimate:
@@ -171,8 +171,8 @@ QUANTIZE = register(
         operands=(0,),
         exact_dims=frozenset({"C", "S"}),
         empty=_empty,
-        # One scale for the tensor would become one scale for everybody's rows.
-        batching=RowBatching(row_operands=(0, 4), accepts=lambda args: bool(args[2] != "tensor")),
+        # One scale for the tensor or for a block's rows would become one scale for everybody's rows.
+        batching=RowBatching(row_operands=(0, 4), accepts=lambda args: args[2] in ("row", "group")),
         differentiable=False,
         wide_outputs=frozenset({0, 1}),
     )
@@ -180,63 +180,73 @@ QUANTIZE = register(
 
 
 @op_signature()
-def dequantize(codes: Tensor, scale: Tensor, *, dtype: str = "float32") -> SignedCall:
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    *,
+    dtype: str = "float32",
+    format: str | None = None,
+    zero_point: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
+    block_size: int = 0,
+) -> SignedCall:
     """Give back the numbers that `codes` and `scale` stand for.
 
-    Args: codes (..., C) of int8, float8_e4m3fn or float8_e5m2; scale float32 of shape (), (..., 1) or
-        (..., G), each of a row's G scales for C / G neighbours; dtype is the name of the result's.
-    Returns: codes times scale, multiplied in float32, in codes' shape.
-    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Args: codes (..., C) of int8, float8_e4m3fn or float8_e5m2, or uint8 (..., C / 2) of a packed format;
+        scale in a dtype of the format, of shape (), (..., 1), (..., G), each of a row's G scales for C / G
+        neighbours, or with block_size b (..., R / b, C / b) rounded up; dtype is the name of the result's;
+        format is what the dtype of codes does not say; zero_point uint8 in scale's shape (int4);
+        tensor_scale float32 () or one a matrix (nvfp4).
+    Returns: (codes - zero_point) times scale times tensor_scale, multiplied in float32, (..., C).
+    Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
     """
     raise NotImplementedError
 
 
 def _check_dequantize(args: Args) -> CallSpec:
-    codes, scale, dtype = args
-    need_codes("codes", codes)
+    codes, scale, dtype, name, zero_point, tensor_scale, block_size = args
+    form, shape = need_codes("codes", codes, name)
     checks.need_choice("dtype", dtype, FLOAT_NAMES)
-    checks.need_tensor("scale", scale)
-    shape = tuple(codes.shape)
-    groups = scale.shape[-1] if scale.dim() else 1
-    divides = groups >= 1 and shape[-1] % groups == 0
-    need_scale("scale", scale, (), (*shape[:-1], groups if divides else 1))
-    checks.need_same_device("codes", codes, scale=scale)
+    features, size = weight_features(form, shape, scale, zero_point, tensor_scale, block_size)
+    checks.need_same_device("codes", codes, scale=scale, zero_point=zero_point, tensor_scale=tensor_scale)
     width = shape[-1]
-    size = 0 if scale.dim() == 0 or groups == 1 else width // groups
-    granularity = "tensor" if scale.dim() == 0 else "group" if size else "row"
-    return describe(
-        "dequantize",
-        [codes],
-        {"N": codes.numel() // width, "C": width, "S": size},
-        {f"quant_{FORMAT_OF[codes.dtype]}", f"scale_per_{granularity}"},
-        dtype=dtype,
-    ).replace(dtypes=(dtype,))
+    dims = {"N": codes.numel() // codes.shape[-1], "C": width, "S": size}
+    return describe("dequantize", [codes], dims, features, dtype=dtype).replace(dtypes=(dtype,))
 
 
-def need_codes(name: str, value: Any, *, rank: int | None = None) -> Tensor:
-    """`given` as a tensor (..., C) of one of the formats' dtypes."""
-    checks.need_tensor(name, value, rank=rank, floating=False)
-    codes: Tensor = value
-    if codes.dtype not in FORMAT_OF:
-        allowed_dtypes = ", ".join(checks.dtype_name(form.dtype) for form in FORMATS.values())
-        raise TypeError(f"{name} needs dtype {allowed_dtypes}, got {checks.dtype_name(codes.dtype)}")
-    if codes.dim() == 0 or codes.shape[-1] == 0:
-        raise ValueError(f"{name} needs a last axis of at least 1, got shape {tuple(codes.shape)}")
-    return codes
+def dequantize_reference(
+    codes: Tensor,
+    scale: Tensor,
+    dtype: str,
+    format: str | None = None,
+    zero_point: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
+    block_size: int = 0,
+) -> Tensor:
+    """Each code times its scales, in float32."""
+    wide = numbers(codes, scale, format, zero_point, tensor_scale, block_size, torch.float32)
+    return wide.to(getattr(torch, dtype))
 
 
-def dequantize_reference(codes: Tensor, scale: Tensor, dtype: str) -> Tensor:
-    """Each code times its scale, in float32 at least."""
-    return decode(codes, scale).to(getattr(torch, dtype))
+def numbers(
+    codes: Tensor,
+    scale: Tensor,
+    format: str | None,
+    zero_point: Tensor | None,
+    tensor_scale: Tensor | None,
+    block_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What checked parts stand for, computed in `dtype`, float32 or float64."""
+    form = FORMATS[FORMAT_OF[codes.dtype]] if format is None else ALL_FORMATS[format]
+    granularity, size = layout_of_scale(scale, codes.shape[-1] * form.packed, block_size)
+    return restore(codes, scale, form, granularity, size, zero_point, per_matrix(tensor_scale), dtype)
 
 
-def decode(codes: Tensor, scale: Tensor) -> Tensor:
-    """Codes times scales in the scales' dtype."""
-    wide = codes.to(scale.dtype)
-    if scale.dim() == 0 or scale.shape[-1] == 1:
-        return wide * scale
-    groups: Tensor = wide.unflatten(-1, (scale.shape[-1], -1)) * scale.unsqueeze(-1)
-    return groups.flatten(-2)
+def _dequantize_outputs(args: Args) -> tuple[OutputSpec, ...]:
+    codes, _, dtype, name, *_ = args
+    packed = 1 if name is None else ALL_FORMATS[name].packed
+    return (OutputSpec((*codes.shape[:-1], codes.shape[-1] * packed), dtype),)
 
 
 def _dequantize_work(spec: CallSpec) -> WorkEstimate:
@@ -244,16 +254,21 @@ def _dequantize_work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=float(n * c), bytes=float(n * c * (checks.dtype_bytes(spec.dtype) + 1)))
 
 
+def _rows_alone(args: Args) -> bool:
+    """Whether each row of codes has scales of its own."""
+    return bool(args[1].dim() > 0) and not args[6] and (args[5] is None or args[5].dim() == 0)
+
+
 DEQUANTIZE = register(
     Op(
         build=dequantize,
         check=_check_dequantize,
         reference=dequantize_reference,
-        outputs=lambda args: (OutputSpec(tuple(args[0].shape), args[2]),),
+        outputs=_dequantize_outputs,
         work=_dequantize_work,
         operands=(0,),
         exact_dims=frozenset({"C", "S"}),
-        batching=RowBatching(row_operands=(0, 1), accepts=lambda args: bool(args[1].dim() > 0)),
+        batching=RowBatching(row_operands=(0, 1, 4), accepts=_rows_alone),
         differentiable=False,
         wide_outputs=frozenset({0}),
     )

@@ -1,4 +1,4 @@
-"""The affine map over eight-bit weights: quantized_linear."""
+"""The affine map over quantized weights: quantized_linear."""
 
 from __future__ import annotations
 
@@ -6,82 +6,124 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from layerzero.formats.rounding import restore, round_to_format
+from layerzero.formats.table import FORMATS, format_of
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
-from layerzero.ops.quantize.quantize import FORMAT_OF, decode, need_codes, need_scale, quantize_reference
+from layerzero.ops.quantize.operands import INPUTS as INPUTS
+from layerzero.ops.quantize.operands import inputs_feature, need_codes, weight_features
+from layerzero.ops.quantize.quantize import numbers
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
-
-INPUTS = ("float", "dynamic")
 
 
 @op_signature()
 def quantized_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, inputs: str = "float"
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    inputs: str = "float",
+    format: str | None = None,
+    zero_point: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
+    block_size: int = 0,
 ) -> SignedCall:
-    """Multiply each row of `x` by an eight-bit `weight` transposed and add `bias`.
+    """Multiply each row of `x` by a quantized `weight` transposed and add `bias`.
 
-    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2 and its scale in
-        float32, (), (C, 1) or (C, G), as `quantize` gives them; bias (C,) or None. inputs is float, where x
-        is used as it is, or dynamic, where each row of x is first quantized to weight's format.
+    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2, or uint8 (C, K /
+    2)
+        of a packed format; scale in a dtype of the format, of shape (), (C, 1), (C, G) or, with block_size b,
+        (C / b, K / b) rounded up, as `quantize` gives them; bias (C,) or None; format is what the dtype of
+        weight does not say; zero_point uint8 in scale's shape (int4), 8 where None; tensor_scale float32 ()
+        (nvfp4). inputs is float, where x is used as it is; dynamic, where rows of x are first rounded to
+        weight's format, with scales by row, by the format's groups, or by block_size neighbours; or int8 or
+        fp8_e4m3, to which rows are rounded with a scale each.
     Returns: (..., C) in x's dtype; int8 products are summed exactly, others in float32.
-    Raises: ValueError, TypeError: an argument does not fit, by name.
-    Source: arXiv 2208.07339 for rows that are quantized as they come.
+    Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
+    Source: arXiv 2208.07339 for rows that are quantized as they come; arXiv 2412.19437 for blocks.
     """
     raise NotImplementedError
 
 
 def _check(args: Args) -> CallSpec:
-    x, weight, scale, bias, inputs = args
+    x, weight, scale, bias, inputs, name, zero_point, tensor_scale, block_size = args
     checks.need_rows("x", x)
-    need_codes("weight", weight, rank=2)
-    width, inner = weight.shape
+    form, shape = need_codes("weight", weight, name, rank=2)
+    width, inner = shape
     if width == 0:
         raise ValueError(f"weight needs at least 1 row, got shape {tuple(weight.shape)}")
     if x.shape[-1] != inner:
         raise ValueError(f"x needs a last axis of {inner} like weight's (C, K), got {x.shape[-1]}")
-    checks.need_tensor("scale", scale)
-    groups = scale.shape[-1] if scale.dim() else 1
-    divides = groups >= 1 and inner % groups == 0
-    need_scale("scale", scale, (), (width, groups if divides else 1))
-    checks.need_choice("inputs", inputs, INPUTS)
+    features, size = weight_features(form, shape, scale, zero_point, tensor_scale, block_size)
+    features.add(inputs_feature(inputs, form))
     if bias is not None:
         checks.need_vector("bias", bias, width, "weight's rows")
-    checks.need_same_device("x", x, weight=weight, scale=scale, bias=bias)
-    granularity = "tensor" if scale.dim() == 0 else "row" if groups == 1 else "group"
-    kind = "inputs_quantized" if inputs == "dynamic" else "inputs_float"
-    features = {f"quant_{FORMAT_OF[weight.dtype]}", f"scale_per_{granularity}", kind}
-    features |= set() if bias is None else {"bias"}
+        features.add("bias")
+    others = {"weight": weight, "scale": scale, "bias": bias, "zero_point": zero_point}
+    checks.need_same_device("x", x, **others, tensor_scale=tensor_scale)
     return describe(
         "quantized_linear",
         [x],
-        {"N": x.numel() // inner, "C": width, "K": inner, "S": inner // groups},
+        {"N": x.numel() // inner, "C": width, "K": inner, "S": size or inner},
         features,
         typed=[x] if bias is None else [x, bias],
         aligned=[weight],
     )
 
 
-def quantized_linear_reference(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str
-) -> Tensor:
-    """(x, perhaps through eight bits) @ (weight * scale)^T + bias, in float32 at least."""
+def rounded_rows(x: Tensor, inputs: str, weight: torch.dtype, format: str | None, block_size: int) -> Tensor:
+    """Rows after the rounding that `inputs` asks for, in float32, or float64 where x is."""
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rows = x.to(kind)
-    if inputs == "dynamic":
-        codes, spread = quantize_reference(x, FORMAT_OF[weight.dtype], "row", 0, None)
-        rows = codes.to(kind) * spread.to(kind)
-    shift = None if bias is None else bias.to(kind)
-    return F.linear(rows, decode(weight, scale.to(kind)), shift).to(x.dtype)
+    if inputs == "float":
+        return x.to(kind)
+    form = format_of(weight, format) if inputs == "dynamic" else FORMATS[inputs]
+    granularity, size = "row", 0
+    if inputs == "dynamic" and form.granularities[0] == "group":
+        granularity, size = "group", form.group_sizes[0]
+    elif inputs == "dynamic" and block_size:
+        granularity, size = "block", block_size
+    if granularity == "block":  # a row at a time: a block of one row
+        row_count, width = x.numel() // x.shape[-1], x.shape[-1]
+        rows = x.reshape(row_count, 1, width)
+        return restore(
+            *round_to_format(rows, form, granularity, size), form, granularity, size, dtype=kind
+        ).view(x.shape)
+    return restore(*round_to_format(x, form, granularity, size), form, granularity, size, dtype=kind)
+
+
+def quantized_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    inputs: str,
+    format: str | None = None,
+    zero_point: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
+    block_size: int = 0,
+) -> Tensor:
+    """(x, perhaps rounded) @ (weight's numbers)^T + bias, in float32 at least."""
+    rows = rounded_rows(x, inputs, weight.dtype, format, block_size)
+    wide = numbers(weight, scale, format, zero_point, tensor_scale, block_size, rows.dtype)
+    shift = None if bias is None else bias.to(rows.dtype)
+    return F.linear(rows, wide, shift).to(x.dtype)
+
+
+def code_bits(features: frozenset[str]) -> int:
+    """Bits of a code of the format that a spec names."""
+    return next((form.element.bits for form in FORMATS.values() if f"quant_{form.name}" in features), 8)
 
 
 def _work(spec: CallSpec) -> WorkEstimate:
-    """The product of `linear`; weights are read as bytes."""
+    """The product of `linear`; codes are read as they are packed, with their scales."""
     n, c, k = spec.dim("N"), spec.dim("C"), spec.dim("K")
-    element = checks.dtype_bytes(spec.dtype)
-    return WorkEstimate(flops=2.0 * n * c * k, bytes=float((n * k + n * c) * element + c * k + 4 * c))
+    element, groups = checks.dtype_bytes(spec.dtype), max(1, k // spec.dim("S", k))
+    moved = (n * k + n * c) * element + c * k * code_bits(spec.features) / 8 + 4 * c * groups
+    return WorkEstimate(flops=2.0 * n * c * k, bytes=float(moved))
 
 
 QUANTIZED_LINEAR = register(

@@ -99,7 +99,8 @@ def load_costs(
         # Kernels are compared as objects; equal hardware has equal roofs.
         if cached is not None and cached[0] is table and cached[1] == kernels and cached[2] == hardware:
             return cached[3]
-    current += [SourcedMeasurement(found, SHIPPED) for found in table.rows]
+    apart = {name for name, kernel in kernels.items() if kernel.isolated}  # no table was measured so
+    current += [SourcedMeasurement(found, SHIPPED) for found in table.rows if found.kernel not in apart]
     model = MeasuredCosts(current, kernels, hardware, excluded)
     if shipped_only:
         _SHIPPED_ONLY[hardware.device] = (table, dict(kernels), hardware, model)

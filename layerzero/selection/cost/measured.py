@@ -27,7 +27,6 @@ from layerzero.selection.cost.kriging import Floats, covariance
 from layerzero.selection.cost.latency_model import MIN_POINTS, LatencyModel, fit
 from layerzero.selection.cost.measured_points import (
     FEATURES,
-    INVISIBLE,
     SIBLING,
     MeasuredPoint,
     PointCluster,
@@ -36,9 +35,16 @@ from layerzero.selection.cost.measured_points import (
     position_of,
     split_clusters,
 )
-from layerzero.selection.cost.roofline import MEASURED, ROOFLINE, SHIPPED, roofline_us
+from layerzero.selection.cost.roofline import (
+    ESTIMATE_MARGIN,
+    MEASURED,
+    ROOFLINE,
+    SHIPPED,
+    ideal_us,
+    roofline_us,
+)
 from layerzero.selection.cost.wave_quantization import kernel_work_us
-from layerzero.selection.key import grid
+from layerzero.selection.key import INVISIBLE, grid
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
@@ -53,8 +59,6 @@ RADIUS = 4.0
 # At most so many say by how much estimates miss.
 NEAREST = 10
 MAX_POINTS = 2048
-# What an estimate has to gain over measurements before it is believed: Efficiency values miss by about this.
-ESTIMATE_MARGIN = 1.3
 # The relative spread at which a row counts half; beyond `perfdb.record.MAX_SPREAD` it does not count.
 HALF_WEIGHT_SPREAD = 0.1
 # A row faster than this share of the roofs' time is a mistake, not a kernel: caches give less.
@@ -113,6 +117,8 @@ class MeasuredCosts:
         self._clusters: dict[Family, list[PointCluster]] = {}
         self._last: dict[Launch, _Neighbourhood] = {}
         self._keys: set[Hashable] = set()
+        self._kernels = kernels
+        self._trusted: list[SourcedMeasurement] = []
         self.distrusted: Counter[str] = Counter()
         self.rows = 0
         self._build(
@@ -164,7 +170,7 @@ class MeasuredCosts:
                 return math.exp(nearest.times[kernel.id]), nearest.sources[kernel.id]
             model = self._models.get((neighbourhood.family, kernel.id))
             if model is not None and (nearest is not None or model.point_count >= MIN_POINTS):
-                us = model.us(kernel_work_us(kernel, request, hardware, _ideal_us(work, request, hardware)))
+                us = model.us(kernel_work_us(kernel, request, hardware, ideal_us(work, request, hardware)))
                 if nearest is None:
                     return us, model.source + EXTRAPOLATED
                 return us * math.exp(
@@ -186,6 +192,10 @@ class MeasuredCosts:
         launch = "graph" if "capture" in request.modes else "eager"
         key = _key(kernel, BenchmarkCase.of_request(request), launch)
         return key if key in self._keys else None
+
+    def without(self, keys: Collection[Hashable]) -> MeasuredCosts:
+        """The model that these measurements give without those under some of `key_of`'s keys."""
+        return MeasuredCosts(self._trusted, self._kernels, self._hardware, keys)
 
     def measured_buckets(self, op: str) -> list[tuple[CallSpec, dict[str, float]]]:
         """Every measured bucket of an op as a request on the grid, with its kernels' microseconds."""
@@ -253,6 +263,7 @@ class MeasuredCosts:
                 point.estimates.append(math.log(error))
                 self._op_counts[request.op] += 1
                 self._keys.add((kernel.id, measured.launch, bucket))
+                self._trusted.append(row)
                 self.rows += 1
         for point in points.values():
             for kernel_id in point.sources:
@@ -261,7 +272,7 @@ class MeasuredCosts:
 
     def _ideal(self, request: CallSpec) -> tuple[WorkEstimate, float]:
         work = ops_table.get(request.op).work(request)
-        return work, _ideal_us(work, request, self._hardware)
+        return work, ideal_us(work, request, self._hardware)
 
     def _fit(self) -> None:
         """Fit every kernel's latency model in every family, and note each point's offset from it."""
@@ -322,12 +333,6 @@ def request_of(case: BenchmarkCase, hardware: Hardware) -> CallSpec:
         layout=case.layout,
         contiguous=case.contiguous,
     )
-
-
-def _ideal_us(work: WorkEstimate, request: CallSpec, hardware: Hardware) -> float:
-    """What the roofline alone would need, in microseconds."""
-    peak = hardware.peak_flops.get(request.dtype) or min(hardware.peak_flops.values(), default=1e9)
-    return max(work.flops / peak, work.bytes / hardware.bandwidth, 1e-9) * 1e6
 
 
 def _weight(row: Measurement) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 from layerzero.perfdb import BenchmarkCase
 from layerzero.perfdb.record import Launch
 from layerzero.selection.cost.kriging import Floats, covariance_matrix
-from layerzero.selection.key import grid
+from layerzero.selection.key import INVISIBLE, grid
 
 SQUARE = "square"
 
@@ -39,8 +39,6 @@ SIBLING = {"float16": "bfloat16"}
 SIBLING_OCTAVES = 0.5
 # Another layout of the same call counts as this far away.
 LAYOUT_OCTAVES = 0.5
-# What does not change how long a kernel takes.
-INVISIBLE = frozenset({"scale", "scale_not_positive", "rows_nonempty"})
 _TIMELESS = INVISIBLE | {"gqa", "lse"}
 
 Position = Mapping[str, float]

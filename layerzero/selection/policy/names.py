@@ -31,7 +31,7 @@ def check_names(
     """
     findings: list[UnknownName] = []
     for rule in policy.rules:
-        if known_ops is not None and rule.op != "*" and rule.op not in known_ops:
+        if known_ops is not None and not any(map(rule.concerns, known_ops)):
             findings.append(
                 UnknownName(rule, f"unknown op {rule.op!r} in {rule}: {suggestion(rule.op, known_ops)}")
             )

@@ -69,7 +69,7 @@ class Policy:
         """This policy reduced to the rules that apply to `request`: conditions are tested once."""
         rules = self._by_op.get(request.op)
         if rules is None:
-            rules = _OpRules([r for r in self.rules if r.op in ("*", request.op)])
+            rules = _OpRules([r for r in self.rules if r.concerns(request.op)])
             if len(self._by_op) < _MAX_REMEMBERED:
                 self._by_op[request.op] = rules
         return RequestPolicy(rules, request)
@@ -79,11 +79,11 @@ class Policy:
 
         A cache key must separate requests that differ in one of them.
         """
-        seen = {c: None for rule in self.rules if rule.op in ("*", op) for c in rule.when}
+        seen = {c: None for rule in self.rules if rule.concerns(op) for c in rule.when}
         kinds = {
             Condition(rule.kind, "is"): None
             for rule in self.rules
-            if rule.op in ("*", op) and rule.kind is not None
+            if rule.kind is not None and rule.concerns(op)
         }
         return tuple({**seen, **kinds})
 

@@ -9,7 +9,7 @@ from typing import Any
 from layerzero._util.strict_yaml import suggestion
 from layerzero.selection.policy.names import raise_for_unknown
 from layerzero.selection.policy.policy import EMPTY, Policy
-from layerzero.selection.policy.rules import PREFERRED, Action, Layer, make_rule, split_op
+from layerzero.selection.policy.rules import PREFERRED, Action, Layer, is_glob, make_rule, split_op
 from layerzero.spec.errors import PolicyValidationError
 
 
@@ -53,7 +53,7 @@ def unlock(policy: Policy, op: str | None = None, *, known_ops: AbstractSet[str]
     Raises: PolicyValidationError: `op` is unknown, or does not parse.
     """
     name, kind = (None, None) if op is None else split_op(op)
-    if name is not None and known_ops is not None and name not in known_ops:
+    if name is not None and known_ops is not None and name not in known_ops and not is_glob(name):
         raise PolicyValidationError(f"unknown op {name!r}: {suggestion(name, known_ops)}")
     remaining = tuple(
         rule

@@ -24,7 +24,8 @@ PREFERRED = 1e-3
 AVOIDED = 1e3
 
 _PATTERN = re.compile(r"[a-z0-9_.*?\[\]!-]{1,96}")
-_OP = re.compile(r"(?P<op>\*|[a-z][a-z0-9_]{0,47})(?:[/.](?P<kind>[a-z][a-z0-9_]{0,47}))?")
+_OP = re.compile(r"(?P<op>[a-z*?\[][a-z0-9_*?\[\]!-]{0,47})(?:[/.](?P<kind>[a-z][a-z0-9_]{0,47}))?")
+_GLOB = frozenset("*?[")
 
 
 class Layer(IntEnum):
@@ -55,9 +56,9 @@ class Boost(msgspec.Struct, frozen=True):
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a policy.
 
-    `patterns` are globs; one of them must match the kernel id or the backend name. `op` is an op name or
-    "*"; `kind` is a feature or mode the request must have (`causal`). `until` ends a timeboxed rule, in
-    seconds of the monotonic clock. `source` is where a reader finds the rule: `policy.yaml:12`,
+    `patterns` are globs; one of them must match the kernel id or the backend name. `op` is an op name or a
+    glob over op names; `kind` is a feature or mode the request must have (`causal`). `until` ends a timeboxed
+    rule, in seconds of the monotonic clock. `source` is where a reader finds the rule: `policy.yaml:12`,
     `LAYERZERO_DENY`.
     """
 
@@ -79,9 +80,13 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
             return True
         return glob is not None and (glob(kernel_id) is not None or glob(backend) is not None)
 
+    def concerns(self, op: str) -> bool:
+        """Whether the rule is about an op, by name or by glob."""
+        return self.op in ("*", op) or (is_glob(self.op) and _op_matcher(self.op)(op) is not None)
+
     def applies(self, request: CallSpec) -> bool:
         """Whether op, kind and every condition hold for `request`."""
-        if self.op != "*" and self.op != request.op:
+        if not self.concerns(request.op):
             return False
         if self.kind is not None and self.kind not in request.features and self.kind not in request.modes:
             return False
@@ -112,7 +117,7 @@ def make_rule(
     source: str = "program",
     note: str = "",
 ) -> Rule:
-    """Check and build one rule; `op` may carry a kind: `attention/causal` or `attention.causal`.
+    """Check and build one rule; `op` may be a glob and carry a kind: `attention/causal`, `*_norm`.
 
     Raises: PolicyValidationError: a pattern, op, condition or number is not what the field takes.
     """
@@ -131,8 +136,8 @@ def make_rule(
     if action == "lock" and len(globs) != 1:
         raise PolicyValidationError(f"lock needs exactly one kernel or backend, got {len(globs)}")
     name, kind = split_op(op)
-    if action == "lock" and name == "*":
-        raise PolicyValidationError("lock needs an op, got '*'")
+    if action == "lock" and not name.strip("*"):
+        raise PolicyValidationError(f"lock needs an op, got {quote(name)}")
     _check_boost(factor, add_us)
     if until is not None and not math.isfinite(until):
         raise PolicyValidationError(f"until needs a finite time, got {until}")
@@ -151,14 +156,14 @@ def make_rule(
 
 
 def split_op(text: str) -> tuple[str, str | None]:
-    """The op and the kind in `attention`, `attention/causal`, `attention.causal` or `*`.
+    """The op and the kind in `attention`, `attention/causal`, `attention.causal`, `rms_*` or `*`.
 
     Raises: PolicyValidationError: the text is none of them, or the kind is no feature or mode.
     """
     match = _OP.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise PolicyValidationError(
-            f"op needs a name such as attention or attention/causal, got {quote(text)}"
+            f"op needs a name or glob such as attention, attention/causal or *_norm, got {quote(text)}"
         )
     kind = match["kind"]
     if kind is not None and kind not in FLAGS:
@@ -166,12 +171,22 @@ def split_op(text: str) -> tuple[str, str | None]:
     return match["op"], kind
 
 
+def is_glob(op: str) -> bool:
+    """Whether an op of a rule is a glob, not a name."""
+    return not _GLOB.isdisjoint(op)
+
+
+@lru_cache(maxsize=4096)
+def _op_matcher(op: str) -> Callable[[str], re.Match[str] | None]:
+    return re.compile(translate(op)).match
+
+
 @lru_cache(maxsize=4096)
 def _matcher(
     patterns: tuple[str, ...],
 ) -> tuple[frozenset[str], Callable[[str], re.Match[str] | None] | None]:
     """The plain names in `patterns`, and one compiled test for all the globs."""
-    globs = [p for p in patterns if any(c in p for c in "*?[")]
+    globs = [p for p in patterns if is_glob(p)]
     test = re.compile("|".join(map(translate, globs))).match if globs else None
     return frozenset(patterns) - frozenset(globs), test
 

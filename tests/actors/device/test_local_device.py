@@ -292,10 +292,10 @@ def test_a_selection_after_a_swap_never_comes_from_before_it() -> None:
 def test_tables_that_outlive_their_rules_are_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """I1's negative control: without the comparison of fingerprints the same readers are wrong."""
 
-    def keeps_all(self: LocalDevice, before: DispatchState, policy: Policy, generation: int) -> DispatchState:
-        return DispatchState(generation, policy, dict(before.tables))
+    def keeps_all(self: DispatchState, version: int, policy: Policy, context: Any) -> DispatchState:
+        return DispatchState(version, policy, dict(self.tables))
 
-    monkeypatch.setattr(LocalDevice, "_successor", keeps_all)
+    monkeypatch.setattr(DispatchState, "successor", keeps_all)
     assert stale_reads(device([kernel("a.rms_norm", launch_us=1.0), kernel("b.rms_norm", launch_us=5.0)]))
 
 
@@ -358,6 +358,51 @@ def test_tables_are_bounded() -> None:
     table = own.table(RMS)
     assert max(len(hot) for hot in table.by_signature) <= 16
     assert len(table.by_key) <= 16
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_call_that_comes_again_and_again_is_decided_once(batches: int) -> None:
+    """200 other calls in a table of 16 push each other out, and never the one that is used between them."""
+    own = device([kernel("a.rms_norm")], Settings(max_keys=16))
+    hot, others = RMS.build(torch.ones(3, 64))[1], range(1, 200)
+    own.launch(RMS, hot)
+    for number in others:
+        for step in range(batches):
+            own.launch(RMS, RMS.build(torch.ones(2, 1000 * step + number))[1])
+        own.launch(RMS, hot)
+    assert own.table(RMS).computed == 1 + len(others) * batches
+
+
+def test_without_room_every_call_is_decided_anew() -> None:
+    """max_keys=0 remembers nothing, and answers."""
+    own = device([kernel("a.rms_norm")], Settings(max_keys=0))
+    for _ in range(3):
+        own.launch(RMS, args())
+    assert own.table(RMS).computed == 3
+    assert not any(own.table(RMS).by_signature) and len(own.table(RMS).by_key) == 0
+
+
+def test_what_is_remembered_grows_as_old_as_the_settings_allow() -> None:
+    """After `plan_ttl_s` a call is decided anew, each time; without it never; a change counts at once."""
+    clock = FakeClock()
+    own = device([kernel("a.rms_norm")], Settings(plan_ttl_s=10.0), clock=clock)
+    held = own.plan(RMS, signature_of(RMS, args()), args(), own.mode())
+    for passed, decided in ((9.0, False), (2.0, True), (8.0, False), (2.0, True)):
+        before = own.table(RMS)
+        clock.advance(passed)
+        assert (own.table(RMS) is not before) == decided
+        own.launch(RMS, args())
+    assert held.call(*args()) is not None  # a call that began under an older plan ends under it
+    own.set_settings(Settings())
+    kept = own.table(RMS)
+    clock.advance(1e6)
+    assert own.table(RMS) is kept
+    own.set_settings(Settings(plan_ttl_s=5.0))
+    kept = own.table(RMS)
+    clock.advance(6.0)
+    assert own.table(RMS) is not kept
+    own.close()
+    clock.advance(100.0)
 
 
 def test_a_closed_device_refuses_and_leaves_no_thread() -> None:

@@ -14,7 +14,17 @@ from tests.ops.paged.paging import oracle, paged_call
 
 def options_of(args: tuple[Any, ...]) -> dict[str, Any]:
     """The keywords of a call given as its argument tuple."""
-    names = ("cu_seqlens_q", "is_causal", "scale", "window", "softcap", "layout", "return_lse")
+    names = (
+        "cu_seqlens_q",
+        "is_causal",
+        "scale",
+        "window",
+        "softcap",
+        "layout",
+        "return_lse",
+        "k_scale",
+        "v_scale",
+    )
     return dict(zip(names, args[5:], strict=True))
 
 
@@ -114,7 +124,7 @@ WRONG: list[tuple[str, type[Exception], dict[int, Any], str]] = [
     ("falling offsets", ValueError, {5: torch.tensor([0, 9, 7])}, "never fall, got 9 and then 7 at 2"),
     ("offsets elsewhere", ValueError, {5: torch.tensor([0, 4, 6])}, "end at 7, the rows of q, got 6"),
     ("offsets from 1", ValueError, {5: torch.tensor([1, 4, 7])}, "start at 0, got 1"),
-    ("an int64 pool", TypeError, {1: torch.zeros(7, 8, 2, 8).long()}, "k_cache needs a floating point dtype"),
+    ("an int64 pool", TypeError, {1: torch.zeros(7, 8, 2, 8).long()}, "k_cache needs one of .* got int64"),
     (
         "other values",
         TypeError,

@@ -28,7 +28,7 @@ def latent_call(queries: list[int], lengths: list[int], **options: Any) -> tuple
 def test_latent_pages_agree_with_a_loop(causal: bool) -> None:
     """Scores are over both parts, values are the first."""
     args, dense = latent_call([3, 1, 2], [3, 17, 9], is_causal=causal, return_lse=True)
-    names = ("cu_seqlens_q", "scale", "is_causal", "return_lse")
+    names = ("cu_seqlens_q", "scale", "is_causal", "return_lse", "ckv_scale", "kpe_scale")
     out, lse = call(MLA_ATTENTION, *args[:6], **dict(zip(names, args[6:], strict=True)))
     q = torch.cat(args[:2], -1)
     wanted, wanted_lse = oracle(q, dense, causal, scale=0.3)

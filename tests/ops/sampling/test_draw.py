@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero.ops.sampling.draw import row_seeds, sample_from_weights, token_weights, uniform
-from tests.profiles import many_examples
 
 BITS = (1 << 64) - 1
 
@@ -33,7 +32,6 @@ def kept_tokens(logits: list[float], temperature: float, top_k: int, top_p: floa
 LOGITS = [n / 4 for n in range(-12, 13)] + [-math.inf] * 25
 
 
-@many_examples
 @given(
     logits=st.lists(st.sampled_from(LOGITS), min_size=1, max_size=9).filter(lambda x: max(x) > -9),
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),

@@ -215,7 +215,6 @@ _pieces += [": ", "\n", "\n- ", "\n  ", "[", "]", "{", "}", ", ", "*", "&a "]
 _tokens = st.lists(st.sampled_from(_pieces), max_size=25)
 
 
-@many_examples
 @given(_tokens)
 def test_near_policies_are_a_policy_or_an_error(tokens: list[str]) -> None:
     """Text made of a policy's own pieces raises nothing but PolicyLoadError either."""

@@ -17,7 +17,6 @@ from layerzero.selection.policy.rules import AVOIDED, PREFERRED, Action, Boost, 
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import PolicyValidationError
 from layerzero.spec.reasons import Reason
-from tests.profiles import many_examples
 
 CAUSAL = CallSpec(op="attention", dims={"Sq": 2048, "D": 64}, features=frozenset({"causal"}))
 FLASH = ("flash_attn.attention", "flash_attn")
@@ -348,7 +347,6 @@ def naive(chain: list[Rule], kernel: tuple[str, str], request: CallSpec) -> tupl
     return reasons, cost
 
 
-@many_examples
 @given(
     st.lists(st.one_of(st.sampled_from(RULES), st.sampled_from(MEETING)), max_size=8),
     requests,

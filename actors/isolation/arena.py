@@ -1,0 +1,162 @@
+"""Memory that this process and a worker both have: tensors are put there for a call.
+
+On the CPU it is a file in memory without a name, passed by descriptor and sealed, so that a worker cannot cut
+it under the process that reads it. On a card it is one allocation, shared by its CUDA IPC handle; an event in
+each direction puts the copies in order, and the host waits for none of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+_LEAST = 1 << 20
+# F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: /usr/include/linux/fcntl.h
+_SEALS = 0x1 | 0x2 | 0x4
+
+
+def room_for(needed: int) -> int:
+    """The size of an arena that holds `needed` bytes: a power of two, so that few are made."""
+    return max(_LEAST, 1 << (needed - 1).bit_length())
+
+
+class HostArena:
+    """Shared memory of the CPU, mapped from a descriptor; both sides have one over the same pages."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
+        self._memory = mmap.mmap(descriptor, size)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    @classmethod
+    def create(cls, needed: int) -> tuple[HostArena, int]:
+        """A new arena with its descriptor, which the caller passes on and closes."""
+        size = room_for(needed)
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("layerzero", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        else:  # a system without files in memory: one without a name
+            with tempfile.TemporaryFile() as file:
+                file.truncate(size)
+                descriptor = os.dup(file.fileno())
+        return cls(descriptor, size), descriptor
+
+    def write(self, offset: int, tensor: Tensor) -> None:
+        """Put a tensor's elements there, in order of its shape."""
+        if not tensor.is_contiguous() or tensor.is_neg():
+            tensor = tensor.detach().resolve_neg().contiguous()
+        ctypes.memmove(self._address + offset, tensor.data_ptr(), tensor.nbytes)
+
+    def read(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of its own with what is there."""
+        tensor = torch.empty(shape, dtype=dtype)
+        ctypes.memmove(tensor.data_ptr(), self._address + offset, tensor.nbytes)
+        return tensor
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The place as a tensor."""
+        count = 1
+        for size in shape:
+            count *= size
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+
+    def before_send(self) -> None:
+        """What is written is there."""
+
+    def after_reply(self) -> None:
+        """What was answered is there."""
+
+    after_receive = before_reply = after_read = before_send
+
+
+class DeviceArena:
+    """Shared memory of a card; the process that makes it calls a kernel, the one that opens it runs it.
+
+    `sent` is recorded behind the operands, `answered` behind the outputs, `done` when they have been read.
+    """
+
+    def __init__(self, memory: Tensor, sent: Any, answered: Any) -> None:
+        self.size = memory.numel()
+        self._memory = memory
+        self._sent, self.answered = sent, answered
+        self._done: Any = torch.cuda.Event()
+
+    @classmethod
+    def create(cls, needed: int, device: torch.device) -> tuple[DeviceArena, list[Any]]:
+        """A new arena, and what a worker opens it with; `answered` is the worker's."""
+        memory = torch.empty(room_for(needed), dtype=torch.uint8, device=device)
+        with torch.cuda.device(device):
+            sent = torch.cuda.Event(interprocess=True)
+            sent.record()
+            storage: Any = memory.untyped_storage()
+            handle = [*storage._share_cuda_(), memory.storage_offset(), memory.numel(), sent.ipc_handle()]
+        return cls(memory, sent, None), handle
+
+    @classmethod
+    def open(cls, device: torch.device, handle: Sequence[Any]) -> tuple[DeviceArena, bytes]:
+        """The arena of another process, and the handle of the event that this one records."""
+        *shared, offset, size, sent = handle
+        with torch.cuda.device(device):
+            storage: Any = torch.UntypedStorage
+            opened = storage._new_shared_cuda(*shared)
+            empty = torch.empty(0, dtype=torch.uint8, device=device)
+            memory = empty.set_(opened, offset, (size,), (1,))
+            answered = torch.cuda.Event(interprocess=True)
+            answered.record()
+            there = torch.cuda.Event.from_ipc_handle(device, sent)
+            return cls(memory, there, answered), answered.ipc_handle()
+
+    def take_answer(self, device: torch.device, handle: bytes) -> None:
+        """Know the event that the worker records."""
+        self.answered = torch.cuda.Event.from_ipc_handle(device, handle)
+
+    def write(self, offset: int, tensor: Tensor) -> None:
+        """Put a tensor's elements there, in order of its shape and of the current stream."""
+        self._done.wait()
+        self.view(offset, tensor.shape, tensor.dtype).copy_(tensor.detach())
+
+    def read(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of its own with what will be there."""
+        return self.view(offset, shape, dtype).clone()
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The place as a tensor."""
+        count = dtype.itemsize
+        for size in shape:
+            count *= size
+        return self._memory[offset : offset + count].view(dtype).view(tuple(shape))
+
+    def before_send(self) -> None:
+        """The worker's stream will wait for what was written."""
+        self._sent.record()
+
+    def after_reply(self) -> None:
+        """This stream waits for what was answered."""
+        self.answered.wait()
+
+    def after_read(self) -> None:
+        """The next call waits until this one's outputs have been read, on whatever stream."""
+        self._done.record()
+
+    def after_receive(self) -> None:
+        """On the worker: its stream waits for the operands."""
+        self._sent.wait()
+
+    def before_reply(self) -> None:
+        """On the worker: the caller's stream will wait for the outputs."""
+        self.answered.record()
+
+
+Arena = HostArena | DeviceArena

@@ -1,0 +1,234 @@
+"""The program of a worker: `python -m layerzero.actors.isolation.serve DESCRIPTOR THREADS`.
+
+It answers one request after another on the socket that it was started with, and ends with it, or with the
+thread that started it. Whatever a kernel raises goes back as text; a device that is lost ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from layerzero._util.version import VERSION
+from layerzero.actors.isolation import frames
+from layerzero.actors.isolation.arena import Arena, DeviceArena, HostArena
+from layerzero.actors.isolation.descriptions import describe
+from layerzero.backends import availability, load_builtin, load_plugins
+from layerzero.backends.builds import check_build
+from layerzero.health.device_faults import lost_device
+from layerzero.spec.errors import BackendNotAvailableError
+from layerzero.spec.kernel import Kernel
+
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: /usr/include/linux/prctl.h
+
+
+class Run:
+    """One call as it was laid out: the callable, its arguments in shared memory, and where outputs go."""
+
+    __slots__ = ("arenas", "args", "call", "outputs", "wanted")
+
+    def __init__(
+        self, call: Callable[..., Any], args: tuple[Any, ...], outputs: list[Tensor], arenas: list[Arena]
+    ) -> None:
+        self.call, self.args, self.outputs, self.arenas = call, args, outputs, arenas
+        self.wanted = [(place.shape, place.dtype, place.device) for place in outputs]
+
+    def __call__(self) -> None:
+        """Run the kernel and put its outputs in their places.
+
+        Raises: RuntimeError: they are not what the op's outputs are; whatever the kernel raises.
+        """
+        for arena in self.arenas:
+            arena.after_receive()
+        result = self.call(*self.args)
+        parts = result if isinstance(result, tuple | list) else (result,)
+        if len(parts) != len(self.outputs):
+            raise RuntimeError(f"{len(self.outputs)} outputs are needed, the kernel returned {len(parts)}")
+        for position, (part, place) in enumerate(zip(parts, self.outputs, strict=True)):
+            if not isinstance(part, Tensor) or (part.shape, part.dtype, part.device) != self.wanted[position]:
+                raise _wrong(position, part, place)
+            place.copy_(part)
+        for arena in self.arenas:
+            arena.before_reply()
+
+
+def _wrong(position: int, part: Any, place: Tensor) -> RuntimeError:
+    """What is said of an output that is not what it has to be."""
+    needs, got = "a tensor", type(part).__name__
+    if isinstance(part, Tensor):
+        needs, got = (f"{tuple(t.shape)} of {frames.name_of(t.dtype)} on {t.device}" for t in (place, part))
+    return RuntimeError(f"output {position} needs {needs}, the kernel returned {got}")
+
+
+class Server:
+    """The state of a worker: loaded kernels, shared memory, and the calls that were laid out before."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._kernels: dict[str, Kernel] = {}
+        self._calls: dict[str, Callable[..., Any]] = {}
+        self._arenas: dict[str, Arena] = {}
+        self._runs: dict[bytes, Run] = {}
+
+    def serve(self) -> None:
+        """Answer until the other side is gone."""
+        receive, send, runs = self._socket.recv, self._socket.send, self._runs
+        verbs = {
+            frames.LOAD: self._load, frames.COMPILE: self._compile, frames.HOST_ARENA: self._take_host_arena,
+            frames.DEVICE_ARENA: self._take_device_arena, frames.DESCRIBE: self._describe,
+        }  # fmt: skip
+        while message := receive(frames.MAX_MESSAGE):
+            try:
+                if message[:1] == frames.CALL:
+                    run = runs.get(message)
+                    if run is None:
+                        run = self._lay_out(message)
+                    run()
+                    reply = b""
+                else:
+                    reply = verbs[message[:1]](message[1:])
+            except Exception as error:
+                send(frames.FAULT + msgspec.msgpack.encode(_fault(error)))
+                if lost_device(error):
+                    return
+            else:
+                send(frames.DONE + reply)
+
+    def _lay_out(self, message: bytes) -> Run:
+        order = msgspec.msgpack.decode(message[1:], type=frames.CallOrder)
+        used: set[str] = set()
+
+        def place(device: str, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            used.add(device)
+            return self._arenas[device].view(offset, shape, dtype)
+
+        args = tuple(frames.decoded(value, place) for value in order.args)
+        outputs = [place(o.device, o.offset, o.shape, getattr(torch, o.dtype)) for o in order.outputs]
+        run = Run(
+            self._calls[order.kernel], args, outputs, [self._arenas[n] for n in sorted(used) if n != "cpu"]
+        )
+        if len(self._runs) >= 1024:
+            self._runs.clear()
+        self._runs[message] = run
+        return run
+
+    def _load(self, body: bytes) -> bytes:
+        order = msgspec.msgpack.decode(body, type=frames.LoadOrder)
+        kernel = _found(order)
+        for missing in availability(kernel):
+            raise BackendNotAvailableError(str(missing), backend=kernel.backend, reason=missing.reason)
+        check_build(kernel)
+        self._calls[order.kernel] = kernel.load()
+        self._kernels[order.kernel] = kernel
+        self._runs.clear()
+        return b""
+
+    def _compile(self, body: bytes) -> bytes:
+        order = msgspec.msgpack.decode(body, type=frames.CompileOrder)
+        compiles = self._kernels[order.kernel].compile
+        if compiles is not None:
+            compiles(order.request)
+        return b""
+
+    def _describe(self, body: bytes) -> bytes:
+        return msgspec.msgpack.encode(describe(load_plugins([body.decode()])))
+
+    def _take_host_arena(self, body: bytes) -> bytes:
+        _, descriptors, _, _ = socket.recv_fds(self._socket, 64, 1)
+        try:
+            self._arenas["cpu"] = HostArena(descriptors[0], int(body))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._runs.clear()
+        return b""
+
+    def _take_device_arena(self, body: bytes) -> bytes:
+        name, handle = msgspec.msgpack.decode(body)
+        self._runs.clear()
+        self._arenas.pop(name, None)
+        self._arenas[name], answered = DeviceArena.open(torch.device(name), handle)
+        return answered
+
+
+def _found(order: frames.LoadOrder) -> Kernel:
+    """The kernel of an order: from its origin, from the backends here, or from plugins.
+
+    Raises: BackendNotAvailableError: this environment has none of that id.
+    """
+    if order.origin:
+        return origin_kernel(order.kernel, order.origin)
+    kernels = load_builtin(order.plugins, op=order.op)
+    for kernel in kernels:
+        if kernel.id == order.kernel:
+            return kernel
+    raise BackendNotAvailableError(
+        f"the environment of {sys.executable} has no kernel {order.kernel!r}: one that a program made needs "
+        "an origin, the module:function that gives it there",
+        backend=order.kernel.split(".")[0],
+    )
+
+
+def origin_kernel(kernel_id: str, origin: str) -> Kernel:
+    """The kernel that `module:function` gives in this process.
+
+    Raises: BackendNotAvailableError: it does not import, or gives something else.
+    """
+    import importlib
+
+    module, _, name = origin.partition(":")
+    kernel = getattr(importlib.import_module(module), name)()
+    if not isinstance(kernel, Kernel) or kernel.id != kernel_id:
+        raise BackendNotAvailableError(
+            f"origin {origin!r} needs to give {kernel_id!r}, got {getattr(kernel, 'id', kernel)!r}",
+            backend=kernel_id.split(".")[0],
+        )
+    return kernel
+
+
+def _fault(error: Exception) -> frames.Fault:
+    reason = error.context.get("reason", "") if isinstance(error, BackendNotAvailableError) else ""
+    kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins" or c in _KEPT)
+    return frames.Fault(kind, f"{error}"[:2000], traceback.format_exc()[-8000:], str(reason))
+
+
+_KEPT = (torch.OutOfMemoryError, BackendNotAvailableError)
+
+
+def main() -> None:
+    """Serve the descriptor that was passed on."""
+    descriptor, threads = int(sys.argv[1]), int(sys.argv[2])
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    torch.set_num_threads(threads)
+    hello = frames.Hello(
+        frames.PROTOCOL,
+        VERSION,
+        sys.version.split()[0],
+        str(torch.__version__),
+        torch.version.cuda,
+        os.getpid(),
+    )
+    gc.freeze()
+    with socket.socket(fileno=descriptor) as connection, torch.inference_mode():
+        connection.send(msgspec.msgpack.encode(hello))
+        Server(connection).serve()
+    os._exit(0)  # a library's own end of process may hang, and nothing here needs it
+
+
+if __name__ == "__main__":
+    main()

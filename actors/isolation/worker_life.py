@@ -1,0 +1,112 @@
+"""WorkerLife: one process of a worker, from its start to its end, with its socket and shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import threading
+from contextlib import suppress
+
+import torch
+
+from layerzero.actors.isolation import frames
+from layerzero.actors.isolation.arena import Arena
+
+_SAID = 16_384
+
+
+class WorkerLife:
+    """One process of a worker, with its socket and shared memory."""
+
+    def __init__(self, python: str, path: str | None) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self.socket, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * frames.MAX_MESSAGE)
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        if path is not None:
+            variables["PYTHONPATH"] = path
+        arguments = [str(theirs.fileno()), str(torch.get_num_threads())]
+        with theirs:
+            # -P: what lies in the working directory is no library.
+            self.process = subprocess.Popen(
+                [
+                    python,
+                    "-P",
+                    "-m",
+                    "layerzero.actors.isolation.serve",
+                    *arguments,
+                ],  # -P: not what lies here
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # what a library starts ends with it
+            )
+        self.arenas: dict[str, Arena] = {}
+        self.asked = False  # whether an answer is on its way
+        self.said = b""
+        self.drained = threading.Event()
+        self._ending = threading.Lock()
+        self._status: int | None = None
+
+    def limit(self, seconds: float) -> None:
+        """Let every answer take at most so long."""
+        whole = int(seconds)
+        timeval = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+
+    def ask(self, message: bytes) -> bytes:
+        """The answer to a message.
+
+        Raises: BlockingIOError: none within the limit. OSError: the process is gone.
+        """
+        self.asked = True
+        self.socket.send(message)
+        return self.answer()
+
+    def answer(self) -> bytes:
+        """The answer to what was sent; raises as `ask`."""
+        reply = self.socket.recv(frames.MAX_MESSAGE)
+        if not reply:
+            raise ConnectionResetError("the worker closed its socket")
+        self.asked = False
+        return reply
+
+    def drain(self) -> None:
+        """Keep the end of what the process prints, until it prints no more."""
+        assert self.process.stdout is not None
+        with self.process.stdout as stream:
+            while piece := os.read(stream.fileno(), 65_536):
+                self.said = (self.said + piece)[-_SAID:]
+        self.drained.set()
+
+    def end(self) -> int:
+        """Kill the process and what it started; its status."""
+        with self._ending:
+            if self._status is None:
+                # Not waited for before: until then its number, which is its group's, is nobody else's.
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                self._status = self.process.wait()
+                self.socket.close()
+            return self._status
+
+    def last_words(self) -> str:
+        """The end of what it printed, complete once it has ended."""
+        self.drained.wait(2.0)
+        return self.said.decode(errors="replace").strip()
+
+
+def ending(status: int) -> str:
+    """How a process ended, in words."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"{name}, as the system sends when memory runs out" if name == "SIGKILL" else name

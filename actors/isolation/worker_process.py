@@ -1,0 +1,385 @@
+"""IsolatedWorker: one supervised child process that runs kernels, and what its end means for who waits.
+
+A thread starts the process, drains what it prints, and starts it again when it has ended. A call has a time
+limit; a worker that passes it is killed. Whoever waits learns at once: the socket ends with the process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+import torch
+from torch import Tensor
+
+from layerzero._util import log
+from layerzero._util.ending import join_at_exit
+from layerzero._util.fork_safety import renew_after_fork
+from layerzero._util.version import VERSION
+from layerzero.actors.isolation import frames
+from layerzero.actors.isolation.arena import Arena, DeviceArena, HostArena
+from layerzero.actors.isolation.worker_life import WorkerLife, ending
+from layerzero.ops.op import Args
+from layerzero.spec.errors import BackendNotAvailableError
+from layerzero.spec.reasons import Reason
+
+STARTED, ENDED, GAVE_UP = "isolation.worker_started", "isolation.worker_ended", "isolation.worker_gave_up"
+START_S = 300.0  # to start, to load a library, to compile
+MAX_STARTS = 5  # that fail one after another
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (ValueError, TypeError, IndexError, KeyError, MemoryError, ImportError, OSError,
+                 ModuleNotFoundError, NotImplementedError, ArithmeticError, torch.OutOfMemoryError)
+}  # fmt: skip
+Died = Callable[[str | None, Reason, str], object]
+
+
+class WorkerError(RuntimeError):
+    """A worker gave no answer; `reason` says why in one code, `status` how its process ended, where it has.
+
+    `said` is the end of what it printed, with the traceback of every thread after a crash.
+    """
+
+    def __init__(self, message: str, reason: Reason, status: int | None = None, said: str = "") -> None:
+        super().__init__(f"{message} ({reason.value})")
+        self.reason = reason
+        self.status = status
+        self.said = said
+        if said:
+            self.add_note(f"the worker said:\n{said}")
+
+
+class IsolatedWorker:
+    """A backend's worker: `start` and `load` before `run`; a dead one begins anew by itself.
+
+    `python` None is this interpreter with this process's paths. `died(kernel, reason, why)` is called once
+    for each process that ended by itself, from the thread that found it, before any caller learns of it; the
+    kernel is the one that ran, None where none did.
+    """
+
+    def __init__(self, name: str, python: str | None, timeout_s: float, died: Died) -> None:
+        self.name = name
+        self.python = python or sys.executable
+        self._path = os.pathsep.join(filter(None, sys.path)) if python is None else None
+        self._timeout_s = timeout_s
+        self._died = died
+        self.hello: frames.Hello | None = None
+        self.starts = 0
+        self._loads: dict[str, frames.LoadOrder] = {}
+        self._closed = False
+        self._reset()
+        renew_after_fork(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._changed = threading.Condition()
+        self._life: WorkerLife | None = None
+        self._starting: WorkerLife | None = None
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def after_fork(self) -> None:
+        """In a forked child: the parent's process is not its own; the next call starts one."""
+        life = self._life
+        self._reset()
+        if life is not None:
+            life.socket.close()
+
+    @property
+    def running(self) -> bool:
+        """Whether its process is up."""
+        return self._life is not None
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id while it is up."""
+        life = self._life
+        return None if life is None else life.process.pid
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """The kernels that it has loaded, by their names there."""
+        return tuple(self._loads)
+
+    # -- starting and supervising ------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Have a process that answers; waits for it.
+
+        Raises: BackendNotAvailableError: it does not start, or is of another version.
+        """
+        self._begin()
+        with self._changed:
+            self._changed.wait_for(lambda: self._life is not None or self._failure is not None, START_S)
+        if self._life is None:
+            raise self._failure or self._unavailable(f"its process did not answer within {START_S:g} s")
+
+    def _begin(self) -> None:
+        with self._changed:
+            if self._thread is None and not self._closing.is_set():
+                self._failure = None
+                self._thread = threading.Thread(
+                    target=self._supervise, name=f"layerzero-isolated-{self.name}", daemon=True
+                )
+                self._thread.start()
+                join_at_exit(self._thread, self.close)
+
+    def _supervise(self) -> None:
+        failures = 0
+        while not self._closing.is_set():
+            try:
+                life = self._open()
+            except Exception as error:
+                failures += 1
+                if self.starts == 0 or failures >= MAX_STARTS or self._closing.is_set():
+                    self._give_up(error)
+                    return
+            else:
+                failures = 0
+                life.drained.wait()
+                self._end_idle(life)
+            if failures and self._closing.wait(min(60.0, 0.5 * 2.0**failures)):
+                return
+
+    def _open(self) -> WorkerLife:
+        try:
+            life = self._starting = WorkerLife(self.python, self._path)
+        except OSError as error:
+            raise self._unavailable(str(error)) from error
+        threading.Thread(target=life.drain, name=f"layerzero-said-{self.name}", daemon=True).start()
+        try:
+            life.limit(START_S)
+            self.hello = self._checked_hello(life)
+            for order in list(self._loads.values()):
+                self._need_done(life.ask(frames.LOAD + msgspec.msgpack.encode(order)))
+            life.limit(self._timeout_s)
+        except (OSError, msgspec.MsgspecError) as error:
+            status = life.end()
+            said = life.last_words()
+            last = said.rpartition("\n")[2]
+            failure = self._unavailable(
+                f"its process ended with {ending(status)}, {last or 'without a word'}"
+            )
+            failure.add_note(said)
+            raise failure from error
+        except BaseException:
+            life.end()
+            raise
+        with self._changed:
+            self.starts += 1
+            self._life = life
+            self._changed.notify_all()
+        log.info(STARTED, backend=self.name, python=self.python, pid=life.process.pid, starts=self.starts)
+        return life
+
+    def _checked_hello(self, life: WorkerLife) -> frames.Hello:
+        hello = msgspec.msgpack.decode(life.answer(), type=frames.Hello)
+        if (hello.protocol, hello.version) != (frames.PROTOCOL, VERSION):
+            needs, got = f"layerzero-runtime {VERSION}", hello.version
+            message = f"the environment of {self.python} needs {needs}, got {got}"
+            raise self._unavailable(message, Reason.WORKER_VERSION)
+        return hello
+
+    def _unavailable(self, why: str, reason: Reason = Reason.WORKER_FAILED) -> BackendNotAvailableError:
+        return BackendNotAvailableError(
+            f"isolated backend {self.name!r} ({self.python}): {why}", backend=self.name, reason=reason
+        )
+
+    def _give_up(self, error: Exception) -> None:
+        log.error(GAVE_UP, backend=self.name, error=str(error)[:500])
+        with self._changed:
+            self._failure = error
+            self._thread = None
+            self._changed.notify_all()
+
+    def _end_idle(self, life: WorkerLife) -> None:
+        """The process is gone; where a call was under way, its thread has said so, or is about to."""
+        with self._lock:
+            unnoticed = self._life is life
+            if unnoticed:
+                self._life = None
+        status = life.end()
+        if unnoticed and not self._closing.is_set():
+            self._tell(None, Reason.WORKER_CRASHED, f"ended with {ending(status)}", status)
+
+    def _tell(self, kernel: str | None, reason: Reason, why: str, status: int) -> None:
+        log.error(ENDED, backend=self.name, kernel=kernel or "", status=status, why=why)
+        self._died(kernel, reason, why)
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    def load(self, order: frames.LoadOrder) -> None:
+        """Load a kernel there, now and in every later process.
+
+        Raises: BackendNotAvailableError: there is none, or its library is not what it needs. Exception: what
+            its import raised. WorkerError: the process died of it.
+        """
+        self.start()
+        self._ask_slowly(order.kernel, frames.LOAD + msgspec.msgpack.encode(order))
+        self._loads[order.kernel] = order
+
+    def compile(self, order: frames.CompileOrder) -> None:
+        """Compile what a request needs of a loaded kernel; raises as `load`."""
+        self._ask_slowly(order.kernel, frames.COMPILE + msgspec.msgpack.encode(order))
+
+    def describe(self, plugin: str) -> bytes:
+        """What a plugin of that environment says of its kernels; raises as `load`."""
+        self.start()
+        return self._ask_slowly(None, frames.DESCRIBE + plugin.encode())
+
+    def _ask_slowly(self, kernel: str | None, message: bytes) -> bytes:
+        with self._lock:
+            life = self._alive()
+            try:
+                life.limit(START_S)
+                reply = life.ask(message)
+                life.limit(self._timeout_s)
+                error: OSError | None = None
+            except OSError as caught:
+                error = caught
+                self._life = None
+            except BaseException:
+                self._interrupted(life)
+                raise
+        if error is not None:
+            raise self._lost(life, kernel, error) from error
+        return self._need_done(reply)
+
+    def run(self, kernel: str, frame: frames.Frame, args: Args) -> list[Tensor]:
+        """Run a loaded kernel on tensors; its outputs, in memory of their own.
+
+        Raises: WorkerError: it gave no answer. Exception: what the kernel raised, its traceback as a note.
+        """
+        with self._lock:
+            life = self._alive()
+            try:
+                reply = self._answered(life, frame, args)
+                if reply == frames.DONE:
+                    return self._outputs(life, frame)
+                error: OSError | None = None
+            except OSError as caught:
+                error = caught
+                self._life = None
+            except BaseException:
+                self._interrupted(life)
+                raise
+        raise self._raised(reply) if error is None else self._lost(life, kernel, error) from error
+
+    def _answered(self, life: WorkerLife, frame: frames.Frame, args: Args) -> bytes:
+        """What a life says to a call, whose tensors are in shared memory by then."""
+        arenas = life.arenas
+        for device, needed in frame.bytes_on.items():
+            arena = arenas.get(device)
+            if arena is None or arena.size < needed:
+                arenas.pop(device, None)
+                arenas[device] = self._new_arena(life, device, needed)
+        for (device, offset), tensor in zip(frame.offsets, frames.tensors_in(args), strict=True):
+            arenas[device].write(offset, tensor)
+        for device in frame.cards:
+            arenas[device].before_send()
+        return life.ask(frame.message)
+
+    def _outputs(self, life: WorkerLife, frame: frames.Frame) -> list[Tensor]:
+        arenas = life.arenas
+        for device in frame.cards:
+            arenas[device].after_reply()
+        results = [
+            arenas[device].read(offset, shape, dtype) for device, offset, shape, dtype in frame.outputs
+        ]
+        for device in frame.cards:
+            arenas[device].after_read()
+        return results
+
+    def _new_arena(self, life: WorkerLife, device: str, needed: int) -> Arena:
+        if device == "cpu":
+            arena, descriptor = HostArena.create(needed)
+            try:
+                life.asked = True
+                life.socket.send(frames.HOST_ARENA + str(arena.size).encode())
+                socket.send_fds(life.socket, [b"f"], [descriptor])
+            finally:
+                os.close(descriptor)
+            self._need_done(life.answer())
+            return arena
+        where = torch.device(device)
+        shared, handle = DeviceArena.create(needed, where)
+        order = frames.DEVICE_ARENA + msgspec.msgpack.encode([device, handle])
+        shared.take_answer(where, self._need_done(life.ask(order)))
+        return shared
+
+    def _alive(self) -> WorkerLife:
+        """The present process, for who has the lock.
+
+        Raises: WorkerError: there is none; one is being started.
+        """
+        life = self._life
+        if life is None:
+            self._begin()
+            raise WorkerError(f"the process of {self.name!r} is being started", Reason.WORKER_FAILED)
+        return life
+
+    def _interrupted(self, life: WorkerLife) -> None:
+        """Something else than an answer has ended a request: a later one would be given its answer."""
+        if life.asked:
+            self._life = None
+            life.end()
+
+    def _lost(self, life: WorkerLife, kernel: str | None, error: OSError) -> WorkerError:
+        """What a request gets whose process did not answer; that is dead afterwards, and told of."""
+        reason, why, status, said = self._buried(life, hung=isinstance(error, BlockingIOError))
+        self._tell(kernel, reason, why, status)
+        return WorkerError(f"the process of {self.name!r} {why} under {kernel}", reason, status, said)
+
+    def _buried(self, life: WorkerLife, *, hung: bool) -> tuple[Reason, str, int, str]:
+        """End a process that gave no answer; why in a code and in words, its status and what it said."""
+        if not hung:  # it is on its way out: let it say how
+            life.drained.wait(2.0)
+        status = life.end()
+        said = life.last_words()
+        if hung:
+            return (
+                Reason.WORKER_HUNG,
+                f"gave no answer within {self._timeout_s:g} s, and was killed",
+                status,
+                said,
+            )
+        return Reason.WORKER_CRASHED, f"ended with {ending(status)}", status, said
+
+    def _need_done(self, reply: bytes) -> bytes:
+        """What a reply carries.
+
+        Raises: Exception: the fault that it is.
+        """
+        if reply[:1] != frames.DONE:
+            raise self._raised(reply)
+        return reply[1:]
+
+    def _raised(self, reply: bytes) -> Exception:
+        try:
+            fault = msgspec.msgpack.decode(reply[1:], type=frames.Fault)
+        except msgspec.MsgspecError as error:
+            return WorkerError(f"the process of {self.name!r} answered with {error}", Reason.WORKER_FAILED)
+        if fault.kind == BackendNotAvailableError.__name__:
+            reason = Reason.__members__.get(fault.reason, Reason.WORKER_FAILED)
+            raised: Exception = self._unavailable(fault.message, reason)
+        else:
+            raised = _KINDS.get(fault.kind, RuntimeError)(fault.message)
+        raised.add_note(f"in the process of {self.name!r}:\n{fault.traceback}")
+        return raised
+
+    def close(self) -> None:
+        """End the process and its thread; a second close does nothing."""
+        self._closing.set()
+        thread = self._thread
+        with self._lock:
+            life, self._life = self._life, None
+        for opened in (life, self._starting):
+            if opened is not None:
+                opened.end()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(10.0)

@@ -1,0 +1,292 @@
+"""Products with quantized weights on the CPU: codes are laid out in panels once, and read as they are packed.
+
+`quantized.cpp` says how they work. Laid-out codes and scales are kept like the panels of `packed.py`: they
+follow changes that torch counts, and of the codes one byte a panel is compared at each call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from layerzero.backends.native.packed import PackedWeights, available_bytes
+from layerzero.formats.table import format_of
+from layerzero.ops import table
+from layerzero.ops.linear.experts import all_choices
+from layerzero.ops.linear.mlp import GATES
+from layerzero.ops.quantize.quantized_linear import rounded_rows
+from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.errors import BackendNotAvailableError
+from layerzero.spec.kernel import Kernel
+
+# As the order of `Kind` there.
+KINDS = {"int4": 0, "int8": 1, "mxfp4": 2, "nvfp4": 2, "nf4": 3, "fp8_e4m3": 4, "mxfp8": 4, "fp8_e5m2": 5}
+# Those whose codes are whole numbers times a scale.
+WHOLE = frozenset({"int4", "int8", "mxfp4", "nvfp4"})
+MEMORY_SHARE = 0.25
+# Above every level of instructions, which the module numbers from AVX2 up.
+ANY_LEVEL = 9
+
+
+@functools.cache
+def library() -> Any:
+    """The compiled module, compiling it first where this user has not yet; takes up to a minute.
+
+    Raises: BackendNotAvailableError: no compiler, a compile error, a cache folder that others can write, or a
+        CPU without AVX2, FMA and F16C.
+    """
+    # Imported here: the module needs what only Unix has.
+    from layerzero.backends.native import build
+
+    module = build.library("layerzero_quantized")
+    if module.use_level(ANY_LEVEL) == 0:
+        raise BackendNotAvailableError("native code: needs a CPU with AVX2, FMA and F16C", backend="native")
+    return module
+
+
+def lay_out_scales(scale: Tensor) -> Tensor:
+    """Scales or zero points (..., C, G) as float32 (..., panels, G, 16); one for all as (1, 1, 16)."""
+    wide = scale.float().resolve_neg()
+    if wide.dim() == 0:
+        return wide.expand(1, 1, 16).contiguous()
+    padded = functional.pad(wide, (0, 0, 0, -wide.shape[-2] % 16), value=1.0)
+    return padded.unflatten(-2, (-1, 16)).transpose(-1, -2).contiguous()
+
+
+def lay_out_blocks(scale: Tensor) -> Tensor:
+    """Scales of blocks (..., rows of blocks, G) as float32 (..., rows of blocks, G, 16)."""
+    return scale.float().resolve_neg().unsqueeze(-1).expand(*scale.shape, 16).contiguous()
+
+
+class _Kept(NamedTuple):
+    """What is remembered of weights, by how it is laid out."""
+
+    nibbles: PackedWeights
+    signed: PackedWeights
+    floats: PackedWeights
+    scales: PackedWeights
+    blocks: PackedWeights
+
+    def codes(self, weight: Tensor) -> PackedWeights:
+        """Where the codes of a weight are kept."""
+        if weight.dtype == torch.uint8:
+            return self.nibbles
+        return self.signed if weight.dtype == torch.int8 else self.floats
+
+
+@functools.cache
+def kept_weights() -> _Kept:
+    """The panels of this process."""
+    pack, limit = library().pack, int(MEMORY_SHARE * available_bytes())
+
+    def kept(lay_out: Callable[[Tensor], Tensor], bytes_each: int) -> PackedWeights:
+        def equal(panels: Tensor, weight: Tensor) -> bool:
+            return torch.equal(panels, lay_out(weight))
+
+        made = PackedWeights(lay_out, limit, equal, bytes_each)
+        register_optimizer_step_post_hook(made.on_optimizer_step)
+        return made
+
+    return _Kept(
+        kept(lambda weight: pack(weight, False, False), 1),
+        kept(lambda weight: pack(weight, True, True), 1),
+        kept(lambda weight: pack(weight, True, False), 1),
+        kept(lay_out_scales, 4),
+        kept(lay_out_blocks, 64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """A weight (..., C, K) as the module reads it, and how to call it."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    columns: int
+    kind: int
+    group: int
+    scale_every: int
+    factors: list[float]
+
+    def multiply(self, x: Tensor, bias: Tensor | None, whole_inputs: bool, matrix: int = 0) -> Tensor:
+        """x (N, K) times one matrix's transpose, in float32."""
+        many = self.scale.dim() > 3
+        scale = self.scale[matrix] if many else self.scale
+        zero = None if self.zero is None else self.zero[matrix] if many else self.zero
+        factor = self.factors[matrix if len(self.factors) > 1 else 0]
+        out: Tensor = library().linear(
+            x, self.codes[matrix], scale, zero, bias, self.columns, self.kind, self.group, self.scale_every,
+            factor, whole_inputs,
+        )  # fmt: skip
+        return out
+
+
+def laid_out(
+    weight: Tensor, scale: Tensor, format: str | None, zero_point: Tensor | None, tensor_scale: Tensor | None,
+    block_size: int,
+) -> LaidOut | None:  # fmt: skip
+    """Panels of a weight, made now where it is new or was changed; None where it is not kept."""
+    kept, form = kept_weights(), format_of(weight.dtype, format)
+    codes, parts = kept.codes(weight), kept.blocks if block_size else kept.scales
+    panels, spread = codes.of(weight), parts.of(scale)
+    zeros = None if zero_point is None else kept.scales.of(zero_point)
+    if panels is None or spread is None or (zeros is None) is not (zero_point is None):
+        return None
+    first = weight if weight.dim() == 2 else weight[0]
+    if not library().same(panels[0], first, form.packed == 1, weight.dtype == torch.int8):
+        panels = codes.repack(weight)  # changed behind torch's back
+        assert panels is not None
+    width = weight.shape[-1] * form.packed
+    groups = spread.shape[-2]
+    every = block_size // 16 if block_size else int(scale.dim() > 0)
+    factors = [1.0] if tensor_scale is None else tensor_scale.reshape(-1).tolist()
+    group = block_size if block_size else width // groups
+    return LaidOut(panels, spread, zeros, weight.shape[-2], KINDS[form.name], group, every, factors)
+
+
+def whole_inputs(inputs: str, form: str, block_size: int) -> bool:
+    """Whether rows meet the weight as whole numbers of one scale each."""
+    if form not in WHOLE:
+        return False
+    return inputs == "int8" or (inputs == "dynamic" and form == "int8" and not block_size)
+
+
+def _quantized_linear() -> Callable[..., Any]:
+    library()
+    fallback = table.get("quantized_linear").reference
+
+    def quantized_linear(
+        x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str, format: str | None,
+        zero_point: Tensor | None, tensor_scale: Tensor | None, block_size: int,
+    ) -> Tensor:  # fmt: skip
+        found = laid_out(weight, scale, format, zero_point, tensor_scale, block_size)
+        if found is None or x.numel() == 0:
+            out: Tensor = fallback(
+                x, weight, scale, bias, inputs, format, zero_point, tensor_scale, block_size
+            )
+            return out
+        name = format_of(weight.dtype, format).name
+        whole = whole_inputs(inputs, name, block_size)
+        rows = x if whole or inputs == "float" else rounded_rows(x, inputs, weight.dtype, format, block_size)
+        out = found.multiply(rows.reshape(-1, x.shape[-1]), bias, whole)
+        return out.to(x.dtype).view(*x.shape[:-1], found.columns)
+
+    return quantized_linear
+
+
+def _fused_experts() -> Callable[..., Any]:
+    module, fallback = library(), table.get("fused_experts").reference
+
+    def fused_experts(
+        x: Tensor, experts: Tensor, scores: Tensor, w_up: Tensor, w_down: Tensor, up_scale: Tensor,
+        down_scale: Tensor, activation: str, gate: str, weighed: str, first_expert: int, shared: int,
+        inputs: str, format: str | None, up_zero: Tensor | None, down_zero: Tensor | None,
+        up_second: Tensor | None, down_second: Tensor | None, block_size: int,
+    ) -> Tensor:  # fmt: skip
+        """Two products an expert over the rows that chose it; answers are added in the order of choices."""
+        up = laid_out(w_up, up_scale, format, up_zero, up_second, block_size)
+        down = laid_out(w_down, down_scale, format, down_zero, down_second, block_size)
+        if up is None or down is None or x.numel() == 0:
+            out: Tensor = fallback(
+                x,
+                experts,
+                scores,
+                w_up,
+                w_down,
+                up_scale,
+                down_scale,
+                activation,
+                gate,
+                weighed,
+                first_expert,
+                shared,
+                inputs,
+                format,
+                up_zero,
+                down_zero,
+                up_second,
+                down_second,
+                block_size,
+            )
+            return out
+        whole = whole_inputs(inputs, format_of(w_up.dtype, format).name, block_size)
+        rows = x.reshape(-1, x.shape[-1]).float()
+        chosen, weights = all_choices(experts, scores.float(), w_up.shape[0], first_expert, shared)
+        parts = rows.new_zeros(chosen.numel(), rows.shape[1])
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten() + 1, minlength=w_up.shape[0] + 1).tolist()
+        score, begin = weights.flatten(), counts[0]
+
+        def rounded(part: Tensor) -> Tensor:
+            if whole or inputs == "float":
+                return part
+            return rounded_rows(part, inputs, w_up.dtype, format, block_size)
+
+        for expert, count in enumerate(counts[1:]):
+            if count == 0:
+                continue
+            places = order[begin : begin + count]
+            begin += count
+            own, part = score[places].unsqueeze(1), rows[places // chosen.shape[1]]
+            hidden = module.gated(
+                up.multiply(rounded(part * own if weighed == "inputs" else part), None, whole, expert),
+                tuple(GATES).index(activation), gate == "second",
+            )  # fmt: skip
+            answer = down.multiply(rounded(hidden), None, whole, expert)
+            parts[places] = answer if weighed == "inputs" else answer * own
+        by_row = parts.view(*chosen.shape, -1)
+        total = by_row[:, 0]
+        for place in range(1, chosen.shape[1]):  # one after the other, whatever is beside a row
+            total = total + by_row[:, place]
+        return total.to(x.dtype).view(x.shape)
+
+    return fused_experts
+
+
+def _linear_workspace(request: CallSpec) -> int:
+    """The codes in panels with scales in float32, rows in float32 and in digits."""
+    rows, columns, inner = request.dim("N"), -(-request.dim("C") // 16) * 16, request.dim("K")
+    groups = max(1, inner // max(1, request.dim("S")))
+    return columns * (inner + 8 * groups) + rows * (8 * inner + 4 * columns) + 64 * inner
+
+
+_FOUR_BITS = "quant_int4 quant_nf4 quant_mxfp4 quant_nvfp4"
+_EIGHT_BITS = "quant_int8 quant_fp8_e4m3 quant_fp8_e5m2 quant_mxfp8"
+_PARTS = "scale_per_tensor scale_per_row scale_per_group scale_per_block scale_16bit zero_point tensor_scale"
+_INPUTS = "inputs_float inputs_quantized inputs_int8 inputs_fp8_e4m3"
+_LIMITS = ("S % 8 == 0 when scale_per_group", "S % 16 == 0 when scale_per_block")
+_kernel = functools.partial(
+    Kernel.of,
+    measured="benchmarks/results/quantized_cpu.json",
+    source="by construction; run against float64 and bitwise in batches on an Intel Xeon, every level",
+    platforms="cpu",
+    isa="avx2 fma",
+    dtypes="float32 bfloat16 float16",
+    mixed_dtypes=True,
+    gradient=False,
+    autocast=False,
+    batch_invariant=True,
+    tie_break_order=20,
+    slow_import=True,
+    limits=_LIMITS,
+)
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel(
+        "native.quantized_linear.codes", _quantized_linear, (0.6, 0.6, 15.0),
+        features=f"{_FOUR_BITS} {_EIGHT_BITS} {_PARTS} {_INPUTS} bias", workspace_bytes=_linear_workspace,
+    ),
+    _kernel(
+        "native.fused_experts.codes", _fused_experts, (0.5, 0.5, 60.0),
+        features=f"{_FOUR_BITS} {_EIGHT_BITS} {_PARTS} {_INPUTS} gate_second weighed_inputs local_experts "
+        "shared_experts act_swiglu act_geglu act_geglu_tanh act_reglu",
+    ),
+)  # fmt: skip

@@ -1,0 +1,52 @@
+"""Routing and mixtures of experts over quantized weights out of torch's functions."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.formats.table import FORMATS
+from layerzero.ops.linear.experts import fused_experts_reference
+from layerzero.ops.linear.select_experts import select_experts_reference
+from layerzero.spec.kernel import Kernel
+
+
+def sorted_routing(*args: Any) -> tuple[Tensor, Tensor]:
+    """Sorts of whole rows."""
+    return select_experts_reference(*args)
+
+
+def by_expert(*args: Any) -> Tensor:
+    """Two products an expert in float32; reads on the host which experts were chosen."""
+    with torch.no_grad():
+        return fused_experts_reference(*args)
+
+
+_FORMATS = " ".join(f"quant_{name}" for name in FORMATS)
+_kernel = functools.partial(Kernel.of, gradient=False, default=True, tie_break_order=45, mixed_dtypes=True)
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel(
+        "torch.select_experts.sorted",
+        lambda: sorted_routing,
+        (0.05, 0.1, 40.0),
+        "an estimate: two sorts of each row",
+        source="torch's stable sort",
+        features="bias scores_sigmoid scores_raw expert_groups",
+        batch_invariant=True,
+    ),
+    _kernel(
+        "torch.fused_experts.by_expert",
+        lambda: by_expert,
+        (0.3, 0.1, 60.0),
+        "an estimate: each expert's weights are written and read again in float32",
+        source="torch.nn.functional.linear for each expert",
+        features=f"{_FORMATS} scale_per_tensor scale_per_row scale_per_group scale_per_block scale_16bit "
+        "zero_point tensor_scale inputs_float inputs_quantized inputs_int8 inputs_fp8_e4m3 weights_plain "
+        "gate_second weighed_inputs local_experts shared_experts act_swiglu act_geglu act_geglu_tanh "
+        "act_reglu",
+    ),
+)

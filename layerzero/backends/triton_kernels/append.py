@@ -1,0 +1,100 @@
+"""New keys and values rounded to codes of eight bits on their way into a pool of pages, in one launch."""
+
+# Triton's functions are no Python to a type checker: constants and pointers in, nothing declared.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from layerzero.backends.triton_kernels.rows import _rounded
+from layerzero.formats.rounding import SMALLEST_SCALE
+from layerzero.ops.kv_formats import ELEMENT_OF
+
+# Bits of the mantissa, and the biased float32 exponent of the smallest normal number.
+_ROUNDING: Mapping[torch.dtype, tuple[int, int]] = MappingProxyType(
+    {torch.int8: (0, 0), torch.float8_e4m3fn: (3, 127 - 6), torch.float8_e5m2: (2, 127 - 14)}
+)
+
+
+@triton.jit
+def _append_row(
+    row_ptr, cache_ptr, scale_ptr, row, head, place, scale_place, row_step, head_step, largest, smallest,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_TOKEN: tl.constexpr, MANTISSA: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    features = tl.arange(0, BLOCK)
+    inside = features < WIDTH
+    x = tl.load(row_ptr + row * row_step + head * head_step + features, mask=inside, other=0.0).to(tl.float32)
+    if BY_TOKEN:
+        odd = tl.max((x != x).to(tl.int32), 0)  # a maximum may pass over NaN
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 0), largest), smallest)
+        scale = tl.where(odd > 0, float("nan"), scale)
+        tl.store(scale_ptr + scale_place, scale)
+    else:
+        scale = tl.load(scale_ptr + scale_place)
+    code = _rounded(x, scale, largest, MANTISSA, LEAST)
+    tl.store(cache_ptr + place + features, code.to(cache_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _append(
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, largest, smallest,
+    k_row, k_row_head, v_row, v_row_head, k_page, k_token, k_head, v_page, v_token, v_head,
+    ks_page, ks_token, ks_head, vs_page, vs_token, vs_head,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr, BY_TOKEN: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    page, token = slot // PAGE, slot % PAGE
+    if tl.program_id(2) == 0:
+        _append_row(
+            k_ptr, k_cache_ptr, k_scale_ptr, row, head, page * k_page + token * k_token + head * k_head,
+            page * ks_page + token * ks_token + head * ks_head, k_row, k_row_head, largest, smallest,
+            WIDTH, BLOCK, BY_TOKEN, MANTISSA, LEAST,
+        )  # fmt: skip
+    else:
+        _append_row(
+            v_ptr, v_cache_ptr, v_scale_ptr, row, head, page * v_page + token * v_token + head * v_head,
+            page * vs_page + token * vs_token + head * vs_head, v_row, v_row_head, largest, smallest,
+            V_WIDTH, V_BLOCK, BY_TOKEN, MANTISSA, LEAST,
+        )  # fmt: skip
+
+
+def scale_steps(scale: Tensor, token: int, head: int) -> tuple[int, int, int]:
+    """The steps of a pool's scales by page, token of a page and head; `token` and `head` are axes of both."""
+    if scale.dim() == 3:
+        return scale.stride(0), scale.stride(token), scale.stride(head)
+    return 0, 0, scale.stride(0) if scale.dim() else 0
+
+
+def append_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str,
+    k_scale: Tensor, v_scale: Tensor,
+) -> Tensor:  # fmt: skip
+    """Codes of keys and values in one launch; with scales by token these are written, too."""
+    token, head = (1, 2) if layout == "NHD" else (2, 1)
+    mantissa, least = _ROUNDING[k_cache.dtype]
+    steps = (
+        *(rows.stride(axis) for rows in (k, v) for axis in (0, 1)),
+        *(pool.stride(axis) for pool in (k_cache, v_cache) for axis in (0, token, head)),
+        *scale_steps(k_scale, token, head),
+        *scale_steps(v_scale, token, head),
+    )
+    _append[(k.shape[0], k.shape[1], 2)](
+        k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping,
+        ELEMENT_OF[k_cache.dtype].max_value, SMALLEST_SCALE, *steps,
+        PAGE=k_cache.shape[token], WIDTH=k.shape[2], V_WIDTH=v.shape[2],
+        BLOCK=triton.next_power_of_2(k.shape[2]), V_BLOCK=triton.next_power_of_2(v.shape[2]),
+        BY_TOKEN=k_scale.dim() > 1, MANTISSA=mantissa, LEAST=least, num_warps=1,
+    )  # fmt: skip
+    return slot_mapping

@@ -1,0 +1,105 @@
+"""The tensors of a folder of safetensors files, by name, each read when it is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.formats.errors import FormatError
+from layerzero.spec.reasons import Reason
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object out of a JSON file; an empty one where there is no such file.
+
+    Raises: FormatError: the file holds something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FormatError(path.name, "JSON", error, Reason.CHECKPOINT_FORMAT_MISMATCH) from error
+    if not isinstance(values, dict):
+        got = type(values).__name__
+        raise FormatError(path.name, "a JSON object", got, Reason.CHECKPOINT_FORMAT_MISMATCH)
+    return values
+
+
+class TensorFolder:
+    """Names and tensors of `model.safetensors`, or of the files that its index names; nothing is unpickled.
+
+    Raises: FileNotFoundError: there is neither. ModuleNotFoundError: safetensors is not installed.
+        FormatError: the index names a file outside of the folder, or tensors that the files do not hold.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        whole = folder / "model.safetensors"
+        if (folder / INDEX).exists():
+            named = read_json(folder / INDEX).get("weight_map", {})
+            self._file_of = {str(name): _inside(folder, str(file)) for name, file in named.items()}
+        elif whole.exists():
+            self._file_of = dict.fromkeys(_opened(whole).keys(), whole)
+        else:
+            raise FileNotFoundError(f"folder needs model.safetensors or {INDEX}, got neither in {folder}")
+        self._files = {file: _opened(file) for file in set(self._file_of.values())}
+        held = {file: frozenset(handle.keys()) for file, handle in self._files.items()}
+        missing = [name for name, file in self._file_of.items() if name not in held[file]]
+        if missing:
+            raise FormatError(
+                INDEX, "tensors that its files hold", missing[0], Reason.CHECKPOINT_FORMAT_MISMATCH
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor's name."""
+        return list(self._file_of)
+
+    def files(self) -> dict[str, list[str]]:
+        """The names of each file, in order."""
+        found: dict[str, list[str]] = {}
+        for name, file in self._file_of.items():
+            found.setdefault(file.name, []).append(name)
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor as it is stored.
+
+        Raises: FormatError: there is none of that name.
+        """
+        if name not in self._file_of:
+            raise FormatError(str(self.path), f"the tensor {name}", "none", Reason.CHECKPOINT_FORMAT_MISMATCH)
+        found: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(str(path), framework="pt", device="cpu")
+
+
+def _inside(folder: Path, file: str) -> Path:
+    if Path(file).name != file or not file.endswith(".safetensors"):
+        needs = "files of its folder that end with .safetensors"
+        raise FormatError(INDEX, needs, repr(file), Reason.CHECKPOINT_FORMAT_MISMATCH)
+    return folder / file
+
+
+def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """`tensor` there, dense."""
+    return tensor.to(device).contiguous()

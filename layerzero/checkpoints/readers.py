@@ -1,0 +1,278 @@
+"""Weights of each convention as `QuantizedTensor`s: bits are moved, no number is rounded again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.formats import ELEMENTS, QuantizedTensor, pack_pairs
+from layerzero.formats.errors import FormatError
+from layerzero.spec.reasons import Reason
+
+# Where AWQ puts the columns of each group of eight into an int32, from the lowest four bits on.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The tensors of one weight: `get(end)` reads one, `has(end)` says whether there is one."""
+
+    weight: str
+    says: str
+    options: Mapping[str, Any]
+    get: Callable[[str], Tensor]
+    has: Callable[[str], bool]
+
+    def need(self, end: str, *dtypes: torch.dtype) -> Tensor:
+        """A tensor of one of these dtypes.
+
+        Raises: FormatError: there is none, or of another dtype: the folder holds what it does not claim.
+        """
+        if not self.has(end):
+            raise self.mismatch(f"{self.weight}{end}", "none")
+        tensor = self.get(end)
+        if dtypes and tensor.dtype not in dtypes:
+            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise self.mismatch(f"{self.weight}{end} of {allowed}", str(tensor.dtype).removeprefix("torch."))
+        return tensor
+
+    def need_shape(self, end: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor of another shape than its convention gives it.
+
+        Raises: FormatError.
+        """
+        if tuple(tensor.shape) != shape:
+            raise self.mismatch(f"{self.weight}{end} of shape {shape}", tuple(tensor.shape))
+
+    def mismatch(self, needs: str, got: object) -> FormatError:
+        """The error of a folder that claims one format and holds another."""
+        method = self.options.get("quant_method", "")
+        return FormatError(
+            "folder", f"{needs}, as {method} stores {self.says}", got, Reason.CHECKPOINT_FORMAT_MISMATCH
+        )
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """The eight four-bit numbers of each int32, lowest first, in a last axis of their own: uint8."""
+    return ((packed.unsqueeze(-1) >> _SHIFTS) & 15).to(torch.uint8)
+
+
+def _int4_by_column(parts: Parts, codes: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedTensor:
+    """Codes (K, C), zero points and scales (G, C) of a library whose weights are columns, as rows."""
+    shift = int(zeros.max()) if zeros.numel() else 0
+    if shift > 15:
+        raise FormatError(
+            f"{parts.weight}.qzeros", "zero points of 0 to 15", shift, Reason.ZERO_POINT_MISMATCH
+        )
+    symmetric = bool((zeros == 8).all())
+    return QuantizedTensor(
+        pack_pairs(codes.T.contiguous()), scales.T.contiguous(), "int4",
+        None if symmetric else zeros.T.to(torch.uint8).contiguous(),
+    )  # fmt: skip
+
+
+def awq(parts: Parts) -> QuantizedTensor:
+    """AutoAWQ's gemm: columns of eight interleaved in an int32, unsigned, with zero points."""
+    weight = parts.need(".qweight", torch.int32)
+    scales = parts.need(".scales", *_FLOATS)
+    wide, groups = weight.shape[-1] * 8, scales.shape[0]
+    parts.need_shape(".scales", scales, (groups, wide))
+    _need_groups(parts, weight.shape[0], groups)
+    order = torch.tensor(_AWQ_ORDER).argsort()
+    codes = _nibbles(weight)[..., order].flatten(-2)
+    zeros = torch.full((groups, wide), 8, dtype=torch.uint8)
+    if parts.has(".qzeros"):
+        packed = parts.need(".qzeros", torch.int32)
+        parts.need_shape(".qzeros", packed, (groups, wide // 8))
+        zeros = _nibbles(packed)[..., order].flatten(-2)
+    return _int4_by_column(parts, codes, zeros, scales)
+
+
+def gptq(parts: Parts) -> QuantizedTensor:
+    """AutoGPTQ's: eight rows of a column in an int32; zero points are stored less one, but for gptq_v2."""
+    weight = parts.need(".qweight", torch.int32)
+    scales = parts.need(".scales", *_FLOATS)
+    width, wide, groups = weight.shape[0] * 8, weight.shape[1], scales.shape[0]
+    parts.need_shape(".scales", scales, (groups, wide))
+    size = _need_groups(parts, width, groups)
+    if parts.has(".g_idx"):
+        order = parts.need(".g_idx", torch.int32, torch.int64)
+        if not torch.equal(order.long(), torch.arange(width) // size):
+            raise FormatError(
+                f"{parts.weight}.g_idx", "groups of neighbours: weights quantized without desc_act",
+                "another order", Reason.PACKED_LAYOUT_MISMATCH,
+            )  # fmt: skip
+    codes = _nibbles(weight).transpose(1, 2).reshape(width, wide)
+    packed = parts.need(".qzeros", torch.int32)
+    parts.need_shape(".qzeros", packed, (groups, wide // 8))
+    stored = _nibbles(packed).flatten(-2).int()
+    zeros = stored if parts.options.get("checkpoint_format") == "gptq_v2" else stored + 1
+    return _int4_by_column(parts, codes, zeros, scales)
+
+
+def _need_groups(parts: Parts, width: int, groups: int) -> int:
+    """Numbers of a group, as the scales say it and as the configuration does."""
+    claimed = parts.options.get("group_size", parts.options.get("q_group_size", -1))
+    size = width if claimed in (-1, None) else int(claimed)
+    if size < 1 or width % size or width // size != groups:
+        raise parts.mismatch(
+            f"{parts.weight}.scales with groups of {size} of {width} numbers", f"{groups} groups"
+        )
+    return size
+
+
+def nf4(parts: Parts) -> QuantizedTensor:
+    """bitsandbytes' NF4: the earlier number in the high half of a byte, scales maybe quantized themselves."""
+    state = json.loads(bytes(parts.need(".weight.quant_state.bitsandbytes__nf4", torch.uint8).tolist()))
+    shape, block = tuple(state["shape"]), int(state["blocksize"])
+    if state.get("quant_type") != "nf4" or len(shape) != 2 or shape[1] % block:
+        raise parts.mismatch(
+            f"{parts.weight} of nf4 in blocks that divide its rows",
+            f"{state.get('quant_type')} {shape} by {block}",
+        )
+    table = parts.need(".weight.quant_map", torch.float32)
+    if not torch.allclose(table, torch.tensor(ELEMENTS["nf4"].values), atol=1e-6):
+        raise parts.mismatch(f"{parts.weight}.quant_map of NF4's sixteen values", "others")
+    packed = parts.need(".weight", torch.uint8).flatten()
+    if packed.numel() * 2 != shape[0] * shape[1]:
+        raise parts.mismatch(f"{parts.weight} of {shape[0] * shape[1] // 2} bytes", packed.numel())
+    codes = (packed >> 4 | packed << 4).view(shape[0], shape[1] // 2)
+    scale = parts.need(".weight.absmax")
+    if "nested_blocksize" in state:
+        size, nested = int(state["nested_blocksize"]), parts.need(".weight.nested_absmax", torch.float32)
+        values = parts.need(".weight.nested_quant_map", torch.float32)[scale.long()]
+        scale = values * nested.repeat_interleave(size)[: values.numel()] + float(state["nested_offset"])
+    return QuantizedTensor(codes, scale.float().view(shape[0], -1), "nf4")
+
+
+def mxfp4(parts: Parts) -> QuantizedTensor:
+    """gpt-oss's experts: blocks (E, R, G, 16) and exponents (E, R, G)."""
+    blocks, scales = parts.need("_blocks", torch.uint8), parts.need("_scales", torch.uint8)
+    if blocks.dim() != 4 or blocks.shape[-1] != 16:
+        raise parts.mismatch(f"{parts.weight}_blocks of shape (E, R, G, 16)", tuple(blocks.shape))
+    parts.need_shape("_scales", scales, tuple(blocks.shape[:-1]))
+    return QuantizedTensor(blocks.flatten(-2), scales.view(torch.float8_e8m0fnu), "mxfp4")
+
+
+def fp8_block(parts: Parts) -> QuantizedTensor:
+    """DeepSeek's: float8 with a scale for each block, which it is multiplied by."""
+    weight = parts.need(".weight", torch.float8_e4m3fn)
+    scale = parts.need(".weight_scale_inv", torch.float32, torch.bfloat16)
+    side = int(parts.options["weight_block_size"][0])
+    parts.need_shape(".weight_scale_inv", scale, (-(-weight.shape[0] // side), -(-weight.shape[1] // side)))
+    return QuantizedTensor(weight, scale, "fp8_e4m3", block_size=side)
+
+
+def modelopt(parts: Parts) -> QuantizedTensor:
+    """ModelOpt's FP8 with one scale, and its NVFP4 with two levels."""
+    if parts.says == "FP8":
+        scale = parts.need(".weight_scale", torch.float32)
+        return QuantizedTensor(parts.need(".weight", torch.float8_e4m3fn), _one_level(scale), "fp8_e4m3")
+    scale = parts.need(".weight_scale", torch.float8_e4m3fn)
+    codes = parts.need(".weight", torch.uint8)
+    parts.need_shape(".weight_scale", scale, (codes.shape[0], codes.shape[1] // 8))
+    second = parts.need(".weight_scale_2", torch.float32).reshape(())
+    return QuantizedTensor(codes, scale, "nvfp4", tensor_scale=second)
+
+
+def _one_level(scale: Tensor) -> Tensor:
+    return scale.reshape(()) if scale.numel() == 1 else scale
+
+
+def compressed_tensors(parts: Parts) -> QuantizedTensor:
+    """compressed-tensors': the claimed format's reader, in a mixed folder the one that the tensors show."""
+    claimed = COMPRESSED[parts.says]
+    if claimed is not None:
+        return claimed(parts)
+    if parts.has(".weight_global_scale"):
+        return _nvfp4_pack(parts)
+    if parts.has(".weight_shape"):
+        return _int_pack(parts)
+    return _mxfp4_pack(parts) if parts.has(".weight_packed") else _plain_codes(parts)
+
+
+def _int_pack(parts: Parts) -> QuantizedTensor:
+    """Four- or eight-bit integers, unsigned by half their range, from the lowest bits of an int32 on."""
+    packed = parts.need(".weight_packed", torch.int32)
+    rows, width = (int(size) for size in parts.need(".weight_shape").tolist())
+    scale = parts.need(".weight_scale", *_FLOATS)
+    if parts.has(".weight_g_idx"):
+        order = parts.get(".weight_g_idx").long()
+        if not torch.equal(order, order.sort().values):
+            raise FormatError(
+                f"{parts.weight}.weight_g_idx", "groups of neighbours", "another order",
+                Reason.PACKED_LAYOUT_MISMATCH,
+            )  # fmt: skip
+    numbers = packed.shape[-1] * 4
+    if packed.shape[0] == rows and -(-width // 4) == packed.shape[-1]:
+        unsigned = packed.contiguous().view(torch.uint8).view(rows, numbers)[:, :width]
+        return QuantizedTensor((unsigned.int() - 128).to(torch.int8), _one_level(scale), "int8")
+    parts.need_shape(".weight_packed", packed, (rows, -(-width // 8)))
+    codes = packed.contiguous().view(torch.uint8)[:, : width // 2]
+    zero_point = None
+    if parts.has(".weight_zero_point"):
+        stored = parts.need(".weight_zero_point", torch.int32)  # packed along the rows
+        zero_point = _nibbles(stored).transpose(1, 2).reshape(-1, stored.shape[1])[:rows].contiguous()
+    return QuantizedTensor(codes.contiguous(), scale, "int4", zero_point)
+
+
+def _nvfp4_pack(parts: Parts) -> QuantizedTensor:
+    codes = parts.need(".weight_packed", torch.uint8)
+    scale = parts.need(".weight_scale", torch.float8_e4m3fn)
+    parts.need_shape(".weight_scale", scale, (codes.shape[0], codes.shape[1] // 8))
+    whole = parts.need(".weight_global_scale", torch.float32).reshape(())
+    return QuantizedTensor(codes, scale, "nvfp4", tensor_scale=1.0 / whole)
+
+
+def _mxfp4_pack(parts: Parts) -> QuantizedTensor:
+    codes = parts.need(".weight_packed", torch.uint8)
+    scale = parts.need(".weight_scale", torch.uint8, torch.float8_e8m0fnu)
+    parts.need_shape(".weight_scale", scale, (codes.shape[0], codes.shape[1] // 16))
+    return QuantizedTensor(codes, scale.view(torch.float8_e8m0fnu), "mxfp4")
+
+
+def _plain_codes(parts: Parts) -> QuantizedTensor:
+    """int8 or float8 codes under the weight's own name."""
+    own = {"int-quantized": (torch.int8,), "float-quantized": (torch.float8_e4m3fn,)}
+    codes = parts.need(".weight", *own.get(parts.says, (torch.int8, torch.float8_e4m3fn)))
+    scale = parts.need(".weight_scale", *_FLOATS)
+    if parts.has(".weight_zero_point") and bool(parts.get(".weight_zero_point").any()):
+        raise FormatError(
+            f"{parts.weight}.weight_zero_point",
+            "zeros: symmetric codes",
+            "others",
+            Reason.ZERO_POINT_MISMATCH,
+        )
+    name = "int8" if codes.dtype == torch.int8 else "fp8_e4m3"
+    if scale.dim() == 2 and scale.shape[1] != 1 and scale.numel() > 1:
+        return QuantizedTensor(codes, scale.float(), name, block_size=_block_side(parts, tuple(scale.shape)))
+    return QuantizedTensor(codes, _one_level(scale), name)
+
+
+def _block_side(parts: Parts, got: tuple[int, ...]) -> int:
+    """The side of the blocks that the configuration names."""
+    groups = parts.options.get("config_groups") or {}
+    sides = {tuple(group["weights"].get("block_structure") or ()) for group in groups.values()}
+    square = [side[0] for side in sides if len(side) == 2 and side[0] == side[1]]
+    if len(square) != 1:
+        raise parts.mismatch("one block_structure of two equal sides beside scales by block", got)
+    return int(square[0])
+
+
+COMPRESSED: Mapping[str, Callable[[Parts], QuantizedTensor] | None] = MappingProxyType(
+    {
+        "pack-quantized": _int_pack, "int-quantized": _plain_codes, "float-quantized": _plain_codes,
+        "naive-quantized": _plain_codes, "nvfp4-pack-quantized": _nvfp4_pack,
+        "mxfp4-pack-quantized": _mxfp4_pack, "mixed-precision": None,
+    }
+)  # fmt: skip

@@ -1,0 +1,110 @@
+"""A weight rounded to a format by one of the methods, and what that costs it and its outputs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import msgspec
+import torch
+from torch import Tensor
+
+from layerzero.formats import QuantizedTensor, pack_pairs
+from layerzero.formats.errors import FormatError
+from layerzero.spec.errors import BackendNotAvailableError
+from layerzero.spec.reasons import Reason
+
+HQQ_FORMATS = ("int4", "int8")
+
+
+class LayerError(msgspec.Struct, frozen=True, kw_only=True):
+    """What rounding costs one weight: relative errors in the Frobenius norm.
+
+    `weight` is |W - Q| / |W|; `output` is |X (W - Q)'| / |X W'| over the calibration's rows X, None without.
+    """
+
+    name: str
+    format: str
+    bits: float
+    weight: float
+    output: float | None
+
+
+@dataclass(frozen=True)
+class Method:
+    """How numbers become codes: `round(weight, format, group size)`; `formats` empty for all."""
+
+    name: str
+    round: Callable[[Tensor, str, int | None], QuantizedTensor]
+    formats: tuple[str, ...] = ()
+    distribution: str = ""
+
+
+def _nearest(weight: Tensor, form: str, group_size: int | None) -> QuantizedTensor:
+    return QuantizedTensor.quantize(weight, form, group_size=group_size)
+
+
+def _hqq(weight: Tensor, form: str, group_size: int | None) -> QuantizedTensor:
+    """torchao's half-quadratic rounding: scales that minimize the error of what they give back."""
+    primitives = importlib.import_module("torchao.quantization.quant_primitives")
+    usual = 128 if form == "int4" else weight.shape[1]
+    size = min(group_size or usual, weight.shape[1])
+    low, high = (-8, 7) if form == "int4" else (-127, 127)
+    codes, scale = primitives._choose_qparams_and_quantize_scale_only_hqq(
+        weight.float(), [1, size], low, high
+    )
+    stored = pack_pairs((codes + 8).to(torch.uint8)) if form == "int4" else codes.to(torch.int8)
+    return QuantizedTensor(stored, scale.float(), form)
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        method.name: method
+        for method in (
+            Method("nearest", _nearest),
+            Method("hqq", _hqq, HQQ_FORMATS, "torchao"),
+        )
+    }
+)
+
+
+def method_of(name: str, form: str) -> Method:
+    """The method of that name, for a format.
+
+    Raises: ValueError: there is none. FormatError: it does not round to that format.
+        BackendNotAvailableError: its library is not installed.
+    """
+    if name not in METHODS:
+        raise ValueError(f"method needs one of {', '.join(METHODS)}, got {name!r}")
+    method = METHODS[name]
+    if method.formats and form not in method.formats:
+        needs = f"one of {', '.join(method.formats)} for method {name}"
+        raise FormatError("format", needs, form, Reason.QUANT_FORMAT_UNSUPPORTED)
+    if method.distribution and importlib.util.find_spec(method.distribution) is None:
+        raise BackendNotAvailableError(
+            f"method {name} needs {method.distribution}, which is not installed: pip install "
+            f"{method.distribution}",
+            backend=method.distribution,
+            reason=Reason.BACKEND_MISSING,
+        )
+    return method
+
+
+def error_of(name: str, weight: Tensor, made: QuantizedTensor, gram: Tensor | None) -> LayerError:
+    """The errors of a rounded weight (C, K); `gram` (K, K), float64, is X'X of the rows X it multiplied."""
+    exact = weight.double()
+    off = exact - made.dequantize(torch.float64)
+    output = None
+    if gram is not None:
+        wrong, right = ((part @ gram * part).sum().clamp_min(0) for part in (off, exact))
+        output = float((wrong / right).sqrt()) if float(right) else 0.0
+    return LayerError(
+        name=name,
+        format=made.format,
+        bits=round(8.0 * made.nbytes / weight.numel(), 3),
+        weight=float(off.norm() / exact.norm()) if float(exact.norm()) else 0.0,
+        output=output,
+    )

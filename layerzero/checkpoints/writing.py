@@ -1,0 +1,222 @@
+"""A model's folder with its weights rounded, written as compressed-tensors does; all of it or nothing."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from layerzero.checkpoints.folder import INDEX, TensorFolder, read_json
+from layerzero.checkpoints.rounding import LayerError, error_of, method_of
+from layerzero.formats import FORMATS, QuantizedTensor
+from layerzero.formats.errors import FormatError
+from layerzero.spec.reasons import Reason
+
+# What is no weight of a product, by its name; vectors are left alone anyhow.
+LEFT_ALONE = ("*embed*", "lm_head.*", "*norm*", "*.gate.weight", "*router*")
+# compressed-tensors' name for each format, and how it describes its weights.
+LAYOUTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
+    {
+        "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group"}),
+        "int8": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+        "fp8_e4m3": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+        "nvfp4": (
+            "nvfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        ),
+        "mxfp4": (
+            "mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+        ),
+    }
+)  # fmt: skip
+_OTHERS = (".json", ".jinja", ".txt", ".model")
+Progress = Callable[[int, int, str], None]
+
+
+class QuantizeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was written: bytes of all weights before and after, and the error of each rounded one."""
+
+    folder: str
+    format: str
+    method: str
+    calibration_tokens: int
+    bytes_before: int
+    bytes_after: int
+    layers: tuple[LayerError, ...]
+
+
+def weights_to_round(tensors: TensorFolder, ignore: Sequence[str]) -> list[str]:
+    """The names of matrices that multiply rows, in the folder's order."""
+    return [
+        name
+        for name in tensors.names
+        if name.endswith(".weight")
+        and len(tensors.shape(name)) == 2
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignore)
+    ]
+
+
+def quantize_folder(
+    source: Path,
+    target: Path,
+    form: str,
+    *,
+    method: str = "nearest",
+    group_size: int | None = None,
+    ignore: Sequence[str] = LEFT_ALONE,
+    grams: Mapping[str, Tensor] | None = None,
+    tokens: int = 0,
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Write `source`'s model into the new folder `target` with its matrices rounded to `form`.
+
+    Args: grams are X'X (K, K) by the weight's name, of the rows X that it multiplied while `tokens` tokens
+        ran; they judge, and round nothing. ignore are patterns of names that stay as they are.
+    Raises: FormatError: the format cannot be written, does not fit a weight, a weight is not finite, or the
+        source is quantized already. FileExistsError: target is there. FileNotFoundError: source lacks a file.
+        Nothing is left of target then.
+    """
+    if form not in LAYOUTS:
+        needs = f"one of {', '.join(LAYOUTS)}, which compressed-tensors stores"
+        raise FormatError("format", needs, repr(form), Reason.QUANT_FORMAT_UNSUPPORTED)
+    rounder = method_of(method, form)
+    if target.exists():
+        raise FileExistsError(f"target needs to be a new folder, {target} exists")
+    config = _config_of(source)
+    tensors = TensorFolder(source)
+    chosen = weights_to_round(tensors, ignore)
+    size = _group_of(form, group_size, [tensors.shape(name)[1] for name in chosen])
+    layers: list[LayerError] = []
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        place: dict[str, str] = {}
+        for file, names in tensors.files().items():
+            written: dict[str, Tensor] = {}
+            for name in names:
+                weight = tensors.tensor(name)
+                if name not in chosen:
+                    written[name] = weight
+                    continue
+                made = rounder.round(weight.float(), form, size)
+                layers.append(error_of(name, weight, made, (grams or {}).get(name)))
+                written |= _stored(name.removesuffix(".weight"), made)
+                if progress is not None:
+                    progress(len(layers), len(chosen), name)
+            _save(written, partial / file)
+            place |= dict.fromkeys(written, file)
+        if len(tensors.files()) > 1:
+            (partial / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": place}), encoding="utf-8")
+        said = _described(form, size, chosen, tensors)
+        text = json.dumps(config | {"quantization_config": said}, indent=2)
+        (partial / "config.json").write_text(text, encoding="utf-8")
+        _copy_others(source, partial)
+        partial.chmod(0o755)
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return QuantizeReport(
+        folder=str(target), format=form, method=method, calibration_tokens=tokens,
+        bytes_before=_bytes(source), bytes_after=_bytes(target), layers=tuple(layers),
+    )  # fmt: skip
+
+
+def _config_of(source: Path) -> dict[str, Any]:
+    if not (source / "config.json").exists():
+        raise FileNotFoundError(f"folder needs config.json, got none in {source}")
+    config = read_json(source / "config.json")
+    if "quantization_config" in config or (source / "hf_quant_config.json").exists():
+        needs, got = "weights that are not quantized yet", "a quantization_config"
+        raise FormatError(str(source), needs, got, Reason.CHECKPOINT_FORMAT_MISMATCH)
+    return config
+
+
+def _group_of(form: str, group_size: int | None, widths: Sequence[int]) -> int | None:
+    """The group of the format, where it has one that may be chosen: as asked, else the largest that fits."""
+    if form != "int4":
+        if group_size is not None:
+            needs = f"None for {form}, whose scales are shared as it says"
+            raise FormatError("group_size", needs, group_size, Reason.QUANT_GROUP_UNSUPPORTED)
+        return None
+    if not widths:
+        raise FormatError("folder", "a matrix to round", "none", Reason.CHECKPOINT_FORMAT_MISMATCH)
+    if group_size is None:
+        sizes = [size for size in FORMATS[form].group_sizes if not any(width % size for width in widths)]
+        return max(sizes, default=FORMATS[form].group_sizes[0])
+    return group_size
+
+
+def _stored(module: str, made: QuantizedTensor) -> dict[str, Tensor]:
+    """The tensors of a weight as compressed-tensors names them."""
+    codes, scale = made.codes.contiguous(), made.scale
+    if made.format == "int4":
+        if made.shape[1] % 8:
+            needs = "rows of a multiple of 8 numbers, which fill an int32"
+            raise FormatError(module, needs, made.shape[1], Reason.PACKED_LAYOUT_MISMATCH)
+        return {
+            f"{module}.weight_packed": codes.view(torch.int32),
+            f"{module}.weight_scale": scale,
+            f"{module}.weight_shape": torch.tensor(made.shape),
+        }
+    if made.tensor_scale is not None:
+        return {
+            f"{module}.weight_packed": codes,
+            f"{module}.weight_scale": scale,
+            f"{module}.weight_global_scale": (1.0 / made.tensor_scale).reshape(1),
+        }
+    if made.format == "mxfp4":
+        return {f"{module}.weight_packed": codes, f"{module}.weight_scale": scale.view(torch.uint8)}
+    return {f"{module}.weight": codes, f"{module}.weight_scale": scale}
+
+
+def _described(form: str, size: int | None, chosen: Sequence[str], tensors: TensorFolder) -> dict[str, Any]:
+    """The quantization_config that compressed-tensors reads."""
+    layout, weights = LAYOUTS[form]
+    weights = {**weights, "symmetric": True, "dynamic": False} | ({"group_size": size} if size else {})
+    matrices = weights_to_round(tensors, ())
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"], "weights": weights, "input_activations": None,
+                "output_activations": None, "format": layout,
+            }
+        },
+        "ignore": sorted(
+            {"lm_head", *(name.removesuffix(".weight") for name in matrices if name not in set(chosen))}
+        ),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }  # fmt: skip
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"}
+    )
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    """Tokenizer, generation settings and texts: every file of these kinds that is not written yet."""
+    for path in sorted(source.iterdir()):
+        copied = path.suffix in _OTHERS and path.name != INDEX and not (target / path.name).exists()
+        if copied and path.is_file():
+            shutil.copyfile(path, target / path.name)
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -1,0 +1,140 @@
+"""Whether scales and zero points fit a format: shapes and dtypes at each call, values once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerzero.formats.errors import FormatError
+from layerzero.formats.rounding import scale_shape
+from layerzero.formats.table import Format
+from layerzero.spec.reasons import Reason
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def need_tensor(name: str, value: Any) -> Tensor:
+    """`value` as a tensor.
+
+    Raises: TypeError: it is none.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} needs a torch.Tensor, got {type(value).__name__}: {value!r:.60}")
+    return value
+
+
+def check_scale(
+    name: str, scale: Any, form: Format, shape: tuple[int, ...], block_size: int = 0
+) -> tuple[str, int]:
+    """(granularity, group size) of the scales of numbers of `shape`.
+
+    Raises: FormatError: a dtype that the format does not have, or a shape that says no granularity of it.
+    """
+    need_tensor(name, scale)
+    own = tuple(scale.shape)
+    if block_size:
+        form.need_granularity("block")
+        if block_size < 1:
+            raise FormatError("block_size", "an int >= 1", block_size, Reason.QUANT_GROUP_UNSUPPORTED)
+        expected = [scale_shape(shape, "block", block_size)] if len(shape) > 1 else []
+    else:
+        expected = _expected_shapes(scale, form, shape)
+    need_scale_of(name, scale, form, expected)
+    if block_size:
+        return "block", block_size
+    if not own:
+        return "tensor", 0
+    # One group as long as the row is a group where the format has no rows.
+    if own[-1] == 1 and "row" in form.granularities:
+        return "row", 0
+    return "group", form.need_group(shape[-1], shape[-1] // max(1, own[-1]), "the tensor")
+
+
+def need_scale_of(name: str, scale: Tensor, form: Format, shapes: Collection[tuple[int, ...]]) -> Tensor:
+    """`scale` in a dtype of the format and one of `shapes`.
+
+    Raises: FormatError: it is not.
+    """
+    if scale.dtype not in form.scales:
+        needs = f"dtype {', '.join(_dtype(dtype) for dtype in form.scales)}"
+        reason = Reason.SCALE_DTYPE_MISMATCH
+        raise FormatError(name, needs, _dtype(scale.dtype), reason, kind=TypeError)
+    if tuple(scale.shape) not in shapes:
+        needs = " or ".join(str(each) for each in dict.fromkeys(shapes)) or "that of a matrix's blocks"
+        raise FormatError(name, f"shape {needs}", tuple(scale.shape), Reason.SCALE_SHAPE_MISMATCH)
+    return scale
+
+
+def _expected_shapes(scale: Tensor, form: Format, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    expected: list[tuple[int, ...]] = []
+    if "tensor" in form.granularities:
+        expected.append(())
+    if not form.open_groups:
+        expected += [(*shape[:-1], shape[-1] // size) for size in form.group_sizes if shape[-1] % size == 0]
+        return expected or [(*shape[:-1], -(-shape[-1] // form.group_sizes[0]))]
+    groups = scale.shape[-1] if scale.dim() else 1
+    divides = groups >= 1 and shape[-1] % groups == 0
+    return [*expected, (*shape[:-1], groups if divides else 1)]
+
+
+def check_zero_point(name: str, zero_point: Any, form: Format, scale: Tensor) -> None:
+    """Refuse zero points of a format that has none, or of another shape or dtype than they need.
+
+    Raises: FormatError: by name.
+    """
+    if zero_point is None:
+        return
+    need_tensor(name, zero_point)
+    mismatch = Reason.ZERO_POINT_MISMATCH
+    if not form.zero_points:
+        raise FormatError(name, f"None for {form.name}, which has no zero points", "a tensor", mismatch)
+    if zero_point.dtype != torch.uint8:
+        raise FormatError(name, "dtype uint8", _dtype(zero_point.dtype), mismatch, kind=TypeError)
+    if zero_point.shape != scale.shape:
+        raise FormatError(name, f"shape {tuple(scale.shape)} like scale", tuple(zero_point.shape), mismatch)
+
+
+def check_second_scale(name: str, scale: Any, form: Format, shape: tuple[int, ...]) -> None:
+    """Refuse a second scale of a format that has none, or of another shape or dtype than it needs.
+
+    Raises: FormatError: by name.
+    """
+    if scale is None:
+        return
+    need_tensor(name, scale)
+    if not form.two_level:
+        raise FormatError(
+            name,
+            f"None for {form.name}, whose scales have one level",
+            "a tensor",
+            Reason.SCALE_LAYOUT_MISMATCH,
+        )
+    if scale.dtype != torch.float32:
+        raise FormatError(
+            name, "dtype float32", _dtype(scale.dtype), Reason.SCALE_DTYPE_MISMATCH, kind=TypeError
+        )
+    expected = dict.fromkeys([(), shape[:-2]])
+    if tuple(scale.shape) not in expected:
+        needs = f"shape {' or '.join(map(str, expected))}"
+        raise FormatError(name, needs, tuple(scale.shape), Reason.SCALE_SHAPE_MISMATCH)
+
+
+def check_scale_values(name: str, scale: Tensor) -> None:
+    """Refuse scales that are not positive, finite numbers; reads them, and so waits for a GPU.
+
+    Raises: FormatError: with the first place.
+    """
+    wide = scale.float()
+    for wrong, needs, reason in (
+        (~wide.isfinite(), "finite numbers", Reason.SCALE_NOT_FINITE),
+        (wide <= 0, "positive numbers", Reason.SCALE_NOT_POSITIVE),
+    ):
+        if bool(wrong.any()):
+            place = tuple(wrong.nonzero()[0].tolist())
+            where = f" at {place}" if place else ""
+            raise FormatError(name, needs, f"{float(wide[place])}{where}", reason)

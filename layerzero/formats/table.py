@@ -1,0 +1,148 @@
+"""The formats: an element, its scales and what they may be shared by, a zero point, a second scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from layerzero.formats.elements import ELEMENTS, Element
+from layerzero.formats.errors import FormatError
+from layerzero.spec.reasons import Reason
+
+# What one scale is shared by: all; a row (a channel of a weight, a token of activations); `group_size`
+# neighbours of a row; a square of `group_size` rows and columns, smaller at the edges.
+GRANULARITIES = ("tensor", "row", "group", "block")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A number format: `name`, its element and its scales, the most usual granularity first.
+
+    `group_sizes` are those that the format allows, the usual one first; any where `open_groups`. `scales` are
+    the dtypes of scales, the one that `quantize` gives first. With `two_level` scales are multiplied by one
+    of float32 for the whole tensor. `zero_points` says that codes may be shifted, by a code for each scale.
+    """
+
+    name: str
+    element: Element
+    granularities: tuple[str, ...]
+    group_sizes: tuple[int, ...]
+    open_groups: bool
+    scales: tuple[torch.dtype, ...]
+    two_level: bool
+    zero_points: bool
+    source: str
+
+    @property
+    def packed(self) -> int:
+        """Codes in one element of storage."""
+        return 8 // self.element.bits
+
+    def need_granularity(self, granularity: str) -> str:
+        """`granularity` where the format has it.
+
+        Raises: FormatError: it has not.
+        """
+        if granularity not in self.granularities:
+            needs = ", ".join(self.granularities)
+            raise FormatError("granularity", f"one of {needs} for {self.name}", repr(granularity), _LAYOUT)
+        return granularity
+
+    def need_group(self, width: int, group_size: int, name: str = "x") -> int:
+        """`group_size` where the format allows it and it divides `width`.
+
+        Raises: FormatError: it does not.
+        """
+        if group_size < 1 or not (self.open_groups or group_size in self.group_sizes):
+            sizes = "an int >= 1" if self.open_groups else " or ".join(map(str, self.group_sizes))
+            raise FormatError(
+                "group_size", f"{sizes} for {self.name}", group_size, Reason.QUANT_GROUP_UNSUPPORTED
+            )
+        if width % group_size:
+            needs = f"to divide {name}'s last axis of {width}"
+            raise FormatError("group_size", needs, group_size, Reason.GROUP_DOES_NOT_DIVIDE)
+        return group_size
+
+
+_LAYOUT = Reason.SCALE_LAYOUT_MISMATCH
+_OCP = "OCP microscaling formats specification 1.0"
+
+
+def _format(
+    name: str,
+    element: str,
+    granularities: str,
+    source: str,
+    *,
+    group_sizes: tuple[int, ...] = (128, 64, 32),
+    open_groups: bool = True,
+    scales: tuple[torch.dtype, ...] = _FLOATS,
+    two_level: bool = False,
+    zero_points: bool = False,
+) -> Format:
+    return Format(
+        name, ELEMENTS[element], tuple(granularities.split()), group_sizes, open_groups, scales, two_level,
+        zero_points, source,
+    )  # fmt: skip
+
+
+_E8M0 = (torch.float8_e8m0fnu,)
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        form.name: form
+        for form in (
+            _format("int8", "int8", "row group tensor block", "arXiv 2208.07339"),
+            _format(
+                "fp8_e4m3", "e4m3", "row block group tensor", "arXiv 2209.05433; blocks: arXiv 2412.19437"
+            ),
+            _format("fp8_e5m2", "e5m2", "row block group tensor", "arXiv 2209.05433"),
+            _format("int4", "int4", "group row", "arXiv 2210.17323", zero_points=True),
+            _format("nf4", "nf4", "group row", "arXiv 2305.14314", group_sizes=(64, 128, 32)),
+            _format("mxfp4", "e2m1", "group", _OCP, group_sizes=(32,), open_groups=False, scales=_E8M0),
+            _format("mxfp8", "e4m3", "group", _OCP, group_sizes=(32,), open_groups=False, scales=_E8M0),
+            _format(
+                "nvfp4",
+                "e2m1",
+                "group",
+                "docs.nvidia.com, TensorRT: NVFP4",
+                group_sizes=(16,),
+                open_groups=False,
+                scales=(torch.float8_e4m3fn,),
+                two_level=True,
+            ),
+        )
+    }
+)
+# Codes whose dtype says the format.
+_BY_DTYPE = MappingProxyType(
+    {FORMATS[name].element.storage: FORMATS[name] for name in ("int8", "fp8_e4m3", "fp8_e5m2")}
+)
+
+
+def format_of(codes: torch.dtype, name: str | None = None, argument: str = "codes") -> Format:
+    """The format of that name, or the one that a dtype of codes says by itself.
+
+    Raises: FormatError: no such format, codes of another format, or a dtype that several formats share.
+    """
+    found = _BY_DTYPE.get(codes) if name is None else FORMATS.get(name)
+    stored = str(codes).removeprefix("torch.")
+    if found is None and name is not None:
+        raise FormatError(
+            "format", f"one of {', '.join(FORMATS)}", repr(name), Reason.QUANT_FORMAT_UNSUPPORTED
+        )
+    if found is None and codes == torch.uint8:
+        packed = ", ".join(form.name for form in FORMATS.values() if form.packed > 1)
+        raise FormatError(
+            "format", f"one of {packed} for packed codes", "none", Reason.QUANT_FORMAT_UNSUPPORTED
+        )
+    if found is None:
+        needs = f"dtype {', '.join(str(dtype).removeprefix('torch.') for dtype in _BY_DTYPE)}"
+        raise FormatError(argument, needs, stored, Reason.QUANT_FORMAT_UNSUPPORTED, kind=TypeError)
+    if codes != found.element.storage:
+        needs = f"dtype {str(found.element.storage).removeprefix('torch.')} for {found.name}"
+        raise FormatError(argument, needs, stored, Reason.PACKED_LAYOUT_MISMATCH, kind=TypeError)
+    return found

@@ -1,0 +1,295 @@
+"""What may be fused: for each op of the library that does the work of several, where a block holds those.
+
+A fusion is a call of one op in the place of several. Weights that the block holds may be joined for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from layerzero.ops import table
+from layerzero.ops.op import Op
+from layerzero.planner.values import PlacedBlock, PlacedOp, Slot
+
+# Every subset of so many products of one operand is looked at; of more, all of them together.
+MAX_SUBSETS = 4
+_GATES = {"aten.silu.default": "swiglu", "aten.relu.default": "reglu"}
+_PLAIN = {"aten.silu.default": "silu", "aten.relu.default": "relu"}
+_GELU = "aten.gelu.default"
+
+
+class Joined(NamedTuple):
+    """Weights of the block, one above the other in one tensor."""
+
+    values: tuple[int, ...]
+
+
+class Take(NamedTuple):
+    """A part of a fused op's output: `size` columns from `start`, or all of it where `size` is 0."""
+
+    output: int
+    start: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """One op in the place of `covers`: its arguments, and where each value that others read comes from."""
+
+    kind: str
+    covers: frozenset[int]
+    op: Op
+    full: tuple[Any, ...]
+    gives: Mapping[int, Take]
+
+
+class _Reading:
+    """A placed block, asked for what produces and reads a value."""
+
+    def __init__(self, block: PlacedBlock, can_join: bool) -> None:
+        self.block = block
+        self.can_join = can_join
+        self.producer = {value: place for place, op in enumerate(block.ops) for value in op.outputs}
+        self.readers: dict[int, set[int]] = {}
+        for place, op in enumerate(block.ops):
+            for value in op.reads():
+                self.readers.setdefault(value, set()).add(place)
+
+    def made_by(self, leaf: Any, name: str) -> int | None:
+        """The position of the op of that name that gives a slot's value; None where it is none."""
+        place = self.producer.get(leaf.value) if isinstance(leaf, Slot) else None
+        return place if place is not None and self.block.ops[place].written.op == name else None
+
+    def is_inside(self, values: tuple[int, ...], covers: frozenset[int]) -> bool:
+        """Whether only `covers` read these values."""
+        outside = set(self.block.outputs)
+        return all(self.readers.get(value, set()) <= covers and value not in outside for value in values)
+
+    def fake(self, leaf: Any) -> Tensor:
+        """A slot's tensor, without numbers."""
+        fake: Tensor = self.block.values[leaf.value].fake
+        return fake
+
+    def is_held(self, leaf: Any) -> bool:
+        """Whether a slot is a tensor that the block holds, and that may be joined with others."""
+        return self.can_join and isinstance(leaf, Slot) and self.block.values[leaf.value].constant is not None
+
+    def join(self, leaves: list[Any]) -> Slot | Joined | None:
+        """Weights one above the other; a single one as it is."""
+        if len(leaves) == 1:
+            return Slot(leaves[0].value)
+        return Joined(tuple(leaf.value for leaf in leaves))
+
+    def each(self, *names: str) -> Iterator[tuple[int, PlacedOp]]:
+        """The ops of these names, with their positions; not those that ask for a kernel by name."""
+        for place, op in enumerate(self.block.ops):
+            if op.written.op in names and "backend" not in op.written.kwargs:
+                yield place, op
+
+
+def find_fusions(block: PlacedBlock, *, can_join: bool) -> list[Fusion]:
+    """Every fusion that a block allows; `can_join` says whether weights may be joined ahead.
+
+    A value that a fused op no longer gives is read by no other op.
+    """
+    reading = _Reading(block, can_join)
+    fusions: list[Fusion] = []
+    for match in (_add_norm, _norm_quantize, _joined_linears, _gated_mlp, _plain_mlp, _linear_loss):
+        fusions += match(reading)
+    backends = {place for place, op in enumerate(block.ops) if "backend" in op.written.kwargs}
+    return [fusion for fusion in fusions if not fusion.covers & backends and _is_closed(reading, fusion)]
+
+
+def _is_closed(reading: _Reading, fusion: Fusion) -> bool:
+    hidden = tuple(
+        value
+        for place in fusion.covers
+        for value in reading.block.ops[place].outputs
+        if value not in fusion.gives
+    )
+    return reading.is_inside(hidden, fusion.covers)
+
+
+def _sum(reading: _Reading, leaf: Any) -> int | None:
+    """The position of a plain sum of two tensors of one shape and dtype that gives a slot's value."""
+    place = reading.made_by(leaf, "aten.add.Tensor")
+    if place is None:
+        return None
+    op = reading.block.ops[place]
+    if op.kwargs.get("alpha", 1) != 1 or not all(isinstance(term, Slot) for term in op.args):
+        return None
+    total, *terms = (reading.fake(term) for term in (leaf, *op.args))
+    same = all(term.shape == total.shape and term.dtype == total.dtype for term in terms)
+    return place if same and len(terms) == 2 else None
+
+
+def _add_norm(reading: _Reading) -> Iterator[Fusion]:
+    """A residual sum with the norm of it."""
+    for place, op in reading.each("rms_norm", "layer_norm"):
+        assert op.full is not None
+        total = _sum(reading, op.full[0])
+        if total is not None:
+            summed = reading.block.ops[total]
+            yield Fusion(
+                "add+norm", frozenset({total, place}), table.get(f"add_{op.written.op}"),
+                (*summed.args, *op.full[1:]), {op.outputs[0]: Take(0), summed.outputs[0]: Take(1)},
+            )  # fmt: skip
+
+
+def _norm_quantize(reading: _Reading) -> Iterator[Fusion]:
+    """A residual sum, its norm and the rounding of that to eight bits."""
+    fused = table.get("add_rms_norm_quantize")
+    for place, op in reading.each("quantize"):
+        assert op.full is not None
+        x, form, granularity, group_size, *scales = op.full
+        if granularity == "tensor" or any(scale is not None for scale in scales):
+            continue
+        rounding = (form, granularity, group_size)
+        norm = reading.made_by(x, "add_rms_norm")
+        if norm is not None:
+            normed = reading.block.ops[norm]
+            assert normed.full is not None
+            covers, head, total = frozenset({norm, place}), normed.full, normed.outputs[1]
+        else:
+            norm = reading.made_by(x, "rms_norm")
+            normed = reading.block.ops[norm] if norm is not None else op
+            addition = _sum(reading, normed.full[0]) if norm is not None and normed.full else None
+            if norm is None or addition is None or normed.full is None:
+                continue
+            summed = reading.block.ops[addition]
+            covers, total = frozenset({addition, norm, place}), summed.outputs[0]
+            head = (*summed.args, *normed.full[1:])
+        gives = {op.outputs[0]: Take(0), op.outputs[1]: Take(1), total: Take(2)}
+        yield Fusion("add+norm+quantize", covers, fused, (*head, *rounding), gives)
+
+
+def _linears(reading: _Reading) -> Iterator[list[tuple[int, PlacedOp]]]:
+    """Products of one operand with weights of one dtype that the block holds, with biases or without."""
+    groups: dict[Any, list[tuple[int, PlacedOp]]] = {}
+    for place, op in reading.each("linear"):
+        assert op.full is not None
+        x, weight, bias = op.full
+        if reading.is_held(weight) and (bias is None or reading.is_held(bias)):
+            kinds = tuple(None if leaf is None else reading.fake(leaf).dtype for leaf in (weight, bias))
+            groups.setdefault((x, kinds), []).append((place, op))
+    yield from (group for group in groups.values() if len(group) > 1)
+
+
+def _joined_linears(reading: _Reading) -> Iterator[Fusion]:
+    """Products of one operand as one product: queries, keys and values, or gate and up."""
+    for group in _linears(reading):
+        sizes = range(2, len(group) + 1) if len(group) <= MAX_SUBSETS else (len(group),)
+        for part in itertools.chain.from_iterable(itertools.combinations(group, size) for size in sizes):
+            gives, start = {}, 0
+            for _, op in part:
+                assert op.full is not None
+                width = reading.fake(op.full[1]).shape[0]
+                gives[op.outputs[0]] = Take(0, start, width)
+                start += width
+            full = (part[0][1].full or ())[0], _joined(reading, part, 1), _joined(reading, part, 2)
+            yield Fusion("linears", frozenset(place for place, _ in part), table.get("linear"), full, gives)
+
+
+def _joined(reading: _Reading, part: tuple[tuple[int, PlacedOp], ...], argument: int) -> Any:
+    leaves = [(op.full or ())[argument] for _, op in part]
+    return None if leaves[0] is None else reading.join(leaves)
+
+
+def _activation(reading: _Reading, leaf: Any, kinds: Mapping[str, str], gelu: str) -> tuple[int, str] | None:
+    """The position of an activation that gives a slot's value, and the word of `mlp` for it."""
+    for name, word in kinds.items():
+        place = reading.made_by(leaf, name)
+        if place is not None:
+            return place, word
+    place = reading.made_by(leaf, _GELU)
+    if place is None:
+        return None
+    approximate = reading.block.ops[place].kwargs.get("approximate", "none")
+    return place, gelu if approximate == "none" else f"{gelu}_tanh"
+
+
+def _gated_mlp(reading: _Reading) -> Iterator[Fusion]:
+    """down(activation(gate(x)) * up(x)), gate and up as two products or as the halves of one."""
+    for place, down in reading.each("linear"):
+        assert down.full is not None
+        product = reading.made_by(down.full[0], "aten.mul.Tensor")
+        if product is None:
+            continue
+        terms = reading.block.ops[product].args
+        for first, second in (terms, terms[::-1]):
+            activation = _activation(reading, first, _GATES, "geglu")
+            if activation is None:
+                continue
+            inner, word = activation
+            gate = reading.block.ops[inner].args[0]
+            up = _up_weights(reading, gate, second)
+            if up is not None:
+                covers, x, weight, bias = up
+                yield Fusion(
+                    "gate+up+activation", covers | {inner, product, place}, table.get("mlp"),
+                    (x, weight, down.full[1], bias, down.full[2], word), {down.outputs[0]: Take(0)},
+                )  # fmt: skip
+
+
+def _up_weights(reading: _Reading, gate: Any, up: Any) -> tuple[frozenset[int], Any, Any, Any] | None:
+    """What gives gate and up: the ops, their operand, the gate's rows above the other's, and the bias."""
+    first, second = (reading.made_by(leaf, "linear") for leaf in (gate, up))
+    if first is not None and second is not None and first != second:
+        pair = tuple((place, reading.block.ops[place]) for place in (first, second))
+        one, other = ((op.full or ()) for _, op in pair)
+        alike = one[0] == other[0] and (one[2] is None) == (other[2] is None)
+        equal = reading.fake(one[1]).shape == reading.fake(other[1]).shape
+        can_join = all(leaf is None or reading.is_held(leaf) for leaf in (*one[1:], *other[1:]))
+        if alike and equal and can_join:
+            return frozenset({first, second}), one[0], _joined(reading, pair, 1), _joined(reading, pair, 2)
+        return None
+    halves = next(
+        (place for name in ("aten.chunk.default", "aten.split.Tensor")
+         if (place := reading.made_by(gate, name)) is not None and place == reading.made_by(up, name)), None,
+    )  # fmt: skip
+    if halves is None or tuple(reading.block.ops[halves].outputs) != (gate.value, up.value):
+        return None
+    source = reading.block.ops[halves].args[0]
+    both = reading.made_by(source, "linear")
+    width = reading.fake(source).shape[-1] if both is not None else 0
+    if both is None or any(reading.fake(leaf).shape[-1] * 2 != width for leaf in (gate, up)):
+        return None
+    x, weight, bias = reading.block.ops[both].full or ()
+    return frozenset({both, halves}), x, weight, bias
+
+
+def _plain_mlp(reading: _Reading) -> Iterator[Fusion]:
+    """down(activation(up(x)))."""
+    for place, down in reading.each("linear"):
+        assert down.full is not None
+        activation = _activation(reading, down.full[0], _PLAIN, "gelu")
+        if activation is None:
+            continue
+        inner, word = activation
+        up = reading.made_by(reading.block.ops[inner].args[0], "linear")
+        if up is None:
+            continue
+        x, weight, bias = reading.block.ops[up].full or ()
+        if reading.fake(down.full[1]).shape[0] == reading.fake(weight).shape[1]:
+            full = (x, weight, down.full[1], bias, down.full[2], word)
+            covers = frozenset({up, inner, place})
+            yield Fusion("mlp", covers, table.get("mlp"), full, {down.outputs[0]: Take(0)})
+
+
+def _linear_loss(reading: _Reading) -> Iterator[Fusion]:
+    """The last product and its loss."""
+    for place, op in reading.each("cross_entropy"):
+        assert op.full is not None
+        logits, target, class_weights, *rest = op.full
+        product = reading.made_by(logits, "linear")
+        if product is None or class_weights is not None:
+            continue
+        x, weight, bias = reading.block.ops[product].full or ()
+        full = (x, weight, target, bias, *rest)
+        covers = frozenset({product, place})
+        yield Fusion("linear+loss", covers, table.get("linear_cross_entropy"), full, {op.outputs[0]: Take(0)})

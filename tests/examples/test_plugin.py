@@ -1,0 +1,51 @@
+"""The plugin template as a stranger takes it: copied, renamed, built, installed, and run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.actors.isolation import plugged
+
+ROOT = Path(__file__).parents[2]
+LISTED = """
+import json, sys
+from click.testing import CliRunner
+from layerzero.cli import main
+said = CliRunner().invoke(main, ["kernels", "--op", "rms_norm"])
+print(json.dumps([said.output, sorted(name for name in sys.modules if name.startswith("orbit"))]))
+"""
+
+
+@pytest.mark.slow
+def test_the_template_is_copied_renamed_built_installed_and_runs(tmp_path: Path) -> None:
+    """Listed and not imported before it is allowed; then its own tests pass, also in a process of its own."""
+    plugged.compiler()
+    source = tmp_path / "orbit"
+    shutil.copytree(ROOT / "examples" / "plugin", source)
+    (source / "src" / "acme_layerzero").rename(source / "src" / "orbit_layerzero")
+    for path in source.rglob("*"):
+        if path.is_file():
+            path.write_text(path.read_text().replace("acme", "orbit"))
+    python = plugged.environment(tmp_path / "env")
+    pip = [sys.executable, "-m", "pip", "--python", python, "--no-cache-dir", "install", "--quiet"]
+    built = subprocess.run(
+        [*pip, "--no-index", "--no-deps", "--no-build-isolation", str(source)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    if "No module named pip" in built.stderr or "setuptools.build_meta" in built.stderr:
+        pytest.skip(f"nothing to install with: {built.stderr.strip().splitlines()[-1]}")
+    assert built.returncode == 0, built.stderr
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = {"capture_output": True, "text": True, "timeout": 300, "env": variables, "cwd": tmp_path}
+    listed = subprocess.run([python, "-c", LISTED], check=True, **run)  # type: ignore[call-overload]
+    assert "installed, not allowed: orbit (orbit-layerzero 1.0.0)" in listed.stdout
+    assert listed.stdout.strip().endswith("[]]")
+    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(source / "tests")]
+    proved = subprocess.run(tests, **run)  # type: ignore[call-overload]
+    assert proved.returncode == 0 and "3 passed" in proved.stdout, proved.stdout + proved.stderr
