@@ -24,8 +24,8 @@ from layerzero.measure.shapes import standard_calls
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.rows import connect
 from layerzero.runtime import Runtime
-from layerzero.selection.cost.cost_model import perfdb_path
 from layerzero.selection.active_table import activate
+from layerzero.selection.cost.cost_model import perfdb_path
 from layerzero.spec.capability_overlays import export, write
 from layerzero.spec.errors import ConfigurationError, NoKernelFoundError
 
