@@ -169,7 +169,9 @@ def test_opentelemetry_has_the_same_numbers() -> None:
         data = reader.get_metrics_data()
     provider.shutdown()
     assert data is not None
-    found = {m.name: m.data for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics}
+    found: dict[str, Any] = {
+        m.name: m.data for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics
+    }
     (calls,) = found["layerzero_kernel_seconds_count"].data_points
     assert calls.value == 3 and dict(calls.attributes or {})["op"] == "rms_norm"
     assert found[late].data_points[0].value == 1
