@@ -23,7 +23,7 @@ from layerzero.warmup.manifest import manifest_of
 _KINDS: Final[Mapping[str, tuple[str, Callable[[Path], Any]]]] = {
     "rows": ("table of measurements", read_table),
     "buckets": ("dispatch table", DispatchTable.load),
-    "paced": ("baseline", lambda path: read_table_file(path, Baseline, "paced", format=1)),
+    "paced": ("baseline", lambda path: read_table_file(path, Baseline, "paced", {}, format=1)),
     "maps": ("report", read_report),
     "kernels": ("capabilities", capability_overlays.read),
     "calls": ("manifest", manifest_of),

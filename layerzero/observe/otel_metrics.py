@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def export_metrics(collector: Collector, names: Iterable[str] = (), meter: Meter | None = None) -> None:
     """Register an observable instrument for each metric of `collector`, on `meter` or the program's own.
 
-    What only counts is a counter, what stands at a value a gauge; a histogram is its count, its sum, and its
+    What only grows is a counter, any other value a gauge; a histogram is its count, its sum, and its
     count up to each bound (`le`). `names` are metrics that have no sample yet, such as counters before their
     first use.
     """

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of ops, batches, choices and fallbacks.
 
-Imported only where `Settings.spans` asks for it. A batch is a
-trace of its own that links to the callers it serves; each caller's own span says which kernel answered.
+Imported only where `Settings.spans` asks for it. A batch is a trace of its own that links to the
+callers it serves; each caller's own span says which kernel answered.
 """
 
 from __future__ import annotations

@@ -169,7 +169,9 @@ def test_opentelemetry_has_the_same_numbers() -> None:
         data = reader.get_metrics_data()
     provider.shutdown()
     assert data is not None
-    found = {m.name: m.data for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics}
+    found: dict[str, Any] = {
+        m.name: m.data for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics
+    }
     (calls,) = found["layerzero_kernel_seconds_count"].data_points
     assert calls.value == 3 and dict(calls.attributes or {})["op"] == "rms_norm"
     assert found[late].data_points[0].value == 1
@@ -180,7 +182,9 @@ def test_a_forked_child_can_count() -> None:
     """Locks that another thread held when a process forked are made anew."""
     counters = Counters()
     series = counters.histograms.series("kernel_seconds", op="a")
-    series._lock.acquire()
-    counters.histograms.renew_locks()
+    with series._lock:
+        counters.histograms.renew_locks()
+        held = series._lock.locked()
     series.observe(1.0)
+    assert not held
     assert counters.histograms.count("kernel_seconds") == 1
