@@ -24,8 +24,8 @@ from layerzero.measure.shapes import standard_calls
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.rows import connect
 from layerzero.runtime import Runtime
-from layerzero.selection.cost.cost_model import perfdb_path
 from layerzero.selection.active_table import activate
+from layerzero.selection.cost.cost_model import perfdb_path
 from layerzero.spec.capability_overlays import export, write
 from layerzero.spec.errors import ConfigurationError, NoKernelFoundError
 
@@ -74,7 +74,7 @@ def _write_decisions(runtime: Runtime, folder: Path, notes: list[str]) -> None:
     except ConfigurationError as error:
         notes.append(f"{TABLE}: {error}")
         return
-    active = activate(folder / TABLE, device.hardware, device.kernels(), strict=False)
+    active = activate(folder / TABLE, device.hardware, device.registry.of, strict=False)
     refusal = active.refusal or active.problem(runtime.policy)
     verdict = {"ok": not refusal, "problem": refusal, "buckets": len(table.buckets), "content": table.content}
     put_whole(folder / VALIDATION, _json(verdict))
