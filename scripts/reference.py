@@ -288,18 +288,6 @@ def format_kernels() -> str:
     return table(["format", "op", "CPU", "CUDA"], rows)
 
 
-def conventions() -> str:
-    """How checkpoints keep quantized weights, from the table that reads them."""
-    from layerzero.formats.checkpoints import CONVENTIONS
-
-    rows: list[list[object]] = [
-        [rules.name, f"`{rules.format}`", ", ".join(f"`{part}`" for part in (*rules.parts, *rules.optional)),
-         rules.packing, rules.zero_point, rules.source]
-        for rules in CONVENTIONS.values()
-    ]  # fmt: skip
-    return table(["convention", "format", "parts", "codes", "zero points", "source"], rows)
-
-
 def packages() -> str:
     """Every package by import-linter's layers, from the top down, with its docstring's first sentence.
 
@@ -346,7 +334,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "counters": counters,
     "errors": errors,
     "events": events,
-    "conventions": conventions,
     "format_kernels": format_kernels,
     "formats": formats,
     "metrics": metrics,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from layerzero.actors.device.local_device import LocalDevice
     from layerzero.actors.device.numerics_guard import NumericsGuard
     from layerzero.measure.drift import DriftWatch
+    from layerzero.observe.kernel_times import KernelTimes
     from layerzero.observe.spans import Spans
 
 
@@ -28,7 +29,7 @@ class LiveChecks:
     ) -> None:
         self._compiler = compiler
         self.outputs = OutputChecks(states, clock)
-        self._checks: tuple[NumericsGuard | DriftWatch | Spans, ...] = ()
+        self._checks: tuple[NumericsGuard | DriftWatch | KernelTimes | Spans, ...] = ()
 
     def apply_settings(self, device: LocalDevice) -> Spans | None:
         """Replace the checks by those of the settings of `device`; the spans among them.
@@ -37,7 +38,7 @@ class LiveChecks:
         """
         before, settings = self._checks, device.settings
         self.close()
-        checks: list[NumericsGuard | DriftWatch | Spans] = []
+        checks: list[NumericsGuard | DriftWatch | KernelTimes | Spans] = []
         spans = None
         if settings.check_rate > 0:
             from layerzero.actors.device.numerics_guard import NumericsGuard
@@ -47,6 +48,10 @@ class LiveChecks:
             from layerzero.measure.drift import DriftWatch
 
             checks.append(DriftWatch(device, settings.drift_rate))
+        if settings.kernel_times:
+            from layerzero.observe.kernel_times import KernelTimes
+
+            checks.append(KernelTimes(device.counters))
         if settings.spans:
             from layerzero.observe.spans import Spans
 

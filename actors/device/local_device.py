@@ -111,20 +111,13 @@ class LocalDevice:
         now = self.clock.now
         budget = WorkspaceBudget(self.device, self.hardware, now)
         self._inputs = SelectionInputs(self.settings, self.hardware, self.registry, self.health, budget, cost)
-        self.loader = KernelLoader(
-            str(self.device), self.registry, self.counters, now, self.refresh, lambda: self.settings
-        )
+        name, settings = str(self.device), lambda: self.settings
+        self.loader = KernelLoader(name, self.registry, self.counters, now, self.refresh, settings)
         self.table_keeper = TableKeeper(self._inputs, self.registry, self.loader, self.refresh)
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
         calls, counters = self.kernel_calls, self.counters
-        self._recovery = Recovery(
-            calls,
-            self.health,
-            counters,
-            self.hardware,
-            self._refresh_budget_now,
-            lambda plan, snapshot: self.table(plan.op, snapshot).recompute(plan.request),
-        )
+        refresh, again = self._refresh_budget_now, self._reconsidered
+        self._recovery = Recovery(calls, self.health, counters, self.hardware, refresh, again)
         self.compiler = PlanCompiler(calls, self.health, self.loader, self._recovery, counters)
         self._live_checks = LiveChecks(self.compiler, self._states, self.clock)
         self._probe_timer = ProbeTimer(self.health, self.clock)
@@ -132,6 +125,9 @@ class LocalDevice:
 
     def _states(self) -> list[DispatchState]:
         return [self.snapshot, *self._policy_states.values()]
+
+    def _reconsidered(self, plan: Plan, snapshot: DispatchState | None) -> Selection:
+        return self.table(plan.op, snapshot).recompute(plan.request)
 
     def _health_changed(self, transition: Transition) -> None:
         if self._opened:  # stored quarantines arrive while the board is being made; nothing is planned yet
@@ -267,7 +263,7 @@ class LocalDevice:
             plan = table.by_signature[bits].get(signature)
         except TypeError:  # a trace's sizes have no hash
             plan = None
-        plan = plan or table.resolve(signature, args, bits)
+        plan = plan or self.compiler.events.resolve(table, signature, args, bits)
         if snapshot is not None and snapshot.agreed_terms is not None:
             snapshot.agreed_terms.record_call(plan.kernel)
         return plan

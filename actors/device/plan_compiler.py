@@ -11,6 +11,7 @@ from layerzero.actors.device.loading import KernelLoader
 from layerzero.actors.device.recovery import Recovery, with_guard
 from layerzero.health import Health
 from layerzero.observe.counters import Counters
+from layerzero.observe.selection_events import SelectionEvents
 from layerzero.ops.op import Op
 from layerzero.selection.modes import REHEARSAL
 from layerzero.selection.plan import Plan
@@ -51,6 +52,7 @@ class PlanCompiler:
         self._recovery = recovery
         self._counters = counters
         self.middlewares: tuple[PlanMiddleware, ...] = ()
+        self.events = SelectionEvents(counters)
         self.on_decided: Callable[[CallSpec], object] | None = None
 
     def compile(self, op: Op, selection: Selection) -> Plan:

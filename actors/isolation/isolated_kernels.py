@@ -30,7 +30,7 @@ from layerzero.spec.settings import Settings
 OWN_INTERPRETER = "process"
 CRASHES_TO_QUARANTINE = 2
 CRASH_MEMORY_S = 24 * 3600.0
-# What a call costs beyond the kernel: benchmarks/results/isolation_cpu.json, isolation_cuda.json.
+# What a call costs beyond the kernel on an idle machine: benchmarks/isolation.py, 2 cores of an AMD EPYC.
 CALL_US = 45.0
 # Operands and outputs are written and read once more.
 _COPIES = 2.0

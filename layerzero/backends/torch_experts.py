@@ -14,7 +14,7 @@ from layerzero.ops.linear.select_experts import select_experts_reference
 from layerzero.spec.kernel import Kernel
 
 
-def routed(*args: Any) -> tuple[Tensor, Tensor]:
+def sorted_routing(*args: Any) -> tuple[Tensor, Tensor]:
     """Sorts of whole rows."""
     return select_experts_reference(*args)
 
@@ -31,7 +31,7 @@ _kernel = functools.partial(Kernel.of, gradient=False, default=True, tie_break_o
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "torch.select_experts.sorted",
-        lambda: routed,
+        lambda: sorted_routing,
         (0.05, 0.1, 40.0),
         "an estimate: two sorts of each row",
         source="torch's stable sort",

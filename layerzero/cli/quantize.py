@@ -54,7 +54,8 @@ def quantize(
 
     target = out or folder.with_name(f"{folder.resolve().name}-{form}")
     left = (*LEFT_ALONE, *ignore)
-    grams, tokens = {}, 0
+    grams: dict[str, Any] = {}
+    tokens = 0
     try:
         with output.progress("quantize", json_, str) as progress:
             if calibrate is not None:

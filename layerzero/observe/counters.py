@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from layerzero.observe.histograms import Histograms
+
 MAX_SERIES = 1000
 OVERFLOW = "overflow"
 
@@ -49,6 +51,7 @@ class Counters:
         self._labels: dict[str, tuple[str, ...]] = {}
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
+        self.histograms = Histograms()
         _after_fork.add(self)
 
     def __repr__(self) -> str:
@@ -150,6 +153,7 @@ class _Collector:
                 )
             family.add_metric([text for _, text in series.labels], value)
         yield from families.values()
+        yield from self._counters.histograms.collect(self._prefix)
 
 
 _after_fork: weakref.WeakSet[Counters] = weakref.WeakSet()
@@ -159,6 +163,7 @@ def _renew_locks() -> None:
     # The forked child has one thread; a lock that another thread held would stay locked forever.
     for counters in _after_fork:
         counters._lock = threading.Lock()
+        counters.histograms.renew_locks()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,6 +1,6 @@
 """OpenTelemetry spans of ops, batches, choices and fallbacks.
 
-Imported only where `Settings.spans` asks for it, and the only file that imports opentelemetry. A batch is a
+Imported only where `Settings.spans` asks for it. A batch is a
 trace of its own that links to the callers it serves; each caller's own span says which kernel answered.
 """
 

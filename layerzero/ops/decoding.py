@@ -48,7 +48,8 @@ def pages_decoding(*, queries: int, scales: int) -> Decoding:
         numbers = [
             _page_numbers(args[pools + at], args[scales + at], pages, heads, args[0].dtype) for at in (0, 1)
         ]
-        own = _own_tables(*args[tables].shape, args[0].device)
+        batch, width = args[tables].shape
+        own = _own_tables(batch, width, args[0].device)
         return (*args[:pools], *numbers, own, *args[tables + 1 : scales], None, None, *args[scales + 2 :])
 
     return Decoding(_KEYS, decode, _page_elements, lambda spec: {"N": max(spec.dim("B") * spec.dim("M"), 1)})

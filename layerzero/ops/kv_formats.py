@@ -271,7 +271,7 @@ def need_valid_operand_scales(scales: Sequence[Any]) -> None:
         need_valid_scale(name, scale)
 
 
-def decoded_operands(call: Any, heads: int, dtype: torch.dtype | None = None) -> dict[str, Tensor | None]:
+def decoded_operands(call: Any, heads: int, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """The fields of a call that its codes change: numbers in float32, float64 beside q of it, or `dtype`."""
     if call.k_scale is None:
         return {}

@@ -146,8 +146,8 @@ def _norm_quantize(reading: _Reading) -> Iterator[Fusion]:
     fused = table.get("add_rms_norm_quantize")
     for place, op in reading.each("quantize"):
         assert op.full is not None
-        x, form, granularity, group_size, scale = op.full
-        if scale is not None or granularity == "tensor":
+        x, form, granularity, group_size, *scales = op.full
+        if granularity == "tensor" or any(scale is not None for scale in scales):
             continue
         rounding = (form, granularity, group_size)
         norm = reading.made_by(x, "add_rms_norm")

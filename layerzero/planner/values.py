@@ -249,7 +249,8 @@ class _Placing:
         written: set[int] = set()
         if full is not None:
             for argument in op.target.writes:
-                written |= self._memory[full[argument].value]
+                if isinstance(full[argument], Slot):
+                    written |= self._memory[full[argument].value]
         for memory in frozenset().union(*(self._memory[value] for value in reads)):
             after |= self._writers.get(memory, set())
             if memory in written:

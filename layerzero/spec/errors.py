@@ -32,6 +32,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from layerzero.spec.reasons import Reason
+
 
 class LayerZeroError(Exception):
     """An error of this library; `context` holds the facts behind the message."""
@@ -183,7 +185,7 @@ class DeviceLostError(LayerZeroError):
     """The device, or the process that owns it, is gone; `retryable` says whether nothing had started."""
 
     def __init__(self, message: str, *, retryable: bool, **context: Any) -> None:
-        super().__init__(message, retryable=retryable, **context)
+        super().__init__(message, retryable=retryable, **{"reason": Reason.DEVICE_LOST, **context})
         self.retryable = retryable
 
 

@@ -75,8 +75,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
         capabilities: file that takes away from what kernels claim to take; it cannot add to it.
         plugins: backends and ops of other distributions that may run, by entry point name; others are listed,
-            never imported. `old=acme@/PY` takes `acme` from that interpreter's environment, in a process of
-            it, as the backend `old`. In a variable, separated by commas.
+            never imported. `old=acme@/PY` takes `acme` from that environment, in a process of it, as `old`.
         isolate: backends that run in processes of their own, as globs over kernel ids and backends: "process"
             has this interpreter, a path is another environment's. In a variable `flashinfer=process,hub=/PY`.
         isolate_timeout_s: seconds after which a call of such a backend counts as hung; its process ends.
@@ -111,8 +110,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     How it stays healthy:
         check_rate: share of calls that are run again on the reference, away from the caller; 0 checks none.
         drift_rate: share of calls that are timed and held against the measurement they were chosen by.
-        output_check_s: seconds after which outputs' shapes, dtypes and devices are looked at again, after the
-            first run; 0 never does, None is 10 with `plugins` and else 0.
+        output_check_s: seconds after which outputs are compared again, 0 never; None is 10 with `plugins`.
         memory_headroom: share of a device's memory that kernels' workspaces leave free.
         workspace_limit_bytes: the most that one kernel's workspace may take; None leaves it to free memory.
         failures_to_open: failures of one kernel within `window_s` that take it out of service.
@@ -125,6 +123,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         max_restarts: crashes of a cluster's device within five minutes after which it stays down.
         placement_timeout_s: seconds to wait for a place in the cluster, and for a device that restarts.
     What it tells:
+        kernel_times: count calls and time by kernel; a remembered call then costs a microsecond more.
         spans: tell OpenTelemetry's tracer of ops, batches, choices and fallbacks; needs opentelemetry-api.
         timeline: file for a Chrome trace of what ran when, for whom and why then, written when the runtime
             closes; `{pid}` and `{rank}` stand for this process's numbers. None records nothing.
@@ -189,6 +188,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hang_s: AboveZero = 30.0
     max_restarts: Whole = 5
     placement_timeout_s: AboveZero = 60.0
+    kernel_times: bool = False
     spans: bool = False
     timeline: Text | None = None
     nvtx: bool = False

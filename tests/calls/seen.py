@@ -21,6 +21,7 @@ from layerzero.scheduler.batch_executor import BatchExecutor
 from layerzero.scheduler.loop_drivers import LoopDrivers
 from layerzero.scheduler.modes.streams import DeviceStreams
 from layerzero.scheduler.scheduled_device import ScheduledDevice
+from layerzero.selection.plan import CheckedOnce
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 from tests.clocks import FakeClock
@@ -267,6 +268,14 @@ def safe(at: Site) -> Any:
     """Whether a kernel that only declares it may be captured."""
     rules = at.cpu._rules("rms_norm", at.cpu.snapshot.policy)
     return [k.capability.graph_safe for k in rules.kernels if k.id == FAST]
+
+
+def rechecked(at: Site) -> bool:
+    """Whether a plan's outputs are looked at again after some seconds."""
+    layerzero.sync.rms_norm(X, WEIGHT)
+    at.clock.advance(10.0)
+    known = at.cpu.table(ops_table.get("rms_norm")).by_signature
+    return any(isinstance(plan.call, CheckedOnce) for plans in known for plan in plans.values())
 
 
 def sampled(at: Site) -> Any:

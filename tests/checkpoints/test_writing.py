@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def test_a_method_of_a_library_that_is_missing_names_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Before anything is read or written."""
-    monkeypatch.setattr(rounding.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BackendNotAvailableError, match="method hqq needs torchao") as caught:
         quantize_folder(model(tmp_path / "plain"), tmp_path / "out", "int4", method="hqq")
     assert caught.value.backend == "torchao" and not (tmp_path / "out").exists()
@@ -201,7 +202,7 @@ def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
     """Calibration alone needs it."""
     from layerzero.checkpoints import calibration
 
-    monkeypatch.setattr(calibration.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BackendNotAvailableError, match="calibrate needs transformers"):
         calibration.run_text(tmp_path, "text", [])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -85,7 +85,8 @@ def pools(codes: torch.dtype, granularity: str, layout: str, page: int) -> tuple
 def test_pages_of_codes_decode_as_the_reference(codes: torch.dtype, granularity: str) -> None:
     """Both layouts, pages of 16 and of 5, groups of 1 to 8, empty and long sequences, parts of one."""
     torch.manual_seed(0)
-    for layout, page in (("NHD", 16), ("HND", 5)):
+    layouts: tuple[tuple[Literal["NHD", "HND"], int], ...] = (("NHD", 16), ("HND", 5))
+    for layout, page in layouts:
         k, v, ks, vs = pools(codes, granularity, layout, page)
         width = -(-600 // page)
         tables = torch.randperm(k.shape[0], device="cuda")[: 2 * width].view(2, width).int()
@@ -113,7 +114,8 @@ def test_pages_of_codes_decode_as_the_reference(codes: torch.dtype, granularity:
 def test_appended_codes_are_the_reference_bit_by_bit(codes: torch.dtype, granularity: str) -> None:
     """Rounding, what lies beyond the format, NaN, and the scales that are written by token."""
     torch.manual_seed(0)
-    for layout in ("NHD", "HND"):
+    layouts: tuple[Literal["NHD", "HND"], ...] = ("NHD", "HND")
+    for layout in layouts:
         k_cache, v_cache, ks, vs = pools(codes, granularity, layout, 16)
         rows = torch.randn(9, 2, 8, 128, device="cuda").to(torch.bfloat16)
         k, v = rows[:, 0] * 50, rows[:, 1]

@@ -50,6 +50,24 @@ def taken(value: Breaker, now: float | None = None) -> Probe:
     return probe
 
 
+def test_a_rest_opens_at_once_and_changes_nothing_that_is_out() -> None:
+    """One end of a worker is enough; a kernel on probation or in quarantine stays as it is."""
+    clock = Clock()
+    value = breaker(clock)
+    transition = value.rest(clock.now, "its process ended")
+    assert transition is not None and (transition.after, transition.why) == (
+        BreakerState.OPEN,
+        "its process ended",
+    )
+    assert value.next_probe_at == clock.now + SETTINGS.cooldown_s
+    for other in (half_open(clock), opened(clock)):
+        before = state_of(other)
+        assert other.rest(clock.now, "again") is None and state_of(other) is before
+    kept = breaker(clock)
+    kept.quarantine(clock.now, "wrong")
+    assert kept.rest(clock.now, "again") is None and state_of(kept) is BreakerState.QUARANTINED
+
+
 def test_it_opens_at_the_nth_failure_and_says_when_it_probes() -> None:
     """Two failures are forgiven; the third takes the kernel out for the cooldown."""
     clock = Clock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,9 @@ def test_what_is_appended_is_read_and_attended_to(codes: torch.dtype, granularit
     for found, given in ((keys, k), (values, v)):
         assert found.dtype == torch.float32 and (found - given).abs().max() <= step * given.abs().max()
     tables, lens = pages.block_tables([fork])
-    named = {"k_scale": pages.scales[0][0], "v_scale": pages.scales[0][1], "layout": layout}
+    named: dict[str, Any] = {
+        "k_scale": pages.scales[0][0], "v_scale": pages.scales[0][1], "layout": layout
+    }  # fmt: skip
     q = torch.randn(1, 2, 8)
     found = lz.sync.paged_attention(q, *pages.pools[0], tables, lens, **named)
     dense = [t.transpose(0, 1)[None] for t in (q, keys, values)]
@@ -65,7 +68,7 @@ def test_a_pool_of_a_cache_is_not_read_in_another_format() -> None:
     pages.append(sequence, torch.randn(3, 2, 8), torch.randn(3, 2, 8))
     tables, lens = pages.block_tables([sequence])
     k, v = (pool.view(torch.int8) for pool in pages.pools[0])
-    named = {"k_scale": pages.scales[0][0], "v_scale": pages.scales[0][1]}
+    named: dict[str, Any] = {"k_scale": pages.scales[0][0], "v_scale": pages.scales[0][1]}
     with pytest.raises(FormatError, match="k_cache needs float8_e4m3fn with scales by head") as caught:
         lz.sync.paged_attention(torch.randn(1, 2, 8), k, v, tables, lens, **named)
     assert caught.value.reason is Reason.KV_DTYPE_MISMATCH

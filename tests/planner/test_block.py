@@ -1,11 +1,16 @@
 """Blocks written by hand: what they hold, and what is wrong with them."""
 
+import inspect
+
 import pytest
 import torch
+from torch import Tensor
 
 import layerzero as lz
 from layerzero.planner.block import Block
-from tests.planner.blocks import WIDTH, rows, weight
+from layerzero.planner.tracing import trace
+from layerzero.planner.values import place
+from tests.planner.blocks import WIDTH, decoder, rows, weight
 
 SUM = lz.BlockOp("total", "add", lz.Edge("x"), lz.Edge("residual"))
 NORM = lz.BlockOp("normed", "rms_norm", lz.Edge("total"), torch.ones(WIDTH))
@@ -122,3 +127,22 @@ def test_a_block_is_called_with_as_many_tensors_as_it_has_inputs() -> None:
             lz.plan(block, rows(), rows(), beam=0)
         with pytest.raises(ValueError, match="measure needs False, True, 'eager' or 'graph', got 'slow'"):
             lz.plan(block, rows(), rows(), measure="slow")
+
+
+def test_who_reads_a_pool_waits_for_who_writes_it() -> None:
+    """A write waits for the readers before it, and the readers behind it wait for it, views among them."""
+    layer, args = decoder()
+    k_cache = dict(inspect.getclosurevars(layer).nonlocals)["k_cache"]
+
+    def block(*inputs: Tensor) -> tuple[Tensor, ...]:
+        before = k_cache.flatten(0, 1) * 2
+        return before, layer(*inputs), k_cache[:4] * 2
+
+    with lz.start(scoped=True), torch.no_grad():
+        placed = place(trace(block, args, {}), args)
+    names = [op.written.name for op in placed.ops]
+    write = names.index("append_kv")
+    readers = [name for name in names if placed.ops[names.index(name)].after & {write}]
+    assert names.index("mul") in placed.ops[write].after
+    assert "paged_attention" in readers
+    assert any(name.startswith("slice") for name in readers)

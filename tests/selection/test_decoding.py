@@ -50,7 +50,9 @@ def test_pages_of_codes_are_made_numbers_for_a_kernel_without_codes(op: str, dty
             seen: list[Args] = []
             own = device([numbers_only(op, seen)])
             out, plan = own.launch_planned(ops_table.get(op), args)
-            near = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
+            near: dict[str, Any] = (
+                {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
+            )
             torch.testing.assert_close(out, ops_table.get(op).reference(*args), **near)
             chosen = plan.selection_for_request()
             (transform,) = chosen.transforms

@@ -109,7 +109,7 @@ _ROUNDING = {"int8": (0, 0), "fp8_e4m3": (3, 127 - 6), "fp8_e5m2": (2, 127 - 14)
 
 
 def quantize(
-    x: Tensor, form: str, granularity: str, group_size: int, scale: Tensor | None, _: Tensor | None
+    x: Tensor, form: str, granularity: str, group_size: int, scale: Tensor | None, _: None = None
 ) -> tuple[Tensor, Tensor]:
     """Largest magnitude, scale and codes of each row or group in one launch."""
     width = group_size if granularity == "group" else x.shape[-1]

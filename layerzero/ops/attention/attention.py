@@ -275,7 +275,7 @@ def cut(args: Args, start: int, stop: int) -> Args:
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[start:stop]
     q, k, v = (operand[start:stop] for operand in call[:3])
-    scales = {
+    scales: dict[str, Any] = {
         name: scale[start:stop] if scale is not None and scale.dim() > 1 else scale
         for name, scale in zip(kv_formats.OPERAND_SCALES, call[17:20], strict=True)
     }

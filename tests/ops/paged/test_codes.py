@@ -63,7 +63,7 @@ def written(codes: torch.dtype, granularity: str, layout: str = "NHD", seed: int
     random = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(17, 2, 8, generator=random) for _ in range(2))
     slots = torch.tensor([*range(8, 19), *range(0, 6)])
-    named = {"layout": layout, "k_scale": k_scale, "v_scale": v_scale}
+    named: dict[str, Any] = {"layout": layout, "k_scale": k_scale, "v_scale": v_scale}
     assert torch.equal(lz.sync.append_kv(k, v, k_cache, v_cache, slots, **named), slots)
     tables, lens = torch.tensor([[2, 3, 4], [0, 1, -9]]), torch.tensor([11, 6])
     q = torch.randn(2, 4, 8, generator=random)
@@ -123,8 +123,8 @@ def test_what_was_appended_comes_back(codes: torch.dtype, granularity: str) -> N
         k_cache, v_cache, k_scale, v_scale = pool(codes, granularity, layout=layout)
         k, v = torch.randn(3, 2, 8).to(dtype), torch.randn(3, 2, 8).to(dtype)
         before = k_scale.clone()
-        named = {"k_scale": k_scale, "v_scale": v_scale}
-        lz.sync.append_kv(k, v, k_cache, v_cache, torch.tensor([5, 19, 0]), layout=layout, **named)
+        named: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "layout": layout}
+        lz.sync.append_kv(k, v, k_cache, v_cache, torch.tensor([5, 19, 0]), **named)
         heads = 2 if layout == "NHD" else 1
         numbers = kv_formats.decode(k_cache, k_scale, heads)
         by_token = (numbers if layout == "NHD" else numbers.transpose(1, 2)).flatten(0, 1)
@@ -270,7 +270,9 @@ def test_dense_and_ragged_codes_are_attended_to_as_their_numbers(
     """Keys and values, or all three; both layouts; the result is bfloat16 where queries are codes."""
     for layout, heads in (("BHSD", 1), ("BSHD", 2), ("ragged", 1)):
         shape = {"BHSD": (1, 2, 5, 8), "BSHD": (1, 5, 2, 8), "ragged": (5, 2, 8)}[layout]
-        plain, coded, scales = [], [], {}
+        plain: list[Any] = []
+        coded: list[Any] = []
+        scales: dict[str, Any] = {}
         for name in ("q", "k", "v"):
             x = torch.randn(shape)
             if name != "q" or coded_queries:
@@ -289,7 +291,7 @@ def test_dense_and_ragged_codes_are_attended_to_as_their_numbers(
             served = lz.sync.attention(*coded, is_causal=True, layout=layout, **scales)
             wanted = ATTENTION.reference(*plain, is_causal=True, layout=layout)
         dtype = torch.bfloat16 if coded_queries else torch.float32
-        near = {"atol": 2e-2, "rtol": 2e-2} if coded_queries else {"atol": 1e-5, "rtol": 1e-5}
+        near: dict[str, Any] = {"atol": 2e-2, "rtol": 2e-2} if coded_queries else {"atol": 1e-5, "rtol": 1e-5}
         assert found.dtype == served.dtype == dtype
         torch.testing.assert_close(found, wanted.to(dtype), **near)
         torch.testing.assert_close(served, wanted.to(dtype), **near)
@@ -380,8 +382,8 @@ def test_latent_scales_that_do_not_fit_are_named(name: str) -> None:
 def test_codes_of_two_formats_are_refused() -> None:
     """Keys and values share a format, and queries that are codes theirs."""
     q, one = torch.randn(1, 2, 3, 8), torch.ones(())
-    codes = {"q": q.to(E4M3), "k": q.to(E4M3), "v": q.to(E4M3)}
-    scales = {"q_scale": one, "k_scale": one, "v_scale": one}
+    codes: dict[str, Any] = {"q": q.to(E4M3), "k": q.to(E4M3), "v": q.to(E4M3)}
+    scales: dict[str, Any] = {"q_scale": one, "k_scale": one, "v_scale": one}
     assert lz.sync.attention(**codes, **scales).dtype == torch.bfloat16
     for name in codes:
         with pytest.raises(FormatError, match="needs codes of") as caught:

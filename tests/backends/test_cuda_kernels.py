@@ -1,0 +1,123 @@
+"""Which calls our CUDA C++ and Triton kernels over codes take, and how they are cut; tests/cuda runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layerzero.backends import cuda_kernels, load_builtin
+from layerzero.backends.cuda_kernels import decode, products
+from layerzero.formats import QuantizedTensor
+from layerzero.ops import kv_formats, table
+from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.hardware import hypothetical_gpu
+from layerzero.spec.kernel import rejections
+from layerzero.spec.reasons import Reason
+
+HOPPER, ADA = hypothetical_gpu(90), hypothetical_gpu(89)
+
+
+def takers(request: CallSpec, gpu: Any = HOPPER) -> set[str]:
+    """The kernels of ours that take a request on a GPU."""
+    there = request.replace(platform="cuda", device="cuda:0")
+    return {
+        kernel.id
+        for kernel in load_builtin(op=request.op)
+        if kernel.backend in ("cuda", "triton") and not rejections(kernel, there, gpu)
+    }
+
+
+def product(form: str, dtype: torch.dtype, **how: Any) -> CallSpec:
+    """The request of a product with a weight of 128 x 256."""
+    weight = QuantizedTensor.quantize(torch.randn(128, 256), form, **how)
+    op = table.get("quantized_linear")
+    return op.check(op.build(torch.randn(4, 256).to(dtype), **weight.arguments())[1])
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "how", "taken"),
+    [
+        ("int4", torch.bfloat16, {"group_size": 128}, {"cuda four_bits", "triton codes"}),
+        ("int4", torch.float16, {"group_size": 128, "symmetric": False}, {"cuda four_bits", "triton codes"}),
+        ("int4", torch.bfloat16, {"group_size": 64}, {"triton codes"}),
+        ("int4", torch.bfloat16, {"group_size": 16}, set()),
+        ("nvfp4", torch.float16, {}, {"cuda four_bits", "triton codes"}),
+        ("mxfp4", torch.bfloat16, {}, {"cuda mxfp4", "triton powers_of_two"}),
+        ("mxfp4", torch.float16, {}, set()),
+        ("nf4", torch.bfloat16, {}, {"triton codes"}),
+        ("fp8_e4m3", torch.bfloat16, {}, {"triton codes"}),
+        ("int4", torch.float32, {"group_size": 128}, set()),
+    ],
+)  # fmt: skip
+def test_products_are_taken_where_their_tiles_fit(
+    form: str, dtype: torch.dtype, how: dict[str, Any], taken: set[str]
+) -> None:
+    """Groups of 128 for the words of CUDA C++, of 32 for Triton's; powers of two not beside float16."""
+    found = {f"{name.split('.')[0]} {name.split('.')[2]}" for name in takers(product(form, dtype, **how))}
+    assert found == taken
+    assert not any(name.startswith("cuda") for name in takers(product(form, dtype, **how), ADA))
+
+
+def attended(codes: torch.dtype | None, heads: int = 8, width: int = 128) -> CallSpec:
+    """The request of one token over pages of codes, or of numbers."""
+    op = table.get("paged_attention")
+    pool = torch.zeros(4, 16, 2, width).to(codes or torch.bfloat16)
+    scale = None if codes is None else torch.ones(kv_formats.scale_shape(tuple(pool.shape), 2, "head"))
+    q = torch.randn(1, heads, width).bfloat16()
+    tables, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    return op.check(op.build(q, pool, pool, tables, lengths, k_scale=scale, v_scale=scale)[1])
+
+
+def test_pages_of_codes_go_to_the_kernels_that_are_made_for_them() -> None:
+    """And to no other; pages of numbers go to none of these, by a reason that says so."""
+    assert takers(attended(torch.float8_e4m3fn)) == {
+        "cuda.paged_attention.codes", "triton.paged_attention.decode_codes"
+    }  # fmt: skip
+    assert takers(attended(torch.int8, heads=32)) == {"triton.paged_attention.decode_codes"}  # groups of 16
+    assert takers(attended(torch.int8, width=64)) == {"triton.paged_attention.decode_codes"}
+    assert takers(attended(None)) == {"triton.paged_attention.decode"}
+    (kernel,) = (kernel for kernel in cuda_kernels.KERNELS if kernel.op == "paged_attention")
+    reasons = {refusal.reason for refusal in rejections(kernel, attended(None), HOPPER)}
+    assert Reason.FEATURE_REQUIRED in reasons
+
+
+def test_what_is_compiled_together_differs_where_the_source_does() -> None:
+    """Another dtype, format, group or number of rows is another function."""
+    units = [
+        products.unit(product(form, dtype, **how))
+        for form, dtype, how in (
+            ("int4", torch.bfloat16, {"group_size": 128}), ("int4", torch.float16, {"group_size": 128}),
+            ("int4", torch.bfloat16, {"granularity": "row"}), ("nvfp4", torch.bfloat16, {}),
+        )
+    ]  # fmt: skip
+    assert len(set(units)) == len(units)
+    codes = [attended(torch.float8_e4m3fn), attended(torch.int8), attended(torch.int8, heads=4)]
+    assert len({decode.unit(request) for request in codes}) == 3
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 8, 9, 16])
+def test_a_block_for_few_rows_holds_them(rows: int) -> None:
+    """Its tiles of 8 rows are as many as the rows need."""
+    for inner in (4096, 14336):
+        assert 8 * products.cut_of(rows, inner).tiles >= rows
+
+
+def test_parts_fill_the_device_and_no_more() -> None:
+    """K is cut where blocks are fewer than multiprocessors, and sequences where they are few."""
+    assert products.parts_of(224, 32, 132, is_few=True) == 1
+    assert products.parts_of(128, 112, 132, is_few=True) == 2
+    assert products.parts_of(32, 32, 132, is_few=False) == 4
+    assert products.parts_of(224, 32, 132, is_few=False) == 1
+    assert decode.parts_of(512, 4096, 132) == 1
+    assert decode.parts_of(8, 8192, 132) == 64
+    assert decode.parts_of(8, 128, 132) == 1
+
+
+def test_the_sources_are_in_the_package() -> None:
+    """What Python names is there."""
+    folder = Path(cuda_kernels.__file__).parent
+    for name in ("codes.cuh", "decode.cu", "join.cu", "products.cu", "wide_products.cu"):
+        assert (folder / name).stat().st_size
