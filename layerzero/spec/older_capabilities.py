@@ -1,9 +1,12 @@
-"""Capability files of format 1: its limits were records, which are conditions now."""
+"""Capability files of then: limits of format 1 were records, and some fields came later."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
+
+from layerzero.spec.errors import CacheCorruptionError
 
 _SPELLING: Mapping[str, str] = {
     "AtLeast": "{dim} >= {value}",
@@ -14,6 +17,25 @@ _SPELLING: Mapping[str, str] = {
     "ProductAtMost": "{dims} <= {value}",
 }
 _SAID_BY_DEFAULT = ("SIZE_UNSUPPORTED",)
+
+
+def changed_error(path: str | os.PathLike[str]) -> CacheCorruptionError:
+    """The error of a document that is not as it was written."""
+    return CacheCorruptionError(f"{path}: its kernels do not match its content hash", path=str(path))
+
+
+# Fields that came while the format stayed, and what a file from before them means.
+_LATER: Mapping[str, Any] = {"only_with": []}
+
+
+def fill_later_fields(kernels: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Give the kernels of a whole document the fields that it was written before; whether one lacked any."""
+    lacked = False
+    for entry in kernels.values():
+        for name, meant in _LATER.items():
+            lacked = lacked or name not in entry["capability"]
+            entry["capability"].setdefault(name, list(meant))
+    return lacked
 
 
 def respell(capability: dict[str, Any]) -> None:
