@@ -98,11 +98,8 @@ def read(path: str | os.PathLike[str]) -> Capabilities:
     for name in ("version", "content", "kernels"):
         if name not in file.value:
             raise ConfigurationError(f"{path}: needs {name}, got none", path=str(path), field=name)
-    written = _plain_hash(file.kernels())
-    if fill_later_fields(file.kernels()) and not file.migrated:
-        file.migrated = True
-        if written != file.value["content"]:
-            raise changed_error(path)
+    content = None if file.migrated else file.value["content"]
+    file.migrated |= fill_later_fields(path, file.kernels(), content, _plain_hash)
     for kernel, entry in file.kernels().items():
         missing = [n for n in CapabilityEntry.__struct_fields__ if n not in entry]
         missing += [n for n in FIELDS if n not in entry["capability"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerzero.spec.errors import CacheCorruptionError
@@ -28,13 +28,23 @@ def changed_error(path: str | os.PathLike[str]) -> CacheCorruptionError:
 _LATER: Mapping[str, Any] = {"only_with": []}
 
 
-def fill_later_fields(kernels: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Give the kernels of a whole document the fields that it was written before; whether one lacked any."""
-    lacked = False
+def fill_later_fields(
+    path: str | os.PathLike[str],
+    kernels: dict[str, dict[str, Any]],
+    content: object,
+    digest: Callable[[Mapping[str, Any]], str],
+) -> bool:
+    """Give a document's kernels the fields that it was written before; whether one lacked any.
+
+    Raises: CacheCorruptionError: one did, and the `digest` as it was written is not `content`, where given.
+    """
+    written, lacked = digest(kernels), False
     for entry in kernels.values():
         for name, meant in _LATER.items():
             lacked = lacked or name not in entry["capability"]
             entry["capability"].setdefault(name, list(meant))
+    if lacked and content is not None and written != content:
+        raise changed_error(path)
     return lacked
 
 
