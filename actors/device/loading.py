@@ -19,7 +19,6 @@ from layerzero.warmup.monitor import announce
 if TYPE_CHECKING:
     from layerzero.selection.active_table import ActiveDispatchTable
     from layerzero.spec.hardware import Hardware
-    from layerzero.spec.kernel import Kernel
     from layerzero.spec.settings import Settings
 
 _DELAY_S = 0.1
@@ -182,9 +181,5 @@ def dispatch_table_for(
         return None
     # A device without a table need not read the module: first calls wait for imports.
     from layerzero.selection.active_table import activate
-    from layerzero.selection.dispatch_table import EVERY_OP
 
-    def kernels_of(op: str) -> tuple[Kernel, ...]:
-        return registry.all() if op == EVERY_OP else registry.for_op(op)
-
-    return activate(settings.dispatch_table, hardware, kernels_of, strict=settings.strict)
+    return activate(settings.dispatch_table, hardware, registry.of, strict=settings.strict)

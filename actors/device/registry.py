@@ -163,6 +163,10 @@ class Registry:
         self._register_from_source(op)
         return self._by_op.get(op, ())
 
+    def of(self, op: str) -> tuple[Kernel, ...]:
+        """The kernels of one op, or by "*" those of every op."""
+        return self.all() if op == "*" else self.for_op(op)
+
     def all(self) -> tuple[Kernel, ...]:
         """Every kernel, op by op."""
         self._register_everything()

@@ -74,7 +74,7 @@ def _write_decisions(runtime: Runtime, folder: Path, notes: list[str]) -> None:
     except ConfigurationError as error:
         notes.append(f"{TABLE}: {error}")
         return
-    active = activate(folder / TABLE, device.hardware, device.registry.for_op, strict=False)
+    active = activate(folder / TABLE, device.hardware, device.registry.of, strict=False)
     refusal = active.refusal or active.problem(runtime.policy)
     verdict = {"ok": not refusal, "problem": refusal, "buckets": len(table.buckets), "content": table.content}
     put_whole(folder / VALIDATION, _json(verdict))

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from layerzero.spec.errors import CacheCorruptionError
 T = TypeVar("T", bound=msgspec.Struct)
 Plain = dict[str, Any]
 MIGRATED = "table.migrated"
+NO_MIGRATIONS: Mapping[int, Callable[[Plain], Plain]] = MappingProxyType({})
 
 
 class _FormatOnly(msgspec.Struct, frozen=True):
@@ -44,7 +46,7 @@ def read_table_file(
     path: str | os.PathLike[str],
     kind: type[T],
     field: str,
-    migrations: Mapping[int, Callable[[Plain], Plain]],
+    migrations: Mapping[int, Callable[[Plain], Plain]] = NO_MIGRATIONS,
     *,
     format: int,
     **versions: int,
@@ -66,7 +68,7 @@ def decode_table(
     path: str,
     kind: type[T],
     field: str,
-    migrations: Mapping[int, Callable[[Plain], Plain]],
+    migrations: Mapping[int, Callable[[Plain], Plain]] = NO_MIGRATIONS,
     *,
     format: int,
     **versions: int,

@@ -15,8 +15,6 @@ from layerzero.graphs.proof import environment_of as proved_in
 from layerzero.measure.tuning import publish, stored_rows
 from layerzero.perfdb import Environment
 from layerzero.selection.active_table import kernels_differ
-from layerzero.selection.dispatch_table import EVERY_OP
-from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Reason, Rejected
 from layerzero.warmup import Manifest
 from layerzero.warmup.archive import refusal
@@ -123,11 +121,7 @@ def _need_kernels(device: LocalDevice, bundle: Bundle) -> None:
     table = bundle.records.dispatch_table
     if table is None:
         return
-
-    def kernels_of(op: str) -> tuple[Kernel, ...]:
-        return device.registry.all() if op == EVERY_OP else device.registry.for_op(op)
-
-    differs = kernels_differ(table, str(bundle.path), device.hardware.platform, kernels_of)
+    differs = kernels_differ(table, str(bundle.path), device.hardware.platform, device.registry.of)
     if any(differs(bucket.op) for bucket in table.buckets):
         needs, got = "those that its dispatch table was solved for", "others, or of other limits"
         problem = Rejected(Reason.BUNDLE_ENVIRONMENT_DIFFERS, "kernels", needs, got)

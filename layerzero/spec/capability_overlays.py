@@ -23,9 +23,9 @@ from layerzero._util.files import replace_own
 from layerzero._util.strict_yaml import quote, suggestion
 from layerzero.spec.capability import ACTIVATIONS, ALL_PLATFORMS, FEATURE_REASONS, Capability
 from layerzero.spec.condition import parse_limit
-from layerzero.spec.errors import CacheCorruptionError, ConfigurationError, PolicyValidationError
+from layerzero.spec.errors import ConfigurationError, PolicyValidationError
 from layerzero.spec.kernel import Kernel, version
-from layerzero.spec.older_capabilities import respell
+from layerzero.spec.older_capabilities import changed_error, fill_later_fields, respell
 from layerzero.spec.tolerances import FACTOR
 from layerzero.spec.user_file import UserFile
 
@@ -74,10 +74,6 @@ def content_hash(entries: Mapping[str, CapabilityEntry]) -> str:
     return _plain_hash(msgspec.to_builtins(entries, order="sorted"))
 
 
-def _changed(path: str | os.PathLike[str]) -> CacheCorruptionError:
-    return CacheCorruptionError(f"{path}: its kernels do not match its content hash", path=str(path))
-
-
 def _plain_hash(entries: Mapping[str, Any]) -> str:
     return hashlib.sha256(msgspec.json.encode(entries, order="sorted")).hexdigest()
 
@@ -102,6 +98,8 @@ def read(path: str | os.PathLike[str]) -> Capabilities:
     for name in ("version", "content", "kernels"):
         if name not in file.value:
             raise ConfigurationError(f"{path}: needs {name}, got none", path=str(path), field=name)
+    content = None if file.migrated else file.value["content"]
+    file.migrated |= fill_later_fields(path, file.kernels(), content, _plain_hash)
     for kernel, entry in file.kernels().items():
         missing = [n for n in CapabilityEntry.__struct_fields__ if n not in entry]
         missing += [n for n in FIELDS if n not in entry["capability"]]
@@ -122,7 +120,7 @@ def read(path: str | os.PathLike[str]) -> Capabilities:
     if file.migrated:
         return msgspec.structs.replace(document, content=content_hash(document.kernels))
     if content_hash(document.kernels) != document.content:
-        raise _changed(path)
+        raise changed_error(path)
     return document
 
 
@@ -353,7 +351,7 @@ class _CapabilityFile(UserFile):
         """Spell the limits of format 1, which were records, as conditions; its hash is checked before."""
         kernels = self.kernels()
         if "content" in self.value and _plain_hash(kernels) != self.value["content"]:
-            raise _changed(self.path)
+            raise changed_error(self.path)
         self.value["version"] = FORMAT
         for name, entry in kernels.items():
             try:
