@@ -8,7 +8,6 @@ each direction puts the copies in order, and the host waits for none of them.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import tempfile
@@ -44,6 +43,8 @@ class HostArena:
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("layerzero", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(descriptor, size)
+            import fcntl  # where there are files in memory, there is this
+
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         else:  # a system without files in memory: one without a name
             with tempfile.TemporaryFile() as file:

@@ -12,7 +12,7 @@ from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.kernel import Efficiency, Kernel
 
 
-class Described(msgspec.Struct, frozen=True):
+class DescribedKernel(msgspec.Struct, frozen=True):
     """What of a kernel is data; limits that are functions (workspaces, units) stay with its code."""
 
     id: str
@@ -22,10 +22,10 @@ class Described(msgspec.Struct, frozen=True):
     tie_break_order: int
 
 
-def describe(kernels: Iterable[Kernel]) -> list[Described]:
+def describe(kernels: Iterable[Kernel]) -> list[DescribedKernel]:
     """Kernels as data."""
     return [
-        Described(
+        DescribedKernel(
             k.id, k.op, k.capability,
             (k.efficiency.flops, k.efficiency.bandwidth, k.efficiency.launch_us, k.efficiency.source),
             k.tie_break_order,
@@ -34,7 +34,7 @@ def describe(kernels: Iterable[Kernel]) -> list[Described]:
     ]  # fmt: skip
 
 
-def renamed(
+def rename_kernels(
     described: bytes, alias: str, load: Callable[[str, str], Callable[[], Callable[..., Any]]]
 ) -> list[Kernel]:
     """The kernels of a description as those of the backend `alias`; `load(id, op)` gives how one is loaded.
@@ -42,7 +42,7 @@ def renamed(
     Raises: ConfigurationError: it is no description of kernels.
     """
     try:
-        kernels = msgspec.msgpack.decode(described, type=list[Described])
+        kernels = msgspec.msgpack.decode(described, type=list[DescribedKernel])
         return [
             Kernel(
                 id=".".join((alias, *k.id.split(".")[1:])),

@@ -136,7 +136,7 @@ def tensors_in(args: Sequence[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def decoded(value: Any, place: Callable[[str, int, Sequence[int], torch.dtype], Tensor]) -> Any:
+def decode(value: Any, place: Callable[[str, int, Sequence[int], torch.dtype], Tensor]) -> Any:
     """On the worker: an argument out of a message; `place` finds a tensor in shared memory."""
     if not isinstance(value, list):
         return value
@@ -146,7 +146,7 @@ def decoded(value: Any, place: Callable[[str, int, Sequence[int], torch.dtype], 
         return place(device, offset, shape, getattr(torch, dtype))
     if kind == _DTYPE:
         return getattr(torch, value[1])
-    return tuple(decoded(part, place) for part in value[1])
+    return tuple(decode(part, place) for part in value[1])
 
 
 def key_of(args: Args) -> tuple[Any, ...]:

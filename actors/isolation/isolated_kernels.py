@@ -13,7 +13,7 @@ import msgspec
 
 from layerzero._util import log
 from layerzero.actors.isolation import frames
-from layerzero.actors.isolation.descriptions import renamed
+from layerzero.actors.isolation.descriptions import rename_kernels
 from layerzero.actors.isolation.worker_process import IsolatedWorker
 from layerzero.backends import PluginRequest, load_plugin_ops
 from layerzero.health import Health
@@ -67,7 +67,7 @@ class IsolatedCall:
 
 
 class Isolation:
-    """The isolated backends of one runtime: their workers, and the devices that their ends are told to."""
+    """The isolated backends of one runtime: their workers, and the devices whose health they touch."""
 
     def __init__(self, settings: Settings, counters: Counters) -> None:
         self._settings = settings
@@ -119,7 +119,7 @@ class Isolation:
         return dataclasses.replace(
             kernel,
             load=load,
-            capability=narrowed(kernel.capability),
+            capability=narrow(kernel.capability),
             efficiency=_priced(kernel.efficiency),
             slow_import=True,
             compile=compile_there if compiles else None,
@@ -171,7 +171,7 @@ class Isolation:
             orders[alias_id] = frames.LoadOrder(kernel_id, op, (request.name,))
             return _never
 
-        kernels = renamed(described, request.alias, load)
+        kernels = rename_kernels(described, request.alias, load)
         return [self._isolated(kernel, request.python, orders[kernel.id]) for kernel in kernels]
 
     # -- ends of workers ---------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Isolation:
             worker.close()
 
 
-def narrowed(capability: Capability) -> Capability:
+def narrow(capability: Capability) -> Capability:
     """What of a capability is left in another process: no graph of gradients, no capture, no code of callers.
 
     Operands are copied densely on their way, so strides and alignment no longer matter.

@@ -114,7 +114,7 @@ class Server:
             used.add(device)
             return self._arenas[device].view(offset, shape, dtype)
 
-        args = tuple(frames.decoded(value, place) for value in order.args)
+        args = tuple(frames.decode(value, place) for value in order.args)
         outputs = [place(o.device, o.offset, o.shape, getattr(torch, o.dtype)) for o in order.outputs]
         run = Run(
             self._calls[order.kernel], args, outputs, [self._arenas[n] for n in sorted(used) if n != "cpu"]
@@ -211,7 +211,7 @@ def main() -> None:
     """Serve the descriptor that was passed on."""
     descriptor, threads = int(sys.argv[1]), int(sys.argv[2])
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     torch.set_num_threads(threads)

@@ -88,7 +88,7 @@ class WorkerLife:
         """Kill the process and what it started; its status."""
         with self._ending:
             if self._status is None:
-                # Not waited for before: until then its number, which is its group's, is nobody else's.
+                # Not waited for before: until then no other process has its number, which is its group's.
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.process.pid, signal.SIGKILL)
                 self._status = self.process.wait()

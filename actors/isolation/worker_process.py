@@ -1,7 +1,7 @@
 """IsolatedWorker: one supervised child process that runs kernels, and what its end means for who waits.
 
 A thread starts the process, drains what it prints, and starts it again when it has ended. A call has a time
-limit; a worker that passes it is killed. Whoever waits learns at once: the socket ends with the process.
+limit; a worker that passes it is killed. A caller that waits learns at once, since the socket ends, too.
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ class IsolatedWorker:
             life.end()
 
     def _lost(self, life: WorkerLife, kernel: str | None, error: OSError) -> WorkerError:
-        """What a request gets whose process did not answer; that is dead afterwards, and told of."""
+        """What a request gets whose process did not answer; that is dead afterwards, and health knows."""
         reason, why, status, said = self._buried(life, hung=isinstance(error, BlockingIOError))
         self._tell(kernel, reason, why, status)
         return WorkerError(f"the process of {self.name!r} {why} under {kernel}", reason, status, said)

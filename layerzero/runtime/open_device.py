@@ -19,6 +19,7 @@ from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:
     from layerzero.actors.isolation.isolated_kernels import Isolation
+    from layerzero.observe.counters import Counters
     from layerzero.selection.active_table import ActiveDispatchTable
     from layerzero.spec.capability_overlays import Overlay
 
@@ -65,6 +66,19 @@ def open_device(
     if settings.warm == "eager":
         _load_all(opened)
     return opened
+
+
+def open_isolation(
+    settings: Settings, counters: Counters, on_close: Callable[[Callable[[], None]], None]
+) -> Isolation | None:
+    """The backends in processes of their own; nothing is imported where the settings have none."""
+    if not settings.isolate and not any("@" in name for name in settings.plugins):
+        return None
+    from layerzero.actors.isolation.isolated_kernels import Isolation
+
+    isolation = Isolation(settings, counters)
+    on_close(isolation.close)
+    return isolation
 
 
 def apply_settings(device: ScheduledDevice, settings: Settings, solved: ActiveDispatchTable | None) -> None:

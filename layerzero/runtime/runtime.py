@@ -22,7 +22,7 @@ from layerzero.health import JsonQuarantineStore, QuarantineStore
 from layerzero.observe.counters import Counters
 from layerzero.ops import table as ops_table
 from layerzero.runtime.active import ACTIVE
-from layerzero.runtime.open_device import apply_settings, move_state, open_device
+from layerzero.runtime.open_device import apply_settings, move_state, open_device, open_isolation
 from layerzero.runtime.policy_layers import PolicyLayers
 from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.scheduler.spawn import Spawned, spawn
@@ -76,10 +76,11 @@ class Runtime:
         self._device_pool: DevicePool | None = None
         self._kernels = kernels or load_builtin
         self._closers: list[Callable[[], None]] = []
-        self._isolation = self._open_isolation()
+        # The backends that run in processes of their own, where there are any.
+        self.isolation: Isolation | None = open_isolation(self.settings, self.counters, self.on_close)
         self._plugins = load_plugins(self.settings.plugins)
-        if self._isolation is not None:
-            self._plugins += self._isolation.plugins_elsewhere()
+        if self.isolation is not None:
+            self._plugins += self.isolation.plugins_elsewhere()
         self._overlay_in_force = self._load_overlay()
         self._lock = threading.RLock()
         self._added_kernels: list[Kernel] = []
@@ -144,7 +145,7 @@ class Runtime:
             self._kernels,
             [*self._plugins, *self._added_kernels],
             self._overlay_in_force,
-            self._isolation,
+            self.isolation,
             policy=self.policy,
             store=self._store,
             counters=self.counters,
@@ -167,22 +168,6 @@ class Runtime:
         timeline = Timeline(self.settings.timeline, open_devices, nvtx=self.settings.nvtx)
         timeline.start()
         return timeline
-
-    def _open_isolation(self) -> Isolation | None:
-        """The backends in processes of their own; nothing is imported where the settings have none."""
-        settings = self.settings
-        if not settings.isolate and not any("@" in name for name in settings.plugins):
-            return None
-        from layerzero.actors.isolation.isolated_kernels import Isolation
-
-        isolation = Isolation(settings, self.counters)
-        self.on_close(isolation.close)
-        return isolation
-
-    @property
-    def isolation(self) -> Isolation | None:
-        """The backends that run in processes of their own, where there are any."""
-        return self._isolation
 
     def _load_overlay(self) -> Overlay | None:
         """What the settings' file takes from the kernels; nothing is imported where there is none."""
