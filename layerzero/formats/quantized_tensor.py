@@ -131,8 +131,8 @@ class QuantizedTensor:
         zero, second = self.zero_point, self.tensor_scale
         if second is not None and second.dim():
             second = second[..., None, None]
-        found = rounding.restore(self.codes, self.scale, self.form, granularity, size, zero, second, kind)
-        return found.to(dtype)
+        numbers = rounding.restore(self.codes, self.scale, self.form, granularity, size, zero, second, kind)
+        return numbers.to(dtype)
 
     def arguments(self) -> dict[str, Any]:
         """What `quantized_linear` takes beside its rows: `lz.quantized_linear(x, **weight.arguments())`."""
@@ -247,10 +247,10 @@ def _with_zero_points(x: Tensor, form: Format, granularity: str, size: int) -> t
 
 def _unchecked(like: QuantizedTensor, **changes: Any) -> QuantizedTensor:
     """A tensor of parts that were checked before: looking at values again would wait for a GPU."""
-    made = object.__new__(QuantizedTensor)
+    part = object.__new__(QuantizedTensor)
     for field in fields(QuantizedTensor):
-        object.__setattr__(made, field.name, changes.get(field.name, getattr(like, field.name)))
-    return made
+        object.__setattr__(part, field.name, changes.get(field.name, getattr(like, field.name)))
+    return part
 
 
 def _as_bytes(value: Any) -> Any:
