@@ -57,7 +57,8 @@ def lay_out_scales(scale: Tensor) -> Tensor:
     if wide.dim() == 0:
         return wide.expand(1, 1, 16).contiguous()
     padded = functional.pad(wide, (0, 0, 0, -wide.shape[-2] % 16), value=1.0)
-    return padded.unflatten(-2, (-1, 16)).transpose(-1, -2).contiguous()
+    panels: Tensor = padded.unflatten(-2, (-1, 16)).transpose(-1, -2).contiguous()
+    return panels
 
 
 def lay_out_blocks(scale: Tensor) -> Tensor:

@@ -173,11 +173,13 @@ def fused_experts_reference(
     weights = weights.to(kind)
     parts = rows.new_zeros(*chosen.shape, rows.shape[1])
 
-    def product(part: Tensor, weight: Tensor, scale: Tensor | None, *more: Tensor | None) -> Tensor:
+    def product(
+        part: Tensor, weight: Tensor, scale: Tensor | None, zero: Tensor | None, second: Tensor | None
+    ) -> Tensor:
         if scale is None:
             return F.linear(part, weight.to(kind))
         sent = rounded_rows(part, inputs, weight.dtype, format, block_size)
-        return F.linear(sent.to(kind), numbers(weight, scale, format, *more, block_size, kind))
+        return F.linear(sent.to(kind), numbers(weight, scale, format, zero, second, block_size, kind))
 
     for expert in range(w_up.shape[0]):
         row, place = (chosen == expert).nonzero(as_tuple=True)
