@@ -36,7 +36,7 @@ def check_scale(
     Raises: FormatError: a dtype that the format does not have, or a shape that says no granularity of it.
     """
     need_tensor(name, scale)
-    own = tuple(scale.shape)
+    scales_shape = tuple(scale.shape)
     if block_size:
         form.need_granularity("block")
         if block_size < 1:
@@ -47,12 +47,12 @@ def check_scale(
     need_scale_of(name, scale, form, expected)
     if block_size:
         return "block", block_size
-    if not own:
+    if not scales_shape:
         return "tensor", 0
     # One group as long as the row is a group where the format has no rows.
-    if own[-1] == 1 and "row" in form.granularities:
+    if scales_shape[-1] == 1 and "row" in form.granularities:
         return "row", 0
-    return "group", form.need_group(shape[-1], shape[-1] // max(1, own[-1]), "the tensor")
+    return "group", form.need_group(shape[-1], shape[-1] // max(1, scales_shape[-1]), "the tensor")
 
 
 def need_scale_of(name: str, scale: Tensor, form: Format, shapes: Collection[tuple[int, ...]]) -> Tensor:

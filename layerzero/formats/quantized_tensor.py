@@ -82,7 +82,8 @@ class QuantizedTensor:
             raise FormatError("x", "finite numbers", "NaN or infinity", Reason.SCALE_NOT_FINITE)
         block = size if granularity == "block" else 0
         if not symmetric:
-            return cls(*_with_zero_points(x, form, granularity, size), block_size=block)
+            codes, scale, zero_point = _with_zero_points(x, form, granularity, size)
+            return cls(codes, scale, format, zero_point)
         second = _second_scale(x, form) if form.two_level else None
         codes, scale = rounding.round_to_format(x, form, granularity, size, None, second)
         return cls(codes, scale, format, None, second, block)
@@ -131,8 +132,8 @@ class QuantizedTensor:
         zero, second = self.zero_point, self.tensor_scale
         if second is not None and second.dim():
             second = second[..., None, None]
-        found = rounding.restore(self.codes, self.scale, self.form, granularity, size, zero, second, kind)
-        return found.to(dtype)
+        numbers = rounding.restore(self.codes, self.scale, self.form, granularity, size, zero, second, kind)
+        return numbers.to(dtype)
 
     def arguments(self) -> dict[str, Any]:
         """What `quantized_linear` takes beside its rows: `lz.quantized_linear(x, **weight.arguments())`."""
@@ -229,7 +230,7 @@ def _second_scale(x: Tensor, form: Format) -> Tensor:
     )
 
 
-def _with_zero_points(x: Tensor, form: Format, granularity: str, size: int) -> tuple[Any, ...]:
+def _with_zero_points(x: Tensor, form: Format, granularity: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes between the least and the largest number of each group, zero always among the values."""
     from layerzero.formats.elements import pack_pairs
 
@@ -242,15 +243,15 @@ def _with_zero_points(x: Tensor, form: Format, granularity: str, size: int) -> t
     scale = ((high - low) / 15).clamp_min(rounding.SMALLEST_SCALE)
     zero = (-low / scale).round().clamp(0, 15)
     codes = (grouped / scale.unsqueeze(-1)).round().add(zero.unsqueeze(-1)).clamp(0, 15)
-    return pack_pairs(codes.to(torch.uint8).view(x.shape)), scale, form.name, zero.to(torch.uint8)
+    return pack_pairs(codes.to(torch.uint8).view(x.shape)), scale, zero.to(torch.uint8)
 
 
 def _unchecked(like: QuantizedTensor, **changes: Any) -> QuantizedTensor:
     """A tensor of parts that were checked before: looking at values again would wait for a GPU."""
-    made = object.__new__(QuantizedTensor)
+    part = object.__new__(QuantizedTensor)
     for field in fields(QuantizedTensor):
-        object.__setattr__(made, field.name, changes.get(field.name, getattr(like, field.name)))
-    return made
+        object.__setattr__(part, field.name, changes.get(field.name, getattr(like, field.name)))
+    return part
 
 
 def _as_bytes(value: Any) -> Any:

@@ -55,10 +55,12 @@ def _largest(wide: Tensor, granularity: str, group_size: int) -> Tensor:
     if granularity == "row":
         return size.amax(-1, keepdim=True)
     if granularity == "group":
-        return size.unflatten(-1, (-1, group_size)).amax(-1)
+        by_group: Tensor = size.unflatten(-1, (-1, group_size)).amax(-1)
+        return by_group
     rows, columns = wide.shape[-2:]
     padded = functional.pad(size, (0, -columns % group_size, 0, -rows % group_size))
-    return padded.unflatten(-2, (-1, group_size)).unflatten(-1, (-1, group_size)).amax((-1, -3))
+    blocks: Tensor = padded.unflatten(-2, (-1, group_size)).unflatten(-1, (-1, group_size)).amax((-1, -3))
+    return blocks
 
 
 def _scales(largest: Tensor, form: Format, tensor_scale: Tensor | None) -> Tensor:

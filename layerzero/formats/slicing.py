@@ -30,8 +30,8 @@ def part_of(whole: QuantizedTensor, index: tuple[Index, ...]) -> dict[str, Any]:
         raise FormatError("index", "a slice for the last axis", index[-1], Reason.GROUP_DOES_NOT_DIVIDE)
     if whole.granularity == "block" and len(index) > lead and not isinstance(index[lead], slice):
         raise FormatError("index", "a slice for rows of blocks", index[lead], Reason.GROUP_DOES_NOT_DIVIDE)
-    steps = [slice(None)] * len(shape)
-    steps[: len(index)] = list(index)  # type: ignore[assignment]
+    steps: list[Any] = [slice(None)] * len(shape)
+    steps[: len(index)] = list(index)
     side = whole.group_size
     codes, scales = list(steps), list(steps)
     last = len(shape) - 1

@@ -128,21 +128,21 @@ def format_of(codes: torch.dtype, name: str | None = None, argument: str = "code
 
     Raises: FormatError: no such format, codes of another format, or a dtype that several formats share.
     """
-    found = _BY_DTYPE.get(codes) if name is None else FORMATS.get(name)
+    form = _BY_DTYPE.get(codes) if name is None else FORMATS.get(name)
     stored = str(codes).removeprefix("torch.")
-    if found is None and name is not None:
+    if form is None and name is not None:
         raise FormatError(
             "format", f"one of {', '.join(FORMATS)}", repr(name), Reason.QUANT_FORMAT_UNSUPPORTED
         )
-    if found is None and codes == torch.uint8:
+    if form is None and codes == torch.uint8:
         packed = ", ".join(form.name for form in FORMATS.values() if form.packed > 1)
         raise FormatError(
             "format", f"one of {packed} for packed codes", "none", Reason.QUANT_FORMAT_UNSUPPORTED
         )
-    if found is None:
+    if form is None:
         needs = f"dtype {', '.join(str(dtype).removeprefix('torch.') for dtype in _BY_DTYPE)}"
         raise FormatError(argument, needs, stored, Reason.QUANT_FORMAT_UNSUPPORTED, kind=TypeError)
-    if codes != found.element.storage:
-        needs = f"dtype {str(found.element.storage).removeprefix('torch.')} for {found.name}"
+    if codes != form.element.storage:
+        needs = f"dtype {str(form.element.storage).removeprefix('torch.')} for {form.name}"
         raise FormatError(argument, needs, stored, Reason.PACKED_LAYOUT_MISMATCH, kind=TypeError)
-    return found
+    return form

@@ -57,7 +57,8 @@ def lay_out_scales(scale: Tensor) -> Tensor:
     if wide.dim() == 0:
         return wide.expand(1, 1, 16).contiguous()
     padded = functional.pad(wide, (0, 0, 0, -wide.shape[-2] % 16), value=1.0)
-    return padded.unflatten(-2, (-1, 16)).transpose(-1, -2).contiguous()
+    panels: Tensor = padded.unflatten(-2, (-1, 16)).transpose(-1, -2).contiguous()
+    return panels
 
 
 def lay_out_blocks(scale: Tensor) -> Tensor:
@@ -90,9 +91,9 @@ def kept_weights() -> _Kept:
         def equal(panels: Tensor, weight: Tensor) -> bool:
             return torch.equal(panels, lay_out(weight))
 
-        made = PackedWeights(lay_out, limit, equal, bytes_each)
-        register_optimizer_step_post_hook(made.on_optimizer_step)
-        return made
+        panels = PackedWeights(lay_out, limit, equal, bytes_each)
+        register_optimizer_step_post_hook(panels.on_optimizer_step)
+        return panels
 
     return _Kept(
         kept(lambda weight: pack(weight, False, False), 1),
@@ -134,10 +135,10 @@ def laid_out(
     block_size: int,
 ) -> LaidOut | None:  # fmt: skip
     """Panels of a weight, made now where it is new or was changed; None where it is not kept."""
-    kept, form = kept_weights(), format_of(weight.dtype, format)
-    codes, parts = kept.codes(weight), kept.blocks if block_size else kept.scales
+    cache, form = kept_weights(), format_of(weight.dtype, format)
+    codes, parts = cache.codes(weight), cache.blocks if block_size else cache.scales
     panels, spread = codes.of(weight), parts.of(scale)
-    zeros = None if zero_point is None else kept.scales.of(zero_point)
+    zeros = None if zero_point is None else cache.scales.of(zero_point)
     if panels is None or spread is None or (zeros is None) is not (zero_point is None):
         return None
     first = weight if weight.dim() == 2 else weight[0]
@@ -167,8 +168,8 @@ def _quantized_linear() -> Callable[..., Any]:
         x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str, format: str | None,
         zero_point: Tensor | None, tensor_scale: Tensor | None, block_size: int,
     ) -> Tensor:  # fmt: skip
-        found = laid_out(weight, scale, format, zero_point, tensor_scale, block_size)
-        if found is None or x.numel() == 0:
+        packed = laid_out(weight, scale, format, zero_point, tensor_scale, block_size)
+        if packed is None or x.numel() == 0:
             out: Tensor = fallback(
                 x, weight, scale, bias, inputs, format, zero_point, tensor_scale, block_size
             )
@@ -176,8 +177,8 @@ def _quantized_linear() -> Callable[..., Any]:
         name = format_of(weight.dtype, format).name
         whole = whole_inputs(inputs, name, block_size)
         rows = x if whole or inputs == "float" else rounded_rows(x, inputs, weight.dtype, format, block_size)
-        out = found.multiply(rows.reshape(-1, x.shape[-1]), bias, whole)
-        return out.to(x.dtype).view(*x.shape[:-1], found.columns)
+        out = packed.multiply(rows.reshape(-1, x.shape[-1]), bias, whole)
+        return out.to(x.dtype).view(*x.shape[:-1], packed.columns)
 
     return quantized_linear
 
@@ -235,13 +236,13 @@ def _fused_experts() -> Callable[..., Any]:
                 continue
             places = order[begin : begin + count]
             begin += count
-            own, part = score[places].unsqueeze(1), rows[places // chosen.shape[1]]
+            weight, part = score[places].unsqueeze(1), rows[places // chosen.shape[1]]
             hidden = module.gated(
-                up.multiply(rounded(part * own if weighed == "inputs" else part), None, whole, expert),
+                up.multiply(rounded(part * weight if weighed == "inputs" else part), None, whole, expert),
                 tuple(GATES).index(activation), gate == "second",
             )  # fmt: skip
             answer = down.multiply(rounded(hidden), None, whole, expert)
-            parts[places] = answer if weighed == "inputs" else answer * own
+            parts[places] = answer if weighed == "inputs" else answer * weight
         by_row = parts.view(*chosen.shape, -1)
         total = by_row[:, 0]
         for place in range(1, chosen.shape[1]):  # one after the other, whatever is beside a row
@@ -265,7 +266,7 @@ _INPUTS = "inputs_float inputs_quantized inputs_int8 inputs_fp8_e4m3"
 _LIMITS = ("S % 8 == 0 when scale_per_group", "S % 16 == 0 when scale_per_block")
 _kernel = functools.partial(
     Kernel.of,
-    measured="benchmarks/results/quantized_cpu.json",
+    measured="an estimate: ordered by benchmarks/quantized.py on an Intel Xeon with AMX",
     source="by construction; run against float64 and bitwise in batches on an Intel Xeon, every level",
     platforms="cpu",
     isa="avx2 fma",

@@ -154,8 +154,8 @@ def _weight(
         return tuple(weight.shape)
     form, shape = need_codes(name, weight, form_name, rank=3)
     names = (f"{end}_scale", f"{end}_zero_point", f"{end}_tensor_scale")
-    found, size = weight_features(form, shape, scale, zero_point, second, block_size, names)
-    features |= found
+    part_features, size = weight_features(form, shape, scale, zero_point, second, block_size, names)
+    features |= part_features
     sizes.append(size)
     return shape
 
@@ -173,11 +173,13 @@ def fused_experts_reference(
     weights = weights.to(kind)
     parts = rows.new_zeros(*chosen.shape, rows.shape[1])
 
-    def product(part: Tensor, weight: Tensor, scale: Tensor | None, *more: Tensor | None) -> Tensor:
+    def product(
+        part: Tensor, weight: Tensor, scale: Tensor | None, zero: Tensor | None, second: Tensor | None
+    ) -> Tensor:
         if scale is None:
             return F.linear(part, weight.to(kind))
         sent = rounded_rows(part, inputs, weight.dtype, format, block_size)
-        return F.linear(sent.to(kind), numbers(weight, scale, format, *more, block_size, kind))
+        return F.linear(sent.to(kind), numbers(weight, scale, format, zero, second, block_size, kind))
 
     for expert in range(w_up.shape[0]):
         row, place = (chosen == expert).nonzero(as_tuple=True)
@@ -185,11 +187,11 @@ def fused_experts_reference(
             continue
         score = weights[row, place].unsqueeze(-1)
         part = rows[row] * score if weighed == "inputs" else rows[row]
-        own = [of_expert(t, expert) for t in (up_scale, up_zero_point, up_tensor_scale)]
-        up = product(part, w_up[expert], *own)
+        parts_of = [of_expert(t, expert) for t in (up_scale, up_zero_point, up_tensor_scale)]
+        up = product(part, w_up[expert], *parts_of)
         hidden = activate(up if gate == "first" else up.roll(up.shape[-1] // 2, -1), activation)
-        own = [of_expert(t, expert) for t in (down_scale, down_zero_point, down_tensor_scale)]
-        down = product(hidden.to(kind), w_down[expert], *own).to(kind)  # autocast rounds products
+        parts_of = [of_expert(t, expert) for t in (down_scale, down_zero_point, down_tensor_scale)]
+        down = product(hidden.to(kind), w_down[expert], *parts_of).to(kind)  # autocast rounds products
         parts = parts.index_put((row, place), down if weighed == "inputs" else down * score)
     return parts.sum(1).to(x.dtype).view(x.shape)
 
@@ -207,8 +209,8 @@ def all_choices(
     chosen = torch.where((chosen < 0) | (chosen >= count - shared), -1, chosen)
     weights = scores.reshape(chosen.shape)
     if shared:
-        own = torch.arange(count - shared, count, device=chosen.device).expand(len(chosen), shared)
-        chosen = torch.cat((chosen, own), 1)
+        trailing = torch.arange(count - shared, count, device=chosen.device).expand(len(chosen), shared)
+        chosen = torch.cat((chosen, trailing), 1)
         weights = torch.cat((weights, weights.new_ones(len(weights), shared)), 1)
     return chosen, weights
 

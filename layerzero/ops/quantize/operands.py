@@ -27,10 +27,10 @@ def need_codes(
     checks.need_tensor(name, value, rank=rank, floating=False)
     if form is not None and not isinstance(form, str):
         raise TypeError(f"format needs a format's name or None, got {type(form).__name__}")
-    found = format_of(value.dtype, form, name)
+    detected = format_of(value.dtype, form, name)
     if value.dim() == 0 or value.shape[-1] == 0:
         raise ValueError(f"{name} needs a last axis of at least 1, got shape {tuple(value.shape)}")
-    return found, (*value.shape[:-1], value.shape[-1] * found.packed)
+    return detected, (*value.shape[:-1], value.shape[-1] * detected.packed)
 
 
 def weight_features(
