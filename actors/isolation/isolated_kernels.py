@@ -115,7 +115,7 @@ class Isolation:
         def compile_there(request: CallSpec) -> None:
             worker.compile(frames.CompileOrder(order.kernel, request))
 
-        own = place == OWN_INTERPRETER
+        is_own = place == OWN_INTERPRETER
         return dataclasses.replace(
             kernel,
             load=load,
@@ -125,8 +125,8 @@ class Isolation:
             compile=compile_there if compiles else None,
             compile_key=kernel.compile_key if compiles else None,
             on_disk=None,
-            distributions=kernel.distributions if own else (),
-            co_requirements=kernel.co_requirements if own else (),
+            distributions=kernel.distributions if is_own else (),
+            co_requirements=kernel.co_requirements if is_own else (),
             isolated=place,
         )
 

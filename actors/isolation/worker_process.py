@@ -44,13 +44,13 @@ class WorkerError(RuntimeError):
     `said` is the end of what it printed, with the traceback of every thread after a crash.
     """
 
-    def __init__(self, message: str, reason: Reason, status: int | None = None, said: str = "") -> None:
+    def __init__(self, message: str, reason: Reason, status: int | None = None, last_words: str = "") -> None:
         super().__init__(f"{message} ({reason.value})")
         self.reason = reason
         self.status = status
-        self.said = said
-        if said:
-            self.add_note(f"the worker said:\n{said}")
+        self.said = last_words
+        if last_words:
+            self.add_note(f"the worker said:\n{last_words}")
 
 
 class IsolatedWorker:
@@ -160,12 +160,12 @@ class IsolatedWorker:
             life.limit(self._timeout_s)
         except (OSError, msgspec.MsgspecError) as error:
             status = life.end()
-            said = life.last_words()
-            last = said.rpartition("\n")[2]
+            last_words = life.last_words()
+            last = last_words.rpartition("\n")[2]
             failure = self._unavailable(
                 f"its process ended with {ending(status)}, {last or 'without a word'}"
             )
-            failure.add_note(said)
+            failure.add_note(last_words)
             raise failure from error
         except BaseException:
             life.end()
@@ -331,24 +331,24 @@ class IsolatedWorker:
 
     def _lost(self, life: WorkerLife, kernel: str | None, error: OSError) -> WorkerError:
         """What a request gets whose process did not answer; that is dead afterwards, and health knows."""
-        reason, why, status, said = self._buried(life, hung=isinstance(error, BlockingIOError))
+        reason, why, status, last_words = self._buried(life, hung=isinstance(error, BlockingIOError))
         self._tell(kernel, reason, why, status)
-        return WorkerError(f"the process of {self.name!r} {why} under {kernel}", reason, status, said)
+        return WorkerError(f"the process of {self.name!r} {why} under {kernel}", reason, status, last_words)
 
     def _buried(self, life: WorkerLife, *, hung: bool) -> tuple[Reason, str, int, str]:
         """End a process that gave no answer; why in a code and in words, its status and what it said."""
         if not hung:  # it is on its way out: let it say how
             life.drained.wait(2.0)
         status = life.end()
-        said = life.last_words()
+        last_words = life.last_words()
         if hung:
             return (
                 Reason.WORKER_HUNG,
                 f"gave no answer within {self._timeout_s:g} s, and was killed",
                 status,
-                said,
+                last_words,
             )
-        return Reason.WORKER_CRASHED, f"ended with {ending(status)}", status, said
+        return Reason.WORKER_CRASHED, f"ended with {ending(status)}", status, last_words
 
     def _need_done(self, reply: bytes) -> bytes:
         """What a reply carries.

@@ -108,6 +108,8 @@ class Layer:
         self.cos, self.sin = rotary
         self.cache = cache
         self.k_cache, self.v_cache = cache.pools[index]
+        self.k_scale: Tensor | None
+        self.v_scale: Tensor | None
         self.k_scale, self.v_scale = cache.scales[index]
         name, wide = f"model.layers.{index}", config.hidden_size
 

@@ -43,7 +43,8 @@ def joined(rows: Sequence[Any]) -> Weight:
         return tuple(rows)
     zero = None if first.zero_point is None else torch.cat([each.zero_point for each in rows])
     codes, scale = (torch.cat([getattr(each, name) for each in rows]) for name in ("codes", "scale"))
-    return replace(first, codes=codes, scale=scale, zero_point=zero)
+    whole: QuantizedTensor = replace(first, codes=codes, scale=scale, zero_point=zero)
+    return whole
 
 
 def _layout(weight: QuantizedTensor) -> tuple[object, ...]:

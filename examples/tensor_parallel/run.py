@@ -103,7 +103,8 @@ def shard_weights(get: GetWeight, rank: int, ranks: int) -> GetWeight:
             # A bias is added once, whichever rank adds the partial sums up.
             return torch.zeros_like(weight) if kind == "bias" and part in COLUMNS and rank else weight
         whole = tuple(size * ranks if index == axis else size for index, size in enumerate(shape))
-        return get(name, whole).chunk(ranks, axis)[rank].contiguous()
+        own: Tensor = get(name, whole).chunk(ranks, axis)[rank].contiguous()
+        return own
 
     return piece
 

@@ -127,7 +127,7 @@ def availability(kernel: Kernel) -> list[Rejected]:
     verdicts = (_check_distribution(requirement) for requirement in kernel.distributions)
     states = [verdict for verdict in verdicts if verdict is not None]
     if kernel.isolated and not table.get(kernel.op).pure:
-        # Operands are copied on their way: what would be written there, nobody here sees.
+        # Operands are copied on their way: what would be written there is lost here.
         needs = "an op that writes none of its operands"
         states.append(Rejected(Reason.ISOLATION_UNSUPPORTED, "isolate", needs, kernel.op))
     for first, second in kernel.co_requirements:

@@ -114,10 +114,10 @@ def _string_table(data: mmap.mmap) -> bytes:
 def build_facts(distribution: str) -> tuple[BuildFact, ...]:
     """What the shared objects of an installed distribution need: one fact a kind."""
     try:
-        found = importlib.metadata.distribution(distribution)
+        package = importlib.metadata.distribution(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ()
-    paths = [Path(str(found.locate_file(file))) for file in found.files or () if ".so" in file.name]
+    paths = [Path(str(package.locate_file(file))) for file in package.files or () if ".so" in file.name]
     return facts_of(distribution, [path for path in paths if path.suffix == ".so"][:_MAX_OBJECTS])
 
 
@@ -132,30 +132,32 @@ def facts_of(library: str, paths: list[Path]) -> tuple[BuildFact, ...]:
 
 
 def _facts_of_file(library: str, path: Path) -> Iterator[BuildFact]:
-    here = _process()
+    process = _process()
     built_for = _PYTHON.search(path.name)
     if built_for is not None:
-        wanted = (int(built_for[1]), int(built_for[2]))
-        fits = wanted == here.python and path.name.endswith(str(sysconfig.get_config_var("EXT_SUFFIX")))
-        yield BuildFact(library, "Python", "{}.{}".format(*wanted), "{}.{}".format(*here.python), fits)
+        built_with = (int(built_for[1]), int(built_for[2]))
+        suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
+        fits = built_with == process.python and path.name.endswith(suffix)
+        needs, got = ("{}.{}".format(*python) for python in (built_with, process.python))
+        yield BuildFact(library, "Python", needs, got, fits)
     strings = strings_of(path)
     for major in sorted({match.decode() for match in _CUDA.findall(strings)}):
-        got = f"CUDA {here.cuda}" if here.cuda else "a torch without CUDA"
-        yield BuildFact(library, "CUDA", f"CUDA {major}", got, major == here.cuda)
-        least = _LEAST_DRIVER.get(major)
-        if least is not None and here.driver:
-            fits = version(here.driver) >= version(least)
-            yield BuildFact(library, "driver", f">= {least}", here.driver, fits)
+        got = f"CUDA {process.cuda}" if process.cuda else "a torch without CUDA"
+        yield BuildFact(library, "CUDA", f"CUDA {major}", got, major == process.cuda)
+        least_driver = _LEAST_DRIVER.get(major)
+        if least_driver is not None and process.driver:
+            fits = version(process.driver) >= version(least_driver)
+            yield BuildFact(library, "driver", f">= {least_driver}", process.driver, fits)
     libc = max(((int(a), int(b)) for a, b in _GLIBC.findall(strings)), default=None)
-    if libc is not None and here.glibc:
-        needs, got = "{}.{}".format(*libc), ".".join(map(str, here.glibc))
-        yield BuildFact(library, "C library", f"glibc >= {needs}", f"glibc {got}", here.glibc >= libc)
+    if libc is not None and process.glibc:
+        needs, got = "{}.{}".format(*libc), ".".join(map(str, process.glibc))
+        yield BuildFact(library, "C library", f"glibc >= {needs}", f"glibc {got}", process.glibc >= libc)
     if _TORCH.search(strings):
         old, new = bool(_OLD_STRING.search(strings)), bool(_NEW_STRING.search(strings))
         if old or new:
             needs = "the ABI before GCC 5" if old else "the ABI since GCC 5"
-            got = "the ABI since GCC 5" if here.new_strings else "the ABI before GCC 5"
-            yield BuildFact(library, "C++ of torch", needs, got, here.new_strings is not old)
+            got = "the ABI since GCC 5" if process.new_strings else "the ABI before GCC 5"
+            yield BuildFact(library, "C++ of torch", needs, got, process.new_strings is not old)
 
 
 @functools.lru_cache(maxsize=256)

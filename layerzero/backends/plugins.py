@@ -64,7 +64,7 @@ class Plugin(msgspec.Struct, frozen=True):
 def installed_plugins() -> tuple[Plugin, ...]:
     """Every plugin that an installed distribution announces, by name; nothing of them is imported."""
     groups = ((ENTRY_POINT_GROUP, "backend"), (OPS_GROUP, "ops"))
-    found = {
+    entry_points = {
         Plugin(
             point.name,
             point.dist.name if point.dist else "",
@@ -75,7 +75,7 @@ def installed_plugins() -> tuple[Plugin, ...]:
         for group, kind in groups
         for point in importlib.metadata.entry_points(group=group)
     }
-    return tuple(sorted(found, key=lambda plugin: (plugin.name, plugin.kind, plugin.distribution)))
+    return tuple(sorted(entry_points, key=lambda plugin: (plugin.name, plugin.kind, plugin.distribution)))
 
 
 def plugin_kernels(name: str) -> list[Kernel]:

@@ -93,18 +93,18 @@ def method_of(name: str, form: str) -> Method:
     return method
 
 
-def error_of(name: str, weight: Tensor, made: QuantizedTensor, gram: Tensor | None) -> LayerError:
+def error_of(name: str, weight: Tensor, quantized: QuantizedTensor, gram: Tensor | None) -> LayerError:
     """The errors of a rounded weight (C, K); `gram` (K, K), float64, is X'X of the rows X it multiplied."""
     exact = weight.double()
-    off = exact - made.dequantize(torch.float64)
+    off = exact - quantized.dequantize(torch.float64)
     output = None
     if gram is not None:
         wrong, right = ((part @ gram * part).sum().clamp_min(0) for part in (off, exact))
         output = float((wrong / right).sqrt()) if float(right) else 0.0
     return LayerError(
         name=name,
-        format=made.format,
-        bits=round(8.0 * made.nbytes / weight.numel(), 3),
+        format=quantized.format,
+        bits=round(8.0 * quantized.nbytes / weight.numel(), 3),
         weight=float(off.norm() / exact.norm()) if float(exact.norm()) else 0.0,
         output=output,
     )

@@ -156,25 +156,25 @@ def _group_of(form: str, group_size: int | None, widths: Sequence[int]) -> int |
     return group_size
 
 
-def _stored(module: str, made: QuantizedTensor) -> dict[str, Tensor]:
+def _stored(module: str, quantized: QuantizedTensor) -> dict[str, Tensor]:
     """The tensors of a weight as compressed-tensors names them."""
-    codes, scale = made.codes.contiguous(), made.scale
-    if made.format == "int4":
-        if made.shape[1] % 8:
+    codes, scale = quantized.codes.contiguous(), quantized.scale
+    if quantized.format == "int4":
+        if quantized.shape[1] % 8:
             needs = "rows of a multiple of 8 numbers, which fill an int32"
-            raise FormatError(module, needs, made.shape[1], Reason.PACKED_LAYOUT_MISMATCH)
+            raise FormatError(module, needs, quantized.shape[1], Reason.PACKED_LAYOUT_MISMATCH)
         return {
             f"{module}.weight_packed": codes.view(torch.int32),
             f"{module}.weight_scale": scale,
-            f"{module}.weight_shape": torch.tensor(made.shape),
+            f"{module}.weight_shape": torch.tensor(quantized.shape),
         }
-    if made.tensor_scale is not None:
+    if quantized.tensor_scale is not None:
         return {
             f"{module}.weight_packed": codes,
             f"{module}.weight_scale": scale,
-            f"{module}.weight_global_scale": (1.0 / made.tensor_scale).reshape(1),
+            f"{module}.weight_global_scale": (1.0 / quantized.tensor_scale).reshape(1),
         }
-    if made.format == "mxfp4":
+    if quantized.format == "mxfp4":
         return {f"{module}.weight_packed": codes, f"{module}.weight_scale": scale.view(torch.uint8)}
     return {f"{module}.weight": codes, f"{module}.weight_scale": scale}
 

@@ -73,19 +73,19 @@ def solve(
         except LayerZeroError as error:
             raise click.UsageError(str(error)) from error
     wins = Counter((bucket.op, bucket.kernel) for bucket in table.buckets)
-    taken = [{"op": op, "kernel": kernel, "buckets": count} for (op, kernel), count in wins.items()]
+    rows = [{"op": op, "kernel": kernel, "buckets": count} for (op, kernel), count in wins.items()]
     lines = [(op, kernel, str(count)) for (op, kernel), count in sorted(wins.items())]
     losses = [
         (
             op,
-            str(held.calls),
-            f"{held.loss:.2%}",
-            "none" if held.fixed_loss is None else f"{held.fixed_loss:.2%}",
+            str(losses.calls),
+            f"{losses.loss:.2%}",
+            "none" if losses.fixed_loss is None else f"{losses.fixed_loss:.2%}",
         )
-        for op, held in sorted(table.held_out.items())
+        for op, losses in sorted(table.held_out.items())
     ]
     held_out = msgspec.to_builtins(table.held_out)
-    plain = {"path": path, "buckets": len(table.buckets), "content": table.content, "taken": taken}
+    plain = {"path": path, "buckets": len(table.buckets), "content": table.content, "taken": rows}
     parts: list[str | output.Table] = [
         output.Table(f"{len(table.buckets)} ranges in {path}", ("op", "kernel", "ranges"), lines)
     ]

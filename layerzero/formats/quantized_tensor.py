@@ -268,5 +268,5 @@ def _restored(*values: Any) -> QuantizedTensor:
     )
 
 
-# `torch.load` reads what `torch.save` wrote of it without being told to trust anything.
+# `torch.load` reads what `torch.save` wrote of it without a list of what to trust.
 torch.serialization.add_safe_globals([_restored])

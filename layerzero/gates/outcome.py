@@ -100,7 +100,7 @@ def check_waivers(waivers: Sequence[Waiver], today: date) -> StageOutcome:
     return StageOutcome("waivers", len(waivers), 0.0, expired)
 
 
-def unused(waivers: Sequence[Waiver], stages: Sequence[StageOutcome]) -> tuple[str, ...]:
+def unused_waivers(waivers: Sequence[Waiver], stages: Sequence[StageOutcome]) -> tuple[str, ...]:
     """A sentence for each waiver that covers no finding of these stages."""
     names = [finding.name for stage in stages for finding in stage.findings]
     return tuple(

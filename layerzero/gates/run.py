@@ -13,7 +13,7 @@ import msgspec
 from layerzero._util.files import put_whole
 from layerzero._util.version import VERSION
 from layerzero.gates.artifacts import digests, write_artifacts
-from layerzero.gates.outcome import GateReport, StageOutcome, check_waivers, excuse, unused
+from layerzero.gates.outcome import GateReport, StageOutcome, check_waivers, excuse, unused_waivers
 from layerzero.gates.release_file import Release
 from layerzero.gates.stages import StageRunner
 from layerzero.report.page import page_of, write_page
@@ -43,7 +43,7 @@ def run_gate(
     for name, stage in stages.items():
         begun(name)
         outcomes.append(excuse(runner.run(name, stage), release.waivers, today))
-    notes = unused(release.waivers, outcomes)
+    notes = unused_waivers(release.waivers, outcomes)
     hashes: tuple[tuple[str, str], ...] = ()
     folder = None if artifacts is None else Path(artifacts)
     if folder is not None:

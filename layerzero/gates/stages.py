@@ -136,7 +136,7 @@ class StageRunner:
                 raise ConfigurationError(f"against needs a tree with layerzero/, got {tree}", path=str(tree))
             for call in stage.paced_calls:
                 measure = partial(compare_paces, call, tree.resolve(), _own_tree(), **rounds)
-                yield 1.0, confirmed(measure)
+                yield 1.0, confirm(measure)
             return
         environment = Environment.of_hardware(self.device.hardware)
         today = datetime.now(UTC).date()
@@ -150,7 +150,7 @@ class StageRunner:
         only = set(stage.paced_calls)
         for each in stored.paced:
             if not only or each.call in only:
-                yield each.ratio, confirmed(partial(_against_anchor, each.call, each.ratio, rounds))
+                yield each.ratio, confirm(partial(_against_anchor, each.call, each.ratio, rounds))
 
     def matrix(self, stage: MatrixStage) -> StageOutcome:
         """The environment has what the release promises."""
@@ -219,7 +219,7 @@ _RUNS: Mapping[type[Any], Any] = {
 }
 
 
-def confirmed(measure: Callable[[], PairedResult]) -> PairedResult:
+def confirm(measure: Callable[[], PairedResult]) -> PairedResult:
     """A result; one that is not "as fast" is asked again of fresh processes, and only two alike count."""
     first = measure()
     return first if first.answer == "as fast" else measure()

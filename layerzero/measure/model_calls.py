@@ -58,8 +58,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises: ConfigurationError: it cannot be read, or lacks a size; the field is named.
         """
-        given = Path(path)
-        file = given / "config.json" if given.is_dir() else given
+        config_path = Path(path)
+        file = config_path / "config.json" if config_path.is_dir() else config_path
         try:
             values = json.loads(file.read_text())
         except (OSError, ValueError, RecursionError) as error:
@@ -78,10 +78,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             values = text
 
         def size(*names: str, default: int | None = None) -> int:
-            found = next(((n, values[n]) for n in names if values.get(n) is not None), None)
-            if found is None and default is not None:
+            first_value = next(((n, values[n]) for n in names if values.get(n) is not None), None)
+            if first_value is None and default is not None:
                 return default
-            name, value = found or (names[0], None)
+            name, value = first_value or (names[0], None)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 message = f"{path}: {name} needs a whole number of at least 1, got {quote(value)}"
                 raise ConfigurationError(message, field=name)
@@ -128,9 +128,9 @@ def model_calls(model: ModelConfig, rows: Span, context: Span) -> Iterator[Call]
     seen: dict[str, Call] = {}
     for count in dict.fromkeys(rows):
         for length in dict.fromkeys(context):
-            seen |= {str(made): made for made in decode_calls(model, count, length)}
+            seen |= {str(call): call for call in decode_calls(model, count, length)}
     for length in dict.fromkeys(context):
-        seen |= {str(made): made for made in _prefill_calls(model, length)}
+        seen |= {str(call): call for call in _prefill_calls(model, length)}
     yield from seen.values()
 
 

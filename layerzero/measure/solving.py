@@ -2,8 +2,8 @@
 
 A family of calls is sampled on the key's grid: every size that was measured or asked for, and between and
 around them as many more as a tree needs to know where one kernel takes over from another. What the tree is
-worth is told by measured calls that it was not made from: they are taken out of the cost model, the family is
-solved without them, and their own times say what the decision loses.
+worth is shown by measured calls that it was not made from: they are taken out of the cost model, the family
+is solved without them, and their own times say what the decision loses.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SolvedOp(msgspec.Struct, frozen=True):
     held_out: HeldOut | None
 
 
-class _Family(msgspec.Struct):
+class _KernelFamily(msgspec.Struct):
     """Calls that one tree answers: the points to decide for, and the samples that it is made from."""
 
     points: list[_Point]
@@ -113,7 +113,7 @@ class _Judged(msgspec.Struct, frozen=True):
     by_kernel: dict[str, float]
 
 
-def solve_op(device: SolvableDevice, op: Op, asked: Iterable[CallSpec] = ()) -> SolvedOp:
+def solve_op(device: SolvableDevice, op: Op, requests: Iterable[CallSpec] = ()) -> SolvedOp:
     """Decide every family of an op that was measured or is asked for, each over ranges of its sizes.
 
     `asked` are requests whose sizes bound what is decided. Every measured or asked call is warmed: a better
@@ -121,7 +121,7 @@ def solve_op(device: SolvableDevice, op: Op, asked: Iterable[CallSpec] = ()) -> 
     family whose tree loses more, at measured calls that it does not know, than one kernel for all of it or
     of the op, gets that one kernel.
     """
-    families = _families(device, op, asked)
+    families = _families(device, op, requests)
     for family in families:
         for point in family.points:
             _warm(device, op, point.request)
@@ -132,18 +132,20 @@ def solve_op(device: SolvableDevice, op: Op, asked: Iterable[CallSpec] = ()) -> 
         priced = _price(device, op, family.samples, device.costs)
         if priced is not None:
             best = _best_way(losses)
-            known = family.measured if best == 1 else [p for other in families for p in other.measured]
-            buckets += _buckets(device, op, priced, _best_fixed(known, priced.kernels) if best else None)
+            measurements = family.measured if best == 1 else [p for other in families for p in other.measured]
+            buckets += _buckets(
+                device, op, priced, _best_fixed(measurements, priced.kernels) if best else None
+            )
     return SolvedOp(tuple(buckets), _summary(judged))
 
 
-def _families(device: SolvableDevice, op: Op, asked: Iterable[CallSpec]) -> list[_Family]:
+def _families(device: SolvableDevice, op: Op, requests: Iterable[CallSpec]) -> list[_KernelFamily]:
     """The measured and the asked calls, those together that differ in sizes which are no part of a key."""
     costs = device.costs
     measured = costs.measured_buckets(op.name) if isinstance(costs, MeasuredCosts) else []
     by_sizes: dict[Hashable, dict[Sizes, _Point]] = {}
     for point in itertools.chain(
-        (_Point(device.table(op).bucket(request)) for request in asked),
+        (_Point(device.table(op).bucket(request)) for request in requests),
         # A kernel that was timed in a wider type than its operands have is priced by that; no call asks it.
         (
             _Point(request, us)
@@ -154,17 +156,17 @@ def _families(device: SolvableDevice, op: Op, asked: Iterable[CallSpec]) -> list
         sizes = tuple(sorted(point.request.dims.items()))
         exact = tuple((axis, size) for axis, size in sizes if axis in op.exact_dims)
         by_sizes.setdefault((family_of(point.request), exact), {})[sizes] = point
-    return [_Family(list(points.values())) for points in by_sizes.values()]
+    return [_KernelFamily(list(points.values())) for points in by_sizes.values()]
 
 
-def _samples(op: Op, points: Sequence[_Point], most: int) -> list[CallSpec]:
+def _samples(op: Op, points: Sequence[_Point], limit: int) -> list[CallSpec]:
     """The calls to decide: every point, and the grid around and between them, or a part of it."""
     measured = [point.request.dims for point in points if point.times]
-    asked = [point.request.dims for point in points if not point.times]
+    requests = [point.request.dims for point in points if not point.times]
     values: dict[str, list[int]] = {}
     for axis in points[0].request.dims:
         lows, highs = [], []
-        for group, reach in ((measured, 0 if axis in op.exact_dims else REACH), (asked, 0)):
+        for group, reach in ((measured, 0 if axis in op.exact_dims else REACH), (requests, 0)):
             if group:
                 first, last = ends_of(group)[axis]
                 lows.append(max(first >> reach, min(first, 1)))
@@ -173,12 +175,12 @@ def _samples(op: Op, points: Sequence[_Point], most: int) -> list[CallSpec]:
         values[axis] = [lows[0]] if exact else grid_points(min(lows), max(highs))
     axes = tuple(values)
     chosen: dict[Sizes, None] = {tuple((axis, p.request.dims[axis]) for axis in axes): None for p in points}
-    if math.prod(map(len, values.values())) <= most:
+    if math.prod(map(len, values.values())) <= limit:
         every = itertools.product(*values.values())
         chosen |= {tuple(zip(axes, sizes, strict=True)): None for sizes in every}
     else:
         draw = random.Random(len(points))  # the same samples from the same points, on every machine
-        while len(chosen) < most + len(points):
+        while len(chosen) < limit + len(points):
             chosen[tuple((axis, draw.choice(sizes)) for axis, sizes in values.items())] = None
     template = points[0].request
     return [template.replace(dims=dict(sizes)) for sizes in chosen]
@@ -293,14 +295,14 @@ def _bucket(
         layout=family.layout, contiguous=family.contiguous, capture=family.capture,
         floor_us=round(model.floor_us, 3), multiple=round(model.multiple, 4),
         costs={
-            known: round(expected * float(ratio), 3)
-            for known, ratio in zip(priced.kernels, ratios, strict=True)
+            measurements: round(expected * float(ratio), 3)
+            for measurements, ratio in zip(priced.kernels, ratios, strict=True)
             if math.isfinite(ratio)
         },
     )  # fmt: skip
 
 
-def _held_out(device: SolvableDevice, op: Op, families: Sequence[_Family]) -> list[list[_Judged]]:
+def _held_out(device: SolvableDevice, op: Op, families: Sequence[_KernelFamily]) -> list[list[_Judged]]:
     """What is lost at every measured call by decisions that do not know it, family by family."""
     judged: list[list[_Judged]] = [[] for _ in families]
     costs = device.costs
@@ -309,35 +311,35 @@ def _held_out(device: SolvableDevice, op: Op, families: Sequence[_Family]) -> li
     if preferred or not isinstance(costs, MeasuredCosts):
         return judged
     for fold in range(FOLDS):
-        held = [family.measured[fold::FOLDS] if len(family.measured) > 1 else [] for family in families]
-        places = [point for points in held for point in points]
+        folds = [family.measured[fold::FOLDS] if len(family.measured) > 1 else [] for family in families]
+        places = [point for points in folds for point in points]
         if not places:
             continue
         keys = {costs.key_of(kernel, point.request) for point in places for kernel in point.times} - {None}
         others = costs.without(keys)
         rest = [p for family in families for p in family.measured if all(p is not place for place in places)]
-        for family, points, losses in zip(families, held, judged, strict=True):
+        for family, points, losses in zip(families, folds, judged, strict=True):
             if points:
                 losses += _judge(device, op, family, points, others, rest)
     return judged
 
 
 def _judge(
-    device: SolvableDevice, op: Op, family: _Family, held: Sequence[_Point], others: MeasuredCosts,
+    device: SolvableDevice, op: Op, family: _KernelFamily, folds: Sequence[_Point], others: MeasuredCosts,
     rest: Sequence[_Point],
 ) -> Iterator[_Judged]:  # fmt: skip
     """Solve a family by the `others` of its measurements, and see what that loses at those held out."""
-    places = [point.request.dims for point in held]
+    places = [point.request.dims for point in folds]
     samples = _samples(op, family.points, MAX_JUDGED)
     priced = _price(device, op, [sample for sample in samples if sample.dims not in places], others)
     if priced is None:
         return
     tree_input = _tree_input(priced)
     root = fit(tree_input).root
-    own = [point for point in family.measured if point.request.dims not in places]
-    fixed = [_best_fixed(points, priced.kernels) for points in (own, rest)]
+    own_points = [point for point in family.measured if point.request.dims not in places]
+    fixed = [_best_fixed(points, priced.kernels) for points in (own_points, rest)]
     sizes = np.array([[dims[axis] for axis in tree_input.axes] for dims in places], dtype=np.int64)
-    for point, choice in zip(held, choices(root, sizes), strict=True):
+    for point, choice in zip(folds, choices(root, sizes), strict=True):
         lost = _lost(point.times, priced.kernels)
         tree = lost.get(priced.kernels[choice])
         if tree is not None:

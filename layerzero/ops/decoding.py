@@ -37,7 +37,7 @@ OPERAND_DECODING = Decoding(_KEYS, _decode_operands, _operand_numbers)
 
 
 def pages_decoding(*, queries: int, scales: int) -> Decoding:
-    """The decoding of an op over pages: pools stand behind `queries` arguments, scales from `scales` on."""
+    """The decoding of an op over pages: pools are behind `queries` arguments, scales from `scales` on."""
     pools, tables = queries, queries + 2
 
     def decode(args: Args) -> Args:

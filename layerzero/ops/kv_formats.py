@@ -191,7 +191,7 @@ def note_format(name: str, codes: Tensor, scale: Tensor | None) -> None:
 def need_format(name: str, codes: Tensor, scale: Tensor) -> None:
     """Refuse a pool that was written in another format or with scales of another granularity.
 
-    What somebody else wrote is not known, and read as it is given.
+    What other code wrote is not known, and read as it is given.
     Raises: FormatError: both formats are named.
     """
     if not _WRITTEN or not foreign.has_memory(codes):

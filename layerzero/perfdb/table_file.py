@@ -21,7 +21,7 @@ MIGRATED = "table.migrated"
 NO_MIGRATIONS: Mapping[int, Callable[[Plain], Plain]] = MappingProxyType({})
 
 
-class _FormatOnly(msgspec.Struct, frozen=True):
+class _TableFormat(msgspec.Struct, frozen=True):
     format: int
 
 
@@ -78,7 +78,7 @@ def decode_table(
     Raises: CacheCorruptionError.
     """
     try:
-        stated = decode_json(data, _FormatOnly).format
+        stated = decode_json(data, _TableFormat).format
         table = (
             decode_json(data, kind)
             if stated not in migrations

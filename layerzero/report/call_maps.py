@@ -100,7 +100,7 @@ def tables_for(hardware: Hardware, every: bool) -> list[tuple[str, ShippedTable]
     return [(names[table.content], table) for table in fitting]
 
 
-def _map_of(source: str, own: bool, rows: Iterable[Measurement], chooser: _Chooser) -> CallMap:
+def _map_of(source: str, is_own: bool, rows: Iterable[Measurement], chooser: _Chooser) -> CallMap:
     kernels, texts = TextList(), TextList()
     calls = [
         _measured_call(case, launch, timed, chooser, kernels, texts)
@@ -111,7 +111,7 @@ def _map_of(source: str, own: bool, rows: Iterable[Measurement], chooser: _Choos
     machine = f"{hardware.name}, {hardware.platform}, {hardware.threads} " + (
         "threads" if hardware.sm is None else "multiprocessors"
     )
-    return CallMap(source, machine, own, tuple(kernels), tuple(texts), tuple(calls))
+    return CallMap(source, machine, is_own, tuple(kernels), tuple(texts), tuple(calls))
 
 
 def _by_call(rows: Iterable[Measurement]) -> dict[_Key, dict[str, Measurement]]:

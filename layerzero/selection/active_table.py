@@ -55,13 +55,13 @@ class ActiveDispatchTable:
         *,
         differs: Callable[[str], str] = lambda op: "",
         original: ActiveDispatchTable | None = None,
-        left: frozenset[str] = frozenset(),
+        left_ops: frozenset[str] = frozenset(),
     ) -> None:
         self.path = path
         self.refusal = refusal
         self.table = table
         self.original = original or self
-        self._left = left
+        self._left = left_ops
         self._differs = differs
         self.identity: Hashable = (table.content, table.policy) if table is not None else refusal
         self._policy = table.policy if table is not None else ""
@@ -134,20 +134,23 @@ class ActiveDispatchTable:
         assert original.table is not None
         above = original._rules_above(policy)
         added = policy.rules if above is None else above
-        buckets, left = [], set[str]()
+        buckets, left_ops = [], set[str]()
         for bucket in original.table.buckets:
             concerned = [rule for rule in added if rule.concerns(bucket.op)]
             if any(rule.when or rule.kind is not None for rule in concerned):
-                left.add(bucket.op)
+                left_ops.add(bucket.op)
             elif above is not None and not concerned:
                 buckets.append(bucket)
             elif (decided := _decided_again(bucket, policy, kernels, options)) is not None:
                 buckets.append(decided)
         count = len(buckets)
-        log.info(SOLVED_AGAIN, path=self.path, policy=policy.digest[:12], buckets=count, left=sorted(left))
+        log.info(
+            SOLVED_AGAIN, path=self.path, policy=policy.digest[:12], buckets=count, left=sorted(left_ops)
+        )
         again = msgspec.structs.replace(original.table, policy=policy.digest, buckets=tuple(buckets))
         differs = original._differs
-        return ActiveDispatchTable(again, self.path, differs=differs, original=original, left=frozenset(left))
+        left = frozenset(left_ops)
+        return ActiveDispatchTable(again, self.path, differs=differs, original=original, left_ops=left)
 
     def _rules_above(self, policy: Policy) -> tuple[Rule, ...] | None:
         """The rules of the upper layers without which `policy` is the table's; None where it never is."""
@@ -155,8 +158,8 @@ class ActiveDispatchTable:
         if digest not in self._upper_rules:
             if len(self._upper_rules) >= _MAX_REMEMBERED:
                 self._upper_rules.clear()
-            found = (above for rest, above in _without_upper_layers(policy) if rest.digest == self._policy)
-            self._upper_rules[digest] = next(found, None)
+            layers = _without_upper_layers(policy)
+            self._upper_rules[digest] = next((up for rest, up in layers if rest.digest == self._policy), None)
         return self._upper_rules[digest]
 
     def _tree(self, place: Hashable, request: CallSpec) -> Lookup[Bucket]:

@@ -1,8 +1,8 @@
 """Values by key, of those keys that were used last: what is dropped where there is no more room.
 
 Two generations, each of half the room. What is new or used again is in the younger one; when that is full it
-becomes the older one, and what nobody has used since goes. So a key that is used at least once while half the
-room is filled stays, and a hit in the younger generation is a look-up in a plain dict that notes nothing.
+becomes the older one, and what has not been used since goes. So a key that is used at least once while half
+the room is filled stays, and a hit in the younger generation is a look-up in a plain dict that notes nothing.
 """
 
 from __future__ import annotations

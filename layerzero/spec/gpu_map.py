@@ -109,8 +109,8 @@ def gpu_map() -> GpuMap:
     Raises: ConfigurationError: the file that LAYERZERO_GPU_MAP names is no such file.
     """
     shipped = read_gpu_map(_SHIPPED)
-    own = os.environ.get(VARIABLE)
-    return read_gpu_map(own).before(shipped) if own else shipped
+    own_path = os.environ.get(VARIABLE)
+    return read_gpu_map(own_path).before(shipped) if own_path else shipped
 
 
 def read_gpu_map(path: str | os.PathLike[str]) -> GpuMap:
@@ -120,30 +120,30 @@ def read_gpu_map(path: str | os.PathLike[str]) -> GpuMap:
     """
     try:
         values = tomllib.loads(read_given(path, _MAX_BYTES).decode())
-        found = msgspec.convert(values, GpuMap)
+        overlay = msgspec.convert(values, GpuMap)
     except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
         raise ConfigurationError(f"{VARIABLE}: {path}: {error}", path=str(path)) from error
-    if found.version != FORMAT:
-        raise ConfigurationError(f"{VARIABLE}: {path}: version needs {FORMAT}, got {found.version}")
-    for row in (*found.generation, *found.family, *found.tensor_cores, *found.roof):
+    if overlay.version != FORMAT:
+        raise ConfigurationError(f"{VARIABLE}: {path}: version needs {FORMAT}, got {overlay.version}")
+    for row in (*overlay.generation, *overlay.family, *overlay.tensor_cores, *overlay.roof):
         if row.sm[0] > row.sm[1]:
             raise ConfigurationError(f"{VARIABLE}: {path}: sm needs a range in order, got {list(row.sm)}")
-    return found
+    return overlay
 
 
 @functools.lru_cache(maxsize=4096)
 def efficiency_on(kernel: str, sm: int) -> FamilyEfficiency | None:
     """What is published of a kernel on a GPU's family; None where nothing is."""
-    known = gpu_map()
-    family = row_of(known.family, sm)
-    rows = (row for row in known.efficiency if family is not None and row.family == family.name)
+    gpus = gpu_map()
+    family = row_of(gpus.family, sm)
+    rows = (row for row in gpus.efficiency if family is not None and row.family == family.name)
     return next((row for row in rows if fnmatchcase(kernel, row.kernel)), None)
 
 
 @functools.lru_cache(maxsize=1024)
 def preferred_on(op: str, sm: int) -> tuple[str, ...]:
     """The globs of the kernels that a GPU's family runs an op best with, the best first."""
-    known = gpu_map()
-    family = row_of(known.family, sm)
-    rows = (row for row in known.preferred if family is not None and row.family == family.name)
+    gpus = gpu_map()
+    family = row_of(gpus.family, sm)
+    rows = (row for row in gpus.preferred if family is not None and row.family == family.name)
     return tuple(glob for row in rows if row.op == op for glob in row.kernels)

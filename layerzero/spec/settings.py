@@ -307,8 +307,7 @@ def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:
             values[field] = _parsed(field, variables[variable], variable)
             _check_alone(field, values[field], f"{variable}: ", variable=variable)
             continue
-        names = [name.removeprefix(PREFIX) for name in (*fields, *OTHER_VARIABLES)]
-        hint = suggestion(variable.removeprefix(PREFIX), names)
+        hint = suggestion(variable[len(PREFIX) :], [n[len(PREFIX) :] for n in (*fields, *OTHER_VARIABLES)])
         if hint.startswith("did you mean"):
             raise ConfigurationError(
                 f"unknown environment variable {variable}: after {PREFIX}, {hint}", variable=variable
@@ -391,8 +390,7 @@ def _from_file(path: Path, strict: bool) -> dict[str, Any]:
         raise file.error(("version",), message, field="version")
     if version != FORMAT_VERSION:
         if strict or values.get("strict") is True:
-            message = f"version needs {FORMAT_VERSION}, got {version}"
-            raise file.error(("version",), message, field="version")
+            raise file.error(("version",), f"version needs {FORMAT_VERSION}, got {version}", field="version")
         log.warning(SETTINGS_SKIPPED, path=str(path), version=version, needs=FORMAT_VERSION)
         return {}
     file.refuse_unknown(values, FIELDS, "setting")

@@ -152,5 +152,6 @@ def test_strict_determinism_takes_products_over_codes() -> None:
     with lz.start(lz.Settings(warm="off", determinism="strict"), scoped=True):
         with lz.prefer("native.quantized_linear.codes"):
             out = lz.sync.quantized_linear(x, **weight.arguments())
-        assert lz.last_selection().kernel == "native.quantized_linear.codes"
+        selection = lz.last_selection()
+        assert selection is not None and selection.kernel == "native.quantized_linear.codes"
     torch.testing.assert_close(out, x @ weight.dequantize().t(), rtol=1e-4, atol=1e-5)

@@ -96,7 +96,7 @@ BAD: list[tuple[dict[str, Any], Reason]] = [
 )
 def test_what_does_not_fit_is_refused_by_its_reason(change: dict[str, Any], reason: Reason) -> None:
     """The error names the part; a dtype is a TypeError too, everything is a ValueError and ours."""
-    parts = {"codes": GOOD.codes, "scale": GOOD.scale, "format": "int4"} | change
+    parts: dict[str, Any] = {"codes": GOOD.codes, "scale": GOOD.scale, "format": "int4"} | change
     with pytest.raises(FormatError) as caught:
         QuantizedTensor(**parts)
     assert caught.value.reason is reason and isinstance(caught.value, ValueError | lz.LayerZeroError)
@@ -183,7 +183,7 @@ def test_numbers_are_linear_in_their_scales(seed: int, name: str, factor: float)
 def test_groups_may_change_places(seed: int, name: str) -> None:
     """Codes, scales and rows in another order of groups give the same sums but for their order."""
     generator = torch.Generator().manual_seed(seed)
-    more = {"group_size": 64} if FORMATS[name].open_groups else {}
+    more: dict[str, Any] = {"group_size": 64} if FORMATS[name].open_groups else {}
     weight = QuantizedTensor.quantize(torch.randn(5, 256, generator=generator), name, **more)
     order, size = torch.randperm(256 // weight.group_size, generator=generator), weight.group_size
     codes = weight.codes.unflatten(-1, (-1, size // 2))[:, order].flatten(-2)

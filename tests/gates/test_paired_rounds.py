@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from layerzero.gates.paired_rounds import PacedCall, PaceProcess, compare_paces
-from layerzero.gates.stages import confirmed
+from layerzero.gates.stages import confirm
 from layerzero.spec.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,7 @@ def test_a_slow_answer_is_asked_again() -> None:
             asked.append(1)
             return type("Result", (), {"answer": queue.pop(0)})()
 
-        return confirmed(once).answer  # type: ignore[arg-type]
+        return confirm(once).answer  # type: ignore[arg-type]
 
     assert measure("as fast") == "as fast" and len(asked) == 1
     assert measure("slower", "as fast") == "as fast" and len(asked) == 2

@@ -29,11 +29,11 @@ def _function(device: int, files: tuple[str, ...], name: str, shared: int, defin
     with torch.cuda.device(device):
         major, minor = torch.cuda.get_device_capability(device)
         # With an "a" come the instructions that this generation alone has.
-        made = torch.cuda._compile_kernel(
+        kernel = torch.cuda._compile_kernel(
             text + "".join(map(_source, files)), name, compute_capability=f"{major}{minor}a"
         )
-        made.set_shared_memory_config(shared)
-    return made
+        kernel.set_shared_memory_config(shared)
+    return kernel
 
 
 def function(

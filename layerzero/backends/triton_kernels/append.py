@@ -83,7 +83,7 @@ def append_kv(
 ) -> Tensor:  # fmt: skip
     """Codes of keys and values in one launch; with scales by token these are written, too."""
     token, head = (1, 2) if layout == "NHD" else (2, 1)
-    mantissa, least = _ROUNDING[k_cache.dtype]
+    mantissa, min_exponent = _ROUNDING[k_cache.dtype]
     steps = (
         *(rows.stride(axis) for rows in (k, v) for axis in (0, 1)),
         *(pool.stride(axis) for pool in (k_cache, v_cache) for axis in (0, token, head)),
@@ -95,6 +95,6 @@ def append_kv(
         ELEMENT_OF[k_cache.dtype].max_value, SMALLEST_SCALE, *steps,
         PAGE=k_cache.shape[token], WIDTH=k.shape[2], V_WIDTH=v.shape[2],
         BLOCK=triton.next_power_of_2(k.shape[2]), V_BLOCK=triton.next_power_of_2(v.shape[2]),
-        BY_TOKEN=k_scale.dim() > 1, MANTISSA=mantissa, LEAST=least, num_warps=1,
+        BY_TOKEN=k_scale.dim() > 1, MANTISSA=mantissa, LEAST=min_exponent, num_warps=1,
     )  # fmt: skip
     return slot_mapping

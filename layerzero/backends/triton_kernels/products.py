@@ -26,21 +26,21 @@ from layerzero.backends.triton_kernels.paged import processors
 from layerzero.formats.elements import table_of
 from layerzero.formats.table import Format, format_of
 
-# Four bytes hold eight codes; pairs of bytes are spread to 16-bit lanes, and a lane's four bits become the
-# last bits of a number with a known exponent, from which that number without them is taken.
+# Four bytes hold eight codes; pairs of bytes are spread to halves of a word, and a half's four bits become
+# the last bits of a number with a known exponent, from which that number without them is taken.
 _SPREAD = """
     .reg .b32 first, second, base;
     prmt.b32 first, $4, 0, 0x4140;
     prmt.b32 second, $4, 0, 0x4342;
 """
-_LANES = (("$0", "first", 0), ("$1", "second", 0), ("$2", "first", 4), ("$3", "second", 4))
+_HALVES = (("$0", "first", 0), ("$1", "second", 0), ("$2", "first", 4), ("$3", "second", 4))
 
 
 def _integers(kind: str, one: int, middle: int) -> str:
     """Codes 0 to 15 less 8; `one` is the bits of a number whose last bit counts 1, `middle` of it plus 8."""
     lines = [f"mov.b32 base, {middle | middle << 16:#x};"]
-    for out, lanes, shift in _LANES:
-        lines += [f"shr.b32 {out}, {lanes}, {shift};"]
+    for out, half, shift in _HALVES:
+        lines += [f"shr.b32 {out}, {half}, {shift};"]
         lines += [f"lop3.b32 {out}, {out}, 0x000f000f, {one | one << 16:#x}, 0xea;"]
         lines += [f"sub.rn.{kind}x2 {out}, {out}, base;"]
     return "{" + _SPREAD + "\n".join(lines) + "}"
@@ -50,11 +50,11 @@ def _e2m1(kind: str, to_exponent: int, factor: int) -> str:
     """A sign and three bits shifted to where the exponent ends, times a power of two (`factor`'s bits)."""
     magnitude = 0x7 << to_exponent
     lines = [".reg .b32 sign;", f"mov.b32 base, {factor | factor << 16:#x};"]
-    for out, lanes, shift in _LANES:
+    for out, half, shift in _HALVES:
         to_sign = 12 - shift
-        lines += [f"shl.b32 sign, {lanes}, {to_sign};", "and.b32 sign, sign, 0x80008000;"]
-        move = f"shl.b32 {out}, {lanes}, {to_exponent - shift};" if to_exponent >= shift else (
-            f"shr.b32 {out}, {lanes}, {shift - to_exponent};"
+        lines += [f"shl.b32 sign, {half}, {to_sign};", "and.b32 sign, sign, 0x80008000;"]
+        move = f"shl.b32 {out}, {half}, {to_exponent - shift};" if to_exponent >= shift else (
+            f"shr.b32 {out}, {half}, {shift - to_exponent};"
         )  # fmt: skip
         lines += [move, f"lop3.b32 {out}, {out}, {magnitude | magnitude << 16:#x}, sign, 0xea;"]
         lines += [f"mul.rn.{kind}x2 {out}, {out}, base;"]

@@ -1,6 +1,6 @@
 """Numbers of a quantized format with their scales: quantize and dequantize.
 
-A code times its scale is the number. What a format's codes and scales are stands in `layerzero.formats`; the
+A code times its scale is the number. What a format's codes and scales are is in `layerzero.formats`; the
 shape of the scales says what shares one.
 """
 
@@ -64,7 +64,7 @@ def quantize(
     Args: x (..., C), any float dtype; format is int8, fp8_e4m3, fp8_e5m2, int4, nf4, mxfp4, mxfp8 or nvfp4;
         granularity is tensor, row, group or block, the format's usual one where None; group_size is how many
         neighbours of a row share a scale, which divides C, or a block's side: None is the format's usual one,
-        0 stands where nothing is grouped. scale, in the shape and a dtype of the second result, is used as
+        0 says that nothing is grouped. scale, in the shape and a dtype of the second result, is used as
         given; None takes the largest magnitude of what shares the scale. tensor_scale, float32 (), is nvfp4's
         second level, 1 where None.
     Returns: (codes, scale): codes int8, float8 or, of four bits, uint8 (..., C / 2) with the even place in

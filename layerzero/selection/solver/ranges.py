@@ -43,18 +43,20 @@ def compile_lookup(entries: Sequence[Entry[V]]) -> Lookup[V]:
     return _compiled(list(entries), {}, axes)
 
 
-def _compiled(entries: list[Entry[V]], known: dict[str, tuple[int, int]], axes: tuple[str, ...]) -> Lookup[V]:
+def _compiled(
+    entries: list[Entry[V]], bounds: dict[str, tuple[int, int]], axes: tuple[str, ...]
+) -> Lookup[V]:
     """The comparisons that are left where sizes are `known` to lie within ranges."""
     if len(entries) == 1:
-        return _leaf(entries[0], known)
+        return _leaf(entries[0], bounds)
     axis, at = _best_cut(entries, axes)
     low: list[Entry[V]] = []
     high: list[Entry[V]] = []
     for entry in entries:
         (low if entry.ranges[axis][1] <= at else high).append(entry)
-    first, last = known.get(axis, _ALL)
-    below = _compiled(low, {**known, axis: (first, at)}, axes)
-    above = _compiled(high, {**known, axis: (at + 1, last)}, axes)
+    first, last = bounds.get(axis, _ALL)
+    below = _compiled(low, {**bounds, axis: (first, at)}, axes)
+    above = _compiled(high, {**bounds, axis: (at + 1, last)}, axes)
 
     def compare(sizes: Mapping[str, int]) -> V | None:
         return below(sizes) if sizes[axis] <= at else above(sizes)
@@ -65,16 +67,16 @@ def _compiled(entries: list[Entry[V]], known: dict[str, tuple[int, int]], axes: 
 _ALL = (-(1 << 62), 1 << 62)
 
 
-def _leaf(entry: Entry[V], known: Mapping[str, tuple[int, int]]) -> Lookup[V]:
+def _leaf(entry: Entry[V], bounds: Mapping[str, tuple[int, int]]) -> Lookup[V]:
     """The entry's value, once what the way to it has not compared holds."""
-    value, left = entry.value, []
+    value, open_checks = entry.value, []
     for axis, (first, last) in sorted(entry.ranges.items()):
-        from_, to = known.get(axis, _ALL)
+        from_, to = bounds.get(axis, _ALL)
         if from_ < first or to > last:
-            left.append((axis, first, last))
-    if not left:
+            open_checks.append((axis, first, last))
+    if not open_checks:
         return lambda sizes: value
-    checks = tuple(left)
+    checks = tuple(open_checks)
 
     def check(sizes: Mapping[str, int]) -> V | None:
         for axis, first, last in checks:
@@ -87,17 +89,17 @@ def _leaf(entry: Entry[V], known: Mapping[str, tuple[int, int]]) -> Lookup[V]:
 
 def _best_cut(entries: Sequence[Entry[V]], axes: Sequence[str]) -> tuple[str, int]:
     """The axis and the size up to which half of the entries lie, as nearly as a clean cut allows."""
-    half, found = len(entries) / 2, None
+    half, best_cut = len(entries) / 2, None
     for axis in axes:
         ordered = sorted(entry.ranges[axis] for entry in entries)
         end = ordered[0][1]
         for count, (first, last) in enumerate(ordered[1:], 1):
             if first > end:
                 apart = abs(count - half)
-                if found is None or apart < found[0]:
-                    found = (apart, axis, end)
+                if best_cut is None or apart < best_cut[0]:
+                    best_cut = (apart, axis, end)
             end = max(end, last)
-    if found is None:
+    if best_cut is None:
         overlapping = "; ".join(str(dict(entry.ranges)) for entry in entries[:2])
-        raise ValueError(f"ranges need to be told apart by one size, got {overlapping}")
-    return found[1], found[2]
+        raise ValueError(f"ranges need to differ in one size, got {overlapping}")
+    return best_cut[1], best_cut[2]

@@ -73,7 +73,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class TreeSplit:
     """A split that could be made: by how much it lowers the score of its node, and where it is."""
 
     change: float
@@ -91,7 +91,7 @@ class Fitted:
     held_out_fixed_loss: float
 
 
-def best_split(sizes: Whole, losses: Floats) -> Split | None:
+def best_split(sizes: Whole, losses: Floats) -> TreeSplit | None:
     """The split that lowers a node's score most; None where all sizes are equal. Both sides hold a sample.
 
     The score is the loss of the best single kernel, and how far the losses are from their mean: a split after
@@ -101,7 +101,7 @@ def best_split(sizes: Whole, losses: Floats) -> Split | None:
     near = np.minimum(losses, _NEAR)
     count, total, near_total = len(sizes), losses.sum(axis=0), near.sum(axis=0)
     before = total.min() - float((near_total**2).sum()) / count
-    found: Split | None = None
+    widest: TreeSplit | None = None
     for axis in range(sizes.shape[1]):
         order = np.argsort(sizes[:, axis], kind="stable")
         column = sizes[order, axis]
@@ -114,14 +114,14 @@ def best_split(sizes: Whole, losses: Floats) -> Split | None:
         change = low.min(axis=1) + (total - low).min(axis=1) - explained.sum(axis=1) - before
         alike = np.flatnonzero(change <= change.min() + _ROUNDING * count)
         middle = alike[np.argmin(np.abs(ends[alike] + 1 - count / 2))]
-        if found is None or change[middle] < found.change:
-            found = Split(float(change[middle]), axis, int(column[ends[middle]]))
-    return found
+        if widest is None or change[middle] < widest.change:
+            widest = TreeSplit(float(change[middle]), axis, int(column[ends[middle]]))
+    return widest
 
 
 def grow(sizes: Whole, losses: Floats, leaves: int) -> tuple[Node, list[Node]]:
     """A tree of at most `leaves` leaves, and its inner nodes in the order in which they were split."""
-    waiting: list[tuple[float, int, Node, Whole, Split]] = []
+    waiting: list[tuple[float, int, Node, Whole, TreeSplit]] = []
     done: list[Node] = []
 
     def leaf(rows: Whole) -> Node:
@@ -185,8 +185,8 @@ def fit(samples: Samples, *, folds: int = FOLDS, max_leaves: int = MAX_LEAVES) -
     held_out = np.concatenate(lost)
     means = held_out.mean(axis=0)
     best = int(np.argmin(means))
-    more = held_out - held_out[:, [best]]
-    errors = more.std(axis=0) / math.sqrt(len(held_out))
+    extra_loss = held_out - held_out[:, [best]]
+    errors = extra_loss.std(axis=0) / math.sqrt(len(held_out))
     size = int(np.argmax(means - means[best] <= _STANDARD_ERRORS * errors))
     root, done = grow(samples.sizes, losses, ladder[size])
     return Fitted(root, len(done) + 1, float(means[size]), float(means[0]))
@@ -201,22 +201,24 @@ def _ladder(max_leaves: int) -> list[int]:
     return [size for size in sizes if size <= max_leaves]
 
 
-def _held_out_losses(sizes: Whole, losses: Floats, held: NDArray[np.bool_], ladder: Sequence[int]) -> Floats:
+def _held_out_losses(
+    sizes: Whole, losses: Floats, fold_mask: NDArray[np.bool_], ladder: Sequence[int]
+) -> Floats:
     """The loss at each held-out sample (samples, trees) of the tree of each size: one tree, by its splits."""
-    root, done = grow(sizes[~held], losses[~held], ladder[-1])
-    inner, outer = sizes[held], losses[held]
+    root, done = grow(sizes[~fold_mask], losses[~fold_mask], ladder[-1])
+    inner, outer = sizes[fold_mask], losses[fold_mask]
     rows_of: dict[int, Whole] = {id(root): np.arange(len(inner))}
     current = outer[:, root.choice].copy()
-    columns, made = [], 1
+    columns, leaf_count = [], 1
     for size in ladder:
-        for node in done[made - 1 : size - 1]:
+        for node in done[leaf_count - 1 : size - 1]:
             rows = rows_of.pop(id(node))
             assert node.low is not None and node.high is not None
             below = inner[rows, node.axis] <= node.at
             for side, part in ((node.low, rows[below]), (node.high, rows[~below])):
                 rows_of[id(side)] = part
                 current[part] = outer[part, side.choice]
-        made = max(made, size)
+        leaf_count = max(leaf_count, size)
         columns.append(current.copy())
     return np.stack(columns, axis=1)
 

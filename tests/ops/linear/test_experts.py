@@ -87,7 +87,11 @@ def test_quantized_experts_are_those_of_their_numbers(name: str) -> None:
     x, logits, w_up, w_down = made(width=128, hidden=128)
     up, down = (QuantizedTensor.quantize(w, name) for w in (w_up, w_down))
     experts, scores = lz.sync.select_experts(logits, top_k=2)
-    parts = {"up_tensor_scale": up.tensor_scale, "down_tensor_scale": down.tensor_scale, "format": name}
+    parts: dict[str, Any] = {
+        "up_tensor_scale": up.tensor_scale,
+        "down_tensor_scale": down.tensor_scale,
+        "format": name,
+    }
     for weighed in ("outputs", "inputs"):
         got = lz.sync.fused_experts(x, experts, scores, up.codes, down.codes, up.scale, down.scale, **parts,
                                     weighed=weighed)  # fmt: skip
