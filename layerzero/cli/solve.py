@@ -73,7 +73,7 @@ def solve(
         except LayerZeroError as error:
             raise click.UsageError(str(error)) from error
     wins = Counter((bucket.op, bucket.kernel) for bucket in table.buckets)
-    rows = [{"op": op, "kernel": kernel, "buckets": count} for (op, kernel), count in wins.items()]
+    winners = [{"op": op, "kernel": kernel, "buckets": count} for (op, kernel), count in wins.items()]
     lines = [(op, kernel, str(count)) for (op, kernel), count in sorted(wins.items())]
     losses = [
         (
@@ -85,7 +85,7 @@ def solve(
         for op, losses in sorted(table.held_out.items())
     ]
     held_out = msgspec.to_builtins(table.held_out)
-    plain = {"path": path, "buckets": len(table.buckets), "content": table.content, "taken": rows}
+    plain = {"path": path, "buckets": len(table.buckets), "content": table.content, "taken": winners}
     parts: list[str | output.Table] = [
         output.Table(f"{len(table.buckets)} ranges in {path}", ("op", "kernel", "ranges"), lines)
     ]
