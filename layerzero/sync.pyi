@@ -580,7 +580,7 @@ def quantize(
     Args: x (..., C), any float dtype; format is int8, fp8_e4m3, fp8_e5m2, int4, nf4, mxfp4, mxfp8 or nvfp4;
         granularity is tensor, row, group or block, the format's usual one where None; group_size is how many
         neighbours of a row share a scale, which divides C, or a block's side: None is the format's usual one,
-        0 stands where nothing is grouped. scale, in the shape and a dtype of the second result, is used as
+        0 says that nothing is grouped. scale, in the shape and a dtype of the second result, is used as
         given; None takes the largest magnitude of what shares the scale. tensor_scale, float32 (), is nvfp4's
         second level, 1 where None.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.

@@ -145,7 +145,7 @@ class DeviceArena:
 
     def after_reply(self) -> None:
         """This stream waits for what was answered."""
-        self.answered.wait()
+        self.answered.wait()  # pyright: ignore[reportCallIssue]
 
     def after_read(self) -> None:
         """The next call waits until this one's outputs have been read, on whatever stream."""
@@ -157,7 +157,7 @@ class DeviceArena:
 
     def before_reply(self) -> None:
         """On the worker: the caller's stream will wait for the outputs."""
-        self.answered.record()
+        self.answered.record()  # pyright: ignore[reportCallIssue]
 
 
 Arena = HostArena | DeviceArena

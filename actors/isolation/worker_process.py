@@ -248,7 +248,7 @@ class IsolatedWorker:
                 raise
         if error is not None:
             raise self._lost(life, kernel, error) from error
-        return self._need_done(reply)
+        return self._need_done(reply)  # pyright: ignore[reportPossiblyUnboundVariable]
 
     def run(self, kernel: str, frame: frames.Frame, args: Args) -> list[Tensor]:
         """Run a loaded kernel on tensors; its outputs, in memory of their own.
@@ -268,7 +268,7 @@ class IsolatedWorker:
             except BaseException:
                 self._interrupted(life)
                 raise
-        raise self._raised(reply) if error is None else self._lost(life, kernel, error) from error
+        raise self._raised(reply) if error is None else self._lost(life, kernel, error) from error  # pyright: ignore[reportPossiblyUnboundVariable]
 
     def _answered(self, life: WorkerLife, frame: frames.Frame, args: Args) -> bytes:
         """What a life says to a call, whose tensors are in shared memory by then."""

@@ -1,5 +1,8 @@
 """Whether scales and zero points fit a format: shapes and dtypes at each call, values once."""
 
+# Values whose shape the code has checked, or that a table names.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from collections.abc import Collection

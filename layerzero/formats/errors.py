@@ -19,7 +19,7 @@ class FormatError(LayerZeroError, ValueError):
 
     def __new__(cls, *args: Any, kind: type[Exception] = ValueError, **context: Any) -> FormatError:
         """A `FormatDtypeError` where the kind is TypeError."""
-        return super().__new__(FormatDtypeError if kind is TypeError else cls)
+        return super().__new__(FormatDtypeError if kind is TypeError else cls)  # pyright: ignore[reportArgumentType]
 
     def __init__(
         self, argument: str, needs: str, got: object, reason: Reason, *, kind: type[Exception] = ValueError

@@ -45,7 +45,7 @@ def main() -> None:
             )
         run(3)
         if not order["anchor"]:
-            wait_until_steady(lz, run)
+            wait_until_steady(lz, run)  # pyright: ignore[reportPossiblyUnboundVariable]
         print(json.dumps({"measures": where}), file=answers)
         for line in sys.stdin:
             begin_ns = time.perf_counter_ns()

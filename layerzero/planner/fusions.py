@@ -3,6 +3,9 @@
 A fusion is a call of one op in the place of several. Weights that the block holds may be joined for it.
 """
 
+# Values whose shape the code has checked, or that a table names.
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import itertools

@@ -284,9 +284,9 @@ class PlannedBlock:
             choices = Choices(placed, judge, can_join=_can_join(placed, bits))
             if context_snapshot(device, "", None) is state:
                 break
-        decision = self._search(placed, choices, state, saved)
+        decision = self._search(placed, choices, state, saved)  # pyright: ignore[reportPossiblyUnboundVariable]
         if making.measure and saved is None:
-            decision = self._measured(placed, choices, device, state, decision, tensors, making.measure)
+            decision = self._measured(placed, choices, device, state, decision, tensors, making.measure)  # pyright: ignore[reportPossiblyUnboundVariable]
         decisions[key] = decision._replace(is_warm=making.warm)
         while len(decisions) > MAX_DECISIONS:
             decisions.popitem(last=False)

@@ -307,7 +307,7 @@ def _torch_function(target: Any) -> Run:
     """What calls an operator of torch with the least around it."""
     space, name = target._schema.name.split("::")
     if space == "aten" and name in _FUNCTIONS:
-        for home in (torch, torch._C._nn):
+        for home in (torch, torch._C._nn):  # pyright: ignore[reportAttributeAccessIssue]
             if hasattr(home, name):
                 return getattr(home, name)  # type: ignore[no-any-return]
     return target._op  # type: ignore[no-any-return]

@@ -52,7 +52,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
     except BlockError:
         raise
     except (ValueError, TypeError) as error:
-        if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # pyright: ignore[reportAttributeAccessIssue]
             raise _not_traceable(fn, error) from error
         raise  # an argument of an op, by name
     except Exception as error:

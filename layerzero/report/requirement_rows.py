@@ -1,5 +1,8 @@
 """The rows of a ledger of requirements, out of its Markdown tables."""
 
+# Values whose shape the code has checked, or that a table names.
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import os

@@ -62,7 +62,7 @@ def compressed(layout: str, made: Any, parts: dict[str, Tensor]) -> tuple[dict[s
     compressor = BaseCompressor.load_from_registry(layout)
     state = compressor.compress({"weight": weight(), **parts}, made)
     plain = compressor.decompress(dict(state), made)["weight"]
-    return {f"{NAME}.{name}": tensor for name, tensor in state.items() if tensor is not None}, plain.float()
+    return {f"{NAME}.{name}": tensor for name, tensor in state.items() if tensor is not None}, plain.float()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -1,5 +1,8 @@
 """`lz quantize`: what it writes, what it says that costs, and what it refuses without a trace."""
 
+# Values whose shape the code has checked, or that a table names.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import importlib.util

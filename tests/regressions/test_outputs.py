@@ -81,7 +81,7 @@ def test_the_comparison_leaves_the_plan_after_a_right_run() -> None:
     again = made.launch_planned(OP, ARGS)[1].call
     made.close()
     assert first is again
-    assert first.__name__ != "compared"
+    assert first.__name__ != "compared"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError, SystemExit])

@@ -81,7 +81,7 @@ def _decode(
         shrink = tl.exp2(best - largest)
         weight = weight * shrink + tl.sum(weights, 1)
         if BY_TOKEN:
-            weights *= tl.load(v_scale_ptr + scales, mask=inside, other=0.0)[None, :]
+            weights *= tl.load(v_scale_ptr + scales, mask=inside, other=0.0)[None, :]  # pyright: ignore[reportPossiblyUnboundVariable]
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
         best = largest
     if CODES and not BY_TOKEN:

@@ -1,5 +1,8 @@
 """Keys and values in eight bits: what append writes, what attention reads, and what is refused."""
 
+# Values whose shape the code has checked, or that a table names.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import itertools
