@@ -95,6 +95,7 @@ def groups() -> tuple[Group, ...]:
         "xformers": "xformers.",
         "liger": "liger.",
         "triton": "triton.",
+        "cuda": "cuda.paged_attention or cuda.quantized_linear",
         "reference": "reference.",
         "torch_attention": "torch.attention.",
         "torch": "torch. and not torch.attention.",

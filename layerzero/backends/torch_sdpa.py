@@ -41,7 +41,7 @@ def math(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
     dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None,
     layout: str = "BHSD", return_lse: bool = False, combine_mask: bool = False, rows_nonempty: bool = False,
-    sinks: Tensor | None = None, score_mod: Any = None, block_mask: Any = None,
+    sinks: Tensor | None = None, score_mod: Any = None, block_mask: Any = None, *_: Any,
 ) -> Tensor:  # fmt: skip
     """Softmax of the whole score matrix, step by step; half precision keeps float32 in between."""
     if block_mask is not None:

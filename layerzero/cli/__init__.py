@@ -23,7 +23,7 @@ COMMANDS = {
     ),
     "compare": (
         "judging.report",
-        "Say what two reports differ in, by how much, and why: two machines, versions or policies",
+        "Say what report SECOND differs in from report FIRST, by how much, and why",
     ),
     "consistency": (
         "consistency",
@@ -33,7 +33,7 @@ COMMANDS = {
     "explain": ("explain", "Show every kernel's verdict on a call and why one is taken"),
     "gate": (
         "judging.gate",
-        "Say whether a release may go out: stages with thresholds and waivers out of RELEASE.yaml",
+        "Run the stages of RELEASE.yaml and say whether all hold, but for what its waivers excuse",
     ),
     "kernels": ("doctor", "List the kernels and the state of each on a device"),
     "perfdb": (
@@ -43,7 +43,7 @@ COMMANDS = {
     "policy": ("policy", "Work with policy files"),
     "quantize": (
         "quantize",
-        "Round the matrices of the model in FOLDER to a number format, and say what that costs by layer",
+        "Round the matrices of the model in FOLDER to a number format and write them into a new folder",
     ),
     "ready": (
         "warmup",
@@ -51,7 +51,7 @@ COMMANDS = {
     ),
     "report": (
         "judging.report",
-        "Write one HTML page about this machine: kernels by call with regret and why, batches, health, drift",
+        "Write one HTML page about this machine to PATH, complete in itself: it opens without a network",
     ),
     "solve": (
         "solve",

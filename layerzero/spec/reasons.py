@@ -254,11 +254,11 @@ class Reason(StrEnum):
         "names a kernel that does not take its call now",
     )
     REPORT_FORMAT = "REPORT_FORMAT", Category.REPORT, "is no report, or one of another format"
-    REPORT_DAMAGED = "REPORT_DAMAGED", Category.REPORT, "is cut off or was altered"
+    REPORT_DAMAGED = "REPORT_DAMAGED", Category.REPORT, "is a report that is cut off or was altered"
 
     BASELINE_DAMAGED = "BASELINE_DAMAGED", Category.GATE, "is missing, cut off or was altered"
     BASELINE_FORMAT = "BASELINE_FORMAT", Category.GATE, "is of another format"
-    BASELINE_UNTRUSTED = "BASELINE_UNTRUSTED", Category.GATE, "is not known to be the one that is wanted"
+    BASELINE_UNTRUSTED = "BASELINE_UNTRUSTED", Category.GATE, "is not known to be the baseline that is wanted"
     BASELINE_ENVIRONMENT_DIFFERS = (
         "BASELINE_ENVIRONMENT_DIFFERS",
         Category.GATE,

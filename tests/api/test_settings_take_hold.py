@@ -106,6 +106,7 @@ CASES: list[tuple[str, Case]] = [
     ("priority_aging_ms", Case(1e9, 1e-9, order, {**INLINE, "max_batch_size": 1})),
     ("check_rate", Case(0.0, 0.5, sampled)),
     ("drift_rate", Case(0.0, 0.5, sampled)),
+    ("kernel_times", Case(False, True, sampled)),
     ("output_check_s", Case(0.0, 5.0, rechecked)),
     ("memory_headroom", Case(0.0, 1.0, fitting)),
     ("workspace_limit_bytes", Case(None, 1, fitting)),

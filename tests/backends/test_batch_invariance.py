@@ -105,7 +105,8 @@ def _sequences(args: Args, rows: Sequence[int]) -> Args:
 def pieces(op: str, run: Callable[..., Any], args: Args, rows: int, each: int) -> list[tuple[Tensor, ...]]:
     """What each row of a call gets."""
     if op == "append_kv":
-        slots, (_, *pools) = args[4], cases.results(table.get(op), run, args)
+        slots, (_, *written) = args[4], cases.results(table.get(op), run, args)
+        pools = [tensor for tensor in written if tensor.dim() > 3]  # the scales of a pool are not its rows
         tokens = [pool if args[5] == "NHD" else pool.transpose(1, 2) for pool in pools]
         found = [pool.flatten(0, 1)[slots] for pool in tokens]
         return [tuple(part[row] for part in found) for row in range(rows)]

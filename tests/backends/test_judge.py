@@ -118,11 +118,15 @@ def fitting(kernel: Kernel) -> tuple[CallSpec, Hardware]:
                 dims[dim] = int(values[0])
             case Condition(dim, "%", int(value)) if dim in dims:
                 dims[dim] = -(-dims[dim] // value) * value
+    if any(text.startswith("D == Dv") for text in cap.limits):
+        dims["Dv"] = dims["D"]
     dtype = min(cap.dtypes)
     layout = min(cap.layouts) if cap.layouts else ""
+    features = frozenset({min(cap.only_with)}) if cap.only_with else frozenset[str]()
     request = CallSpec(
-        op=kernel.op, platform=platform, dtype=dtype, dtypes=(dtype,), dims=dims, layout=layout
-    )
+        op=kernel.op, platform=platform, dtype=dtype, dtypes=(dtype,), dims=dims, layout=layout,
+        features=features,
+    )  # fmt: skip
     hardware = Hardware(
         platform=platform,
         device=platform,
@@ -177,7 +181,7 @@ def _hardware_violations(cap: Capability, platform: str) -> Iterator[Broken]:
 
 
 def _operand_violations(cap: Capability, request: CallSpec) -> Iterator[Broken]:
-    odd = "float8_e5m2"
+    odd = next(dtype for dtype in ("float8_e5m2", "complex64") if dtype not in cap.dtypes)
     yield "dtypes", Reason.DTYPE_UNSUPPORTED, {"dtype": odd, "dtypes": (odd,)}
     if not cap.mixed_dtypes:
         yield "mixed_dtypes", Reason.DTYPES_MIXED, {"dtypes": (request.dtype, odd)}
@@ -198,7 +202,7 @@ def _feature_violations(cap: Capability) -> Iterator[Broken]:
     reasons.update((f"act_{name}", Reason.ACTIVATION_UNSUPPORTED) for name in ACTIVATIONS)
     reasons["unheard_of"] = Reason.FEATURE_UNSUPPORTED
     for feature in sorted(reasons.keys() - cap.features):
-        yield feature, reasons[feature], {"features": frozenset({feature})}
+        yield feature, reasons[feature], {"features": frozenset({feature, *sorted(cap.only_with)[:1]})}
     for flag, (mode, reason) in MODES.items():
         if not getattr(cap, flag):
             yield flag, reason, {"modes": frozenset({mode})}
@@ -206,7 +210,7 @@ def _feature_violations(cap: Capability) -> Iterator[Broken]:
 
 def _limit_violations(cap: Capability, request: CallSpec) -> Iterator[Broken]:
     for limit in map(parse_limit, cap.limits):
-        features = frozenset({limit.when} if limit.when else ())
+        features = frozenset({*([limit.when] if limit.when else []), *sorted(cap.only_with)[:1]})
         dims = {**request.dims, **beyond(limit.condition, request, cap)}
         yield f"{limit.dim} {limit.needs()}", limit.reason, {"dims": dims, "features": features}
 

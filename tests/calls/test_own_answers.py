@@ -297,6 +297,50 @@ CALLS: list[tuple[str, Call, Call]] = [
         {**REPAGED, "scale": 1.5},
     ),
     (
+        "paged_attention",
+        {
+            "q": draw(4, 2, 8), "k_cache": codes(4, 4, 2, 8), "v_cache": codes(4, 4, 2, 8), **PAGED,
+            "is_causal": True, "return_lse": False, "k_scale": draw(2).abs() / 64,
+            "v_scale": draw(2).abs() / 64,
+        },
+        {**REPAGED, "k_cache": codes(4, 4, 2, 8), "v_cache": codes(4, 4, 2, 8), "k_scale": draw(2).abs() / 16,
+         "v_scale": draw(2).abs() / 16},
+    ),
+    (
+        "ragged_attention",
+        {
+            "q": codes(6, 2, 8), "k": codes(6, 2, 8), "v": codes(6, 2, 8),
+            "cu_seqlens_q": torch.tensor([0, 2, 6]), "cu_seqlens_k": torch.tensor([0, 3, 6]),
+            "q_scale": draw(2).abs() / 64, "k_scale": draw(2).abs() / 64, "v_scale": draw(2).abs() / 64,
+        },
+        {
+            "q": codes(6, 2, 8), "k": codes(6, 2, 8), "v": codes(6, 2, 8),
+            "cu_seqlens_q": torch.tensor([0, 1, 6]), "cu_seqlens_k": torch.tensor([0, 5, 6]),
+            "q_scale": draw(2).abs() / 16, "k_scale": draw(2).abs() / 16, "v_scale": draw(2).abs() / 16,
+        },
+    ),
+    (
+        "attention",
+        {
+            "q": codes(1, 2, 3, 8), "k": codes(1, 2, 3, 8), "v": codes(1, 2, 3, 8),
+            "q_scale": draw(2).abs() / 64, "k_scale": draw(2).abs() / 64, "v_scale": draw(2).abs() / 64,
+        },
+        {
+            "q": codes(1, 2, 3, 8), "k": codes(1, 2, 3, 8), "v": codes(1, 2, 3, 8),
+            "q_scale": draw(2).abs() / 16, "k_scale": draw(2).abs() / 16, "v_scale": draw(2).abs() / 16,
+        },
+    ),
+    (
+        "mla_attention",
+        {
+            "q_nope": draw(4, 2, 8), "q_pe": draw(4, 2, 4), "ckv_cache": codes(4, 4, 8),
+            "kpe_cache": codes(4, 4, 4), **PAGED, "scale": 0.5, "is_causal": True, "return_lse": False,
+            "ckv_scale": draw(4, 4).abs() / 64, "kpe_scale": draw(4, 4).abs() / 64,
+        },
+        {**REPAGED, "scale": 1.5, "ckv_cache": codes(4, 4, 8), "kpe_cache": codes(4, 4, 4),
+         "ckv_scale": draw(4, 4).abs() / 16, "kpe_scale": draw(4, 4).abs() / 16},
+    ),
+    (
         "sample",
         {"logits": LOGITS, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 5, "offset": 0},
         {"temperature": 9.0, "top_k": 2, "top_p": 0.3, "seed": 6, "offset": 1},

@@ -74,4 +74,4 @@ def test_a_call_that_does_not_run_is_named() -> None:
         pytest.raises(ConfigurationError, match="calls needs calls that run") as caught,
     ):
         process.start()
-    assert words in str(caught.value) and "y" in str(caught.value).rpartition(":")[2]
+    assert words in str(caught.value) and "TypeError" in str(caught.value)

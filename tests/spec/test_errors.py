@@ -29,6 +29,7 @@ PARENTS = {
     "DeviceLostError": "LayerZeroError",
     "ConsistencyError": "LayerZeroError",
     "RuntimeClosedError": "LayerZeroError",
+    "ReportRefusedError": "LayerZeroError",
 }
 
 

@@ -25,6 +25,8 @@ KNOWN = {
     "BUNDLE_DAMAGED": Category.BUNDLE,
     "BLOCK_CYCLIC": Category.BLOCK,
     "PLAN_DAMAGED": Category.PLAN,
+    "REPORT_FORMAT": Category.REPORT,
+    "BASELINE_STALE": Category.GATE,
 }
 
 

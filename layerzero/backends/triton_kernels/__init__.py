@@ -104,7 +104,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _product(
         "triton.quantized_linear.powers_of_two", dtypes="bfloat16",
-        features=f"quant_mxfp4 quant_mxfp8 {_SCALES}",
+        features=f"quant_mxfp4 quant_mxfp8 {_SCALES}", limits=("K % 32 == 0",),
     ),
     _kernel(
         "triton.append_kv.codes", _from("append", "append_kv"), (0.05, 0.3, 22.0),
