@@ -30,9 +30,19 @@ def test_operands_may_stand_anywhere(kernel: Kernel, tmp_path: Path) -> None:
     assert (done.returncode, last) == (0, "done"), f"{last}\n{done.stderr[-3000:]}"
 
 
-def _int8(offset_rows: int = 0, offset_weight: int = 0) -> tuple[Tensor, Tensor, Tensor, None, str]:
+def _int8(offset_rows: int = 0, offset_weight: int = 0) -> tuple[Any, ...]:
     x, weight = torch.randn(3, 64).bfloat16(), torch.randint(-9, 9, (16, 64), dtype=torch.int8)
-    return at(x, offset_rows), at(weight, offset_weight), torch.ones(16, 1), None, "float"
+    return (
+        at(x, offset_rows),
+        at(weight, offset_weight),
+        torch.ones(16, 1),
+        None,
+        "float",
+        None,
+        None,
+        None,
+        0,
+    )
 
 
 @pytest.mark.parametrize(("rows", "weight"), [(1, 0), (8, 0), (0, 1), (0, 16)])

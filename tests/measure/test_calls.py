@@ -32,7 +32,7 @@ def test_a_described_call_asks_the_same(case: Case) -> None:
     before, after = op.check(args), op.check(again)
     assert after.replace(alignment=0) == before.replace(alignment=0)
     for ours, theirs in zip(args, again, strict=True):
-        if isinstance(ours, torch.Tensor) and not ours.is_floating_point() and ours.dtype != torch.bool:
+        if isinstance(ours, torch.Tensor) and ours.dtype in (torch.int32, torch.int64):
             assert torch.equal(ours, theirs)
 
 

@@ -274,7 +274,8 @@ def test_an_environment_that_cannot_serve_is_refused(place: str, tmp_path: Path)
         runtime.device().warm(["wild.rms_norm"])
         blocked = runtime.device().registry.blocked()["wild.rms_norm"]
         assert blocked.reason is Reason.WORKER_FAILED
-        assert "module specification for 'layerz" in blocked.got or "/nowhere/python" in blocked.got
+        # What is left of a longer message where folders have long names.
+        assert "exit status 1" in blocked.got or "/nowhere/python" in blocked.got
 
 
 def test_what_cannot_run_apart_is_refused_by_name() -> None:
