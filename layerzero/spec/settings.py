@@ -123,7 +123,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         max_restarts: crashes of a cluster's device within five minutes after which it stays down.
         placement_timeout_s: seconds to wait for a place in the cluster, and for a device that restarts.
     What it tells:
-        kernel_times: count calls and time by kernel; a remembered call then costs a microsecond more.
+        kernel_times: count calls and time by kernel; a remembered call then reads the clock twice.
         spans: tell OpenTelemetry's tracer of ops, batches, choices and fallbacks; needs opentelemetry-api.
         timeline: file for a Chrome trace of what ran when, for whom and why then, written when the runtime
             closes; `{pid}` and `{rank}` stand for this process's numbers. None records nothing.
