@@ -73,8 +73,8 @@ def test_samples_that_hold_nothing_are_refused() -> None:
         ([], "at least one"),
         ([Entry({"N": (1, 4)}, 1), Entry({"K": (1, 4)}, 2)], "axes"),
         ([Entry({"N": (4, 1)}, 1)], "a range"),
-        ([Entry({"N": (1, 4)}, 1), Entry({"N": (4, 8)}, 2)], "told apart"),
-        ([Entry({"N": (1, 4)}, 1), Entry({"N": (1, 4)}, 2)], "told apart"),
+        ([Entry({"N": (1, 4)}, 1), Entry({"N": (4, 8)}, 2)], "differ in one size"),
+        ([Entry({"N": (1, 4)}, 1), Entry({"N": (1, 4)}, 2)], "differ in one size"),
     ],
 )
 def test_ranges_that_are_no_tree_are_refused(entries: list[Entry[int]], says: str) -> None:
