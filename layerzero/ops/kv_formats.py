@@ -56,6 +56,13 @@ def scale_shape(shape: tuple[int, ...], heads: int | None, granularity: str) -> 
     return (shape[heads],)
 
 
+def scale_steps(scale: Tensor, token: int, head: int) -> tuple[int, int, int]:
+    """The steps of a pool's scales by page, token of a page and head; the last two are axes of the pool."""
+    if scale.dim() == 3:
+        return scale.stride(0), scale.stride(token), scale.stride(head)
+    return 0, 0, scale.stride(0) if scale.dim() else 0
+
+
 def granularity_of(scale: Tensor) -> str:
     """What shares one of the scales, by the number of their axes."""
     return GRANULARITIES[min(scale.dim(), 2)]

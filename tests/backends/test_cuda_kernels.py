@@ -12,6 +12,7 @@ from layerzero.backends import cuda_kernels, load_builtin
 from layerzero.backends.cuda_kernels import decode, products
 from layerzero.formats import QuantizedTensor
 from layerzero.ops import kv_formats, table
+from layerzero.ops.paged import splitting
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import hypothetical_gpu
 from layerzero.spec.kernel import rejections
@@ -111,13 +112,13 @@ def test_parts_fill_the_device_and_no_more() -> None:
     assert products.parts_of(128, 112, 132, is_few=True) == 2
     assert products.parts_of(32, 32, 132, is_few=False) == 4
     assert products.parts_of(224, 32, 132, is_few=False) == 1
-    assert decode.parts_of(512, 4096, 132) == 1
-    assert decode.parts_of(8, 8192, 132) == 64
-    assert decode.parts_of(8, 128, 132) == 1
+    assert splitting.parts_of(512, 4096, 132) == 1
+    assert splitting.parts_of(8, 8192, 132) == 64
+    assert splitting.parts_of(8, 128, 132) == 1
 
 
 def test_the_sources_are_in_the_package() -> None:
     """What Python names is there."""
     folder = Path(cuda_kernels.__file__).parent
-    for name in ("codes.cuh", "decode.cu", "join.cu", "products.cu", "wide_products.cu"):
+    for name in ("codes.cuh", "common.cuh", "decode.cu", "join.cu", "products.cu", "wide_products.cu"):
         assert (folder / name).stat().st_size

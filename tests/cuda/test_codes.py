@@ -17,7 +17,6 @@ from layerzero.ops.quantize.quantized_linear import quantized_linear_reference
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore"),
 ]
 HALVES = (torch.bfloat16, torch.float16)
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)

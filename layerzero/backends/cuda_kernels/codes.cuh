@@ -1,21 +1,6 @@
 // What products with codes of four bits share: loads, numbers from codes, and matrix units.
-// KIND is 0 for int4, 1 for e2m1; HALF is 1 for bfloat16 rows, 0 for float16; SCALE is 0 for float32 scales of
+// KIND is 0 for int4, 1 for e2m1; SCALE is 0 for float32 scales of
 // GROUP codes (a multiple of 128), 1 for powers of two of 32, 2 for e4m3 of 16.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
-#define FULL 0xffffffffu
-
-struct __align__(16) Four { u32 x[4]; };
-
-__device__ __forceinline__ Four load_once(const u8* from) {
-  Four f;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(f.x[0]), "=r"(f.x[1]), "=r"(f.x[2]), "=r"(f.x[3]) : "l"(from));
-  return f;
-}
 
 __device__ __forceinline__ Four load_rows(const u16* from) {
   Four f;
@@ -69,26 +54,6 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const u32 (&a)[4], u3
                "{%8,%9}, {%0,%1,%2,%3};"
                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ u16 narrow(float x) {
-  u16 out;
-#if HALF == 1
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(x));
-#else
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(x));
-#endif
-  return out;
-}
-
-__device__ __forceinline__ float wide(u16 bits) {
-#if HALF == 1
-  return __uint_as_float((u32)bits << 16);
-#else
-  float out;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
-  return out;
-#endif
 }
 
 __device__ __forceinline__ u32 twice(float x) { return (u32)narrow(x) * 0x10001u; }

@@ -39,13 +39,13 @@ def _function(device: int, files: tuple[str, ...], name: str, shared: int, defin
 def function(
     device: torch.device, files: tuple[str, ...], name: str, shared: int = 0, **defines: int | str
 ) -> Any:
-    """The function `name` of some files, with macros set, loaded on a device; compiled once a process.
+    """The function `name` of files behind common.cuh, with macros set, loaded on a device; compiled once.
 
     `shared` are its bytes of shared memory that are given at launch. Raises: RuntimeError: NVRTC refuses.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with _COMPILING:
-        return _function(index, files, name, shared, tuple(sorted(defines.items())))
+        return _function(index, ("common.cuh", *files), name, shared, tuple(sorted(defines.items())))
 
 
 @functools.cache

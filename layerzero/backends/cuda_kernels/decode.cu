@@ -4,23 +4,11 @@
 // by a power of two so that they fit. Source of the online softmax: arXiv 1805.02867; of parts: Flash-Decoding.
 //
 // HEADS query heads share a key head (at most 8), WIDTH is 128, PAGE the tokens of a page; KIND is 0 for e4m3,
-// 1 for e5m2, 2 for int8; BY_TOKEN says that scales are a token's; HALF is __half or __nv_bfloat16 by number.
+// 1 for e5m2, 2 for int8; BY_TOKEN says that scales are a token's; INDEX is the type of tables and lengths.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
 #define WARPS 4
 #define TILES (WIDTH / 8)
 #define FULL 0xffffffffu
-
-struct __align__(16) Four { u32 x, y, z, w; };
-
-__device__ __forceinline__ Four load16(const unsigned char* from) {
-  Four f;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(f.x), "=r"(f.y), "=r"(f.z), "=r"(f.w) : "l"(from));
-  return f;
-}
 
 // Two codes in the low half of `pair` as two numbers of float16.
 __device__ __forceinline__ u32 numbers(u32 pair) {
@@ -63,26 +51,6 @@ __device__ __forceinline__ float exp2_of(float x) {
   return out;
 }
 
-__device__ __forceinline__ float wide(u16 bits) {
-#if HALF == 1
-  return __uint_as_float((u32)bits << 16);
-#else
-  float out;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
-  return out;
-#endif
-}
-
-__device__ __forceinline__ u16 narrow(float x) {
-  u16 out;
-#if HALF == 1
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(x));
-#else
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(x));
-#endif
-  return out;
-}
-
 __device__ __forceinline__ float over_lanes(float x, int from, int to, bool largest) {
   #pragma unroll
   for (int distance = from; distance <= to; distance *= 2) {
@@ -98,7 +66,7 @@ struct Tile {
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(
-    const u16* q, const unsigned char* k, const unsigned char* v, const INDEX* tables, const INDEX* lens,
+    const u16* q, const u8* k, const u8* v, const INDEX* tables, const INDEX* lens,
     void* out, float* best_out, float* weight_out, const float* k_scale, const float* v_scale,
     double scale_log2, int q_row, int q_head, int k_page, int k_token, int k_head, int v_page, int v_token,
     int v_head, int tables_row, int scale_page, int scale_token, int scale_head, int parts) {
@@ -144,9 +112,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(
     for (int i = 0; i < 2; ++i) {
       const int token = min(start + g + 8 * i, last - 1);
       const i64 page = (i64)table[token / PAGE];
-      const unsigned char* row = k + page * k_page + (i64)(token % PAGE) * k_token + (i64)head * k_head;
-      tile.keys[2 * i] = load16(row + 16 * t);
-      tile.keys[2 * i + 1] = load16(row + 64 + 16 * t);
+      const u8* row = k + page * k_page + (i64)(token % PAGE) * k_token + (i64)head * k_head;
+      tile.keys[2 * i] = load_once(row + 16 * t);
+      tile.keys[2 * i + 1] = load_once(row + 64 + 16 * t);
 #if BY_TOKEN
       const i64 place = page * scale_page + (i64)(token % PAGE) * scale_token + (i64)head * scale_head;
       tile.k_scale[i] = k_scale[place];
@@ -157,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(
     for (int i = 0; i < 4; ++i) {
       const int token = min(start + 2 * t + i % 2 + i / 2 * 8, last - 1);
       const i64 page = (i64)table[token / PAGE];
-      tile.values[i] = load16(
+      tile.values[i] = load_once(
           v + page * v_page + (i64)(token % PAGE) * v_token + (i64)head * v_head + 16 * g);
     }
   };
@@ -187,12 +155,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(
       for (int j = 0; j < 4; ++j) scores[i][j] = 0.0f;
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Four &low = now.keys[half], &high = now.keys[2 + half];
-      const u32 words[2][4] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
+      const u32 (&low)[4] = now.keys[half].x, (&high)[4] = now.keys[2 + half].x;
       #pragma unroll
       for (int w = 0; w < 4; ++w)
-        multiply(scores[w % 2], numbers(words[0][w]), numbers(words[1][w]), numbers(words[0][w] >> 16),
-                 numbers(words[1][w] >> 16), queries[4 * half + w][0], queries[4 * half + w][1]);
+        multiply(scores[w % 2], numbers(low[w]), numbers(high[w]), numbers(low[w] >> 16), numbers(high[w] >> 16),
+                 queries[4 * half + w][0], queries[4 * half + w][1]);
     }
     float p[4];  // of tokens g and g + 8, heads 2t and 2t + 1 each
     float shrink[2];
@@ -232,16 +199,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(
         #pragma unroll
         for (int j = 0; j < 4; ++j) mixed[i][j] *= shrink[j % 2];
     }
-    const u32 rows[4][4] = {
-        {now.values[0].x, now.values[0].y, now.values[0].z, now.values[0].w},
-        {now.values[1].x, now.values[1].y, now.values[1].z, now.values[1].w},
-        {now.values[2].x, now.values[2].y, now.values[2].z, now.values[2].w},
-        {now.values[3].x, now.values[3].y, now.values[3].z, now.values[3].w}};
     #pragma unroll
     for (int w = 0; w < 4; ++w) {
       // The codes of two tokens beside each other, feature by feature.
-      const u32 a = __byte_perm(rows[0][w], rows[1][w], 0x5140), b = __byte_perm(rows[0][w], rows[1][w], 0x7362);
-      const u32 c = __byte_perm(rows[2][w], rows[3][w], 0x5140), d = __byte_perm(rows[2][w], rows[3][w], 0x7362);
+      const u32 a = __byte_perm(now.values[0].x[w], now.values[1].x[w], 0x5140);
+      const u32 b = __byte_perm(now.values[0].x[w], now.values[1].x[w], 0x7362);
+      const u32 c = __byte_perm(now.values[2].x[w], now.values[3].x[w], 0x5140);
+      const u32 d = __byte_perm(now.values[2].x[w], now.values[3].x[w], 0x7362);
       multiply(mixed[2 * w], numbers(a), numbers(a >> 16), numbers(c), numbers(c >> 16), p_low, p_high);
       multiply(mixed[2 * w + 1], numbers(b), numbers(b >> 16), numbers(d), numbers(d >> 16), p_low, p_high);
     }

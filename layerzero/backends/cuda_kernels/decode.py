@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.cuda_kernels.compiled import HALF, function, multiprocessors
+from layerzero.ops.kv_formats import scale_steps
+from layerzero.ops.paged.splitting import parts_of
 from layerzero.spec.call_spec import CallSpec
 
 _LOG2_E = 1.4426950408889634
@@ -18,33 +20,19 @@ _KINDS: Mapping[torch.dtype, int] = MappingProxyType(
 )
 # Four blocks keep 16 warps' loads on their way, at the price of a few registers in memory.
 _THREADS, _BLOCKS = 128, 4
-_PROGRAMS_A_PROCESSOR, _MOST_PARTS, _LEAST_PART = 4, 64, 128  # parts of a sequence, and tokens of one
 
 
 def _compiled(
     device: torch.device, group: int, page: int, codes: torch.dtype, by_token: bool, dtype: torch.dtype,
     index: torch.dtype,
-) -> Any:  # fmt: skip
-    return function(
+) -> tuple[Any, Any]:  # fmt: skip
+    """What attends, and what joins its parts."""
+    run = function(
         device, ("decode.cu",), "decode", HEADS=group, WIDTH=128, PAGE=page, KIND=_KINDS[codes],
         BY_TOKEN=int(by_token), HALF=HALF[dtype], INDEX="int" if index == torch.int32 else "long long",
         BLOCKS=_BLOCKS,
     )  # fmt: skip
-
-
-def parts_of(programs: int, most_tokens: int, processors: int) -> int:
-    """Into how many parts each sequence is cut: 1 where `programs` fill the device."""
-    parts = min(
-        _PROGRAMS_A_PROCESSOR * processors // max(programs, 1), most_tokens // _LEAST_PART, _MOST_PARTS
-    )
-    return 1 << (max(parts, 1).bit_length() - 1)
-
-
-def _steps(scale: Tensor, token: int, head: int) -> tuple[int, int, int]:
-    """The steps of a pool's scales by page, token of a page and head."""
-    if scale.dim() == 3:
-        return scale.stride(0), scale.stride(token), scale.stride(head)
-    return 0, 0, scale.stride(0) if scale.dim() else 0
+    return run, function(device, ("join.cu",), "join_parts", HALF=HALF[dtype])
 
 
 def unit(request: CallSpec) -> str:
@@ -54,6 +42,7 @@ def unit(request: CallSpec) -> str:
         request.dtype,
         codes,
         "kv_scale_per_token" in request.features,
+        "int64" in request.dtypes,
         request.dim("G"),
         request.dim("P"),
     )
@@ -98,7 +87,7 @@ def paged_attention(
         seq_lens = seq_lens.to(tables.dtype)
     if k_scale.stride() != v_scale.stride():
         k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
-    run = _compiled(
+    run, join = _compiled(
         q.device, heads // key_heads, page, k_cache.dtype, k_scale.dim() > 1, q.dtype, tables.dtype
     )
     steps = [pool.stride(axis) for pool in (k_cache, v_cache) for axis in (0, token, head)]
@@ -107,11 +96,10 @@ def paged_attention(
         args=[
             q, k_cache, v_cache, tables, seq_lens, mixed, best, weight, k_scale, v_scale,
             float((width**-0.5 if scale is None else scale) * _LOG2_E), q.stride(0), q.stride(1), *steps,
-            tables.stride(0), *_steps(k_scale, token, head), parts,
+            tables.stride(0), *scale_steps(k_scale, token, head), parts,
         ],
     )  # fmt: skip
     if parts > 1:
-        join = function(q.device, ("join.cu",), "join_parts", HALF=HALF[q.dtype])
         join(
             grid=(sequences * heads, 1, 1), block=(width, 1, 1),
             args=[mixed, best, weight, out, parts],

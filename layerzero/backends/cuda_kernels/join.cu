@@ -1,28 +1,4 @@
-// Parts of a result, put together in a fixed order. HALF is 1 for bfloat16, 0 for float16.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
-
-__device__ __forceinline__ u16 narrow(float x) {
-  u16 out;
-#if HALF == 1
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(x));
-#else
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(x));
-#endif
-  return out;
-}
-
-__device__ __forceinline__ float wide(u16 bits) {
-#if HALF == 1
-  return __uint_as_float((u32)bits << 16);
-#else
-  float out;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
-  return out;
-#endif
-}
+// Parts of a result, put together in a fixed order.
 
 // A block a row, a thread a feature: parts (row, part, feature), each beside its largest score and its weight.
 extern "C" __global__ void join_parts(

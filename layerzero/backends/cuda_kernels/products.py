@@ -22,6 +22,10 @@ _WIDE_SHARED = 3 * (2 * _WIDE_ROWS * 256 + _WIDE_THREADS * 64)
 _LEAST_CHUNKS, _LEAST_CHUNKS_OF_FEW, _BLOCKS_AT_ONCE, _LONG = 8, 48, 4, 8192
 
 
+def _adder(device: torch.device, dtype: torch.dtype) -> Any:
+    return function(device, ("join.cu",), "add_parts", HALF=HALF[dtype])
+
+
 class Cut(NamedTuple):
     """A block for few rows: tiles of 8 rows, strips of 16 columns, warps that share K, chunks on their way.
 
@@ -81,6 +85,7 @@ def compile_for(request: CallSpec) -> None:
     """Compile what a request needs."""
     device, dtype, rows = torch.device(request.device), getattr(torch, request.dtype), request.dim("N")
     form = next(name for name in _KINDS if f"quant_{name}" in request.features)
+    _adder(device, dtype)
     if rows <= _FEW_ROWS:
         _few(device, form, dtype, request.dim("S"), cut_of(rows, request.dim("K")))
         return
@@ -99,7 +104,6 @@ def steady(scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | N
 def quantized_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str, format: str | None,
     zero_point: Tensor | None, tensor_scale: Tensor | None, block_size: int,
-    cut: Cut | None = None, parts: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Rows as they are times codes; `inputs` is "float", `block_size` 0."""
     form = format_of(weight.dtype, format).name
@@ -117,10 +121,10 @@ def quantized_linear(
     flags = [int(part is not None) for part in (zero_point, tensor_scale, bias)]
     others = [or_any(part, scale) for part in (zero_point, tensor_scale, bias)]
     is_few = count <= _FEW_ROWS
-    cut = cut or cut_of(count, inner)
+    cut = cut_of(count, inner)
     columns = 16 * cut.strips if is_few else _WIDE_COLUMNS
     blocks, lines = -(-width // columns), -(-count // (8 * cut.tiles if is_few else _WIDE_ROWS))
-    parts = parts or parts_of(blocks * lines, chunks, multiprocessors(x.device), is_few)
+    parts = parts_of(blocks * lines, chunks, multiprocessors(x.device), is_few)
     out = torch.empty((count, width), dtype=x.dtype, device=x.device)
     sums = out if parts == 1 else torch.empty((parts, count, width), dtype=torch.float32, device=x.device)
     sizes, steps = [count, width, inner], [weight.stride(0), scale.stride(0)]
@@ -140,8 +144,7 @@ def quantized_linear(
             args=[image, weight, scale, *others, sums, *sizes, *steps, *flags, parts],
         )  # fmt: skip
     if parts > 1:
-        add = function(x.device, ("join.cu",), "add_parts", HALF=HALF[x.dtype])
-        add(
+        _adder(x.device, x.dtype)(
             grid=(-(-count * width // _ADD_THREADS), 1, 1), block=(_ADD_THREADS, 1, 1),
             args=[sums, others[2], out, count * width, width, flags[2], parts],
         )  # fmt: skip

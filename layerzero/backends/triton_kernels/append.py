@@ -7,22 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from layerzero.backends.triton_kernels.rows import _rounded
+from layerzero.backends.triton_kernels.rows import ROUNDING, rounded
 from layerzero.formats.rounding import SMALLEST_SCALE
-from layerzero.ops.kv_formats import ELEMENT_OF
-
-# Bits of the mantissa, and the biased float32 exponent of the smallest normal number.
-_ROUNDING: Mapping[torch.dtype, tuple[int, int]] = MappingProxyType(
-    {torch.int8: (0, 0), torch.float8_e4m3fn: (3, 127 - 6), torch.float8_e5m2: (2, 127 - 14)}
-)
+from layerzero.formats.table import format_of
+from layerzero.ops.kv_formats import scale_steps
 
 
 @triton.jit
@@ -41,7 +33,7 @@ def _append_row(
         tl.store(scale_ptr + scale_place, scale)
     else:
         scale = tl.load(scale_ptr + scale_place)
-    code = _rounded(x, scale, largest, MANTISSA, LEAST)
+    code = rounded(x, scale, largest, MANTISSA, LEAST)
     tl.store(cache_ptr + place + features, code.to(cache_ptr.dtype.element_ty), mask=inside)
 
 
@@ -70,20 +62,14 @@ def _append(
         )  # fmt: skip
 
 
-def scale_steps(scale: Tensor, token: int, head: int) -> tuple[int, int, int]:
-    """The steps of a pool's scales by page, token of a page and head; `token` and `head` are axes of both."""
-    if scale.dim() == 3:
-        return scale.stride(0), scale.stride(token), scale.stride(head)
-    return 0, 0, scale.stride(0) if scale.dim() else 0
-
-
 def append_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str,
     k_scale: Tensor, v_scale: Tensor,
 ) -> Tensor:  # fmt: skip
     """Codes of keys and values in one launch; with scales by token these are written, too."""
     token, head = (1, 2) if layout == "NHD" else (2, 1)
-    mantissa, min_exponent = _ROUNDING[k_cache.dtype]
+    form = format_of(k_cache.dtype)
+    mantissa, min_exponent = ROUNDING[form.name]
     steps = (
         *(rows.stride(axis) for rows in (k, v) for axis in (0, 1)),
         *(pool.stride(axis) for pool in (k_cache, v_cache) for axis in (0, token, head)),
@@ -92,7 +78,7 @@ def append_kv(
     )
     _append[(k.shape[0], k.shape[1], 2)](
         k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping,
-        ELEMENT_OF[k_cache.dtype].max_value, SMALLEST_SCALE, *steps,
+        form.element.max_value, SMALLEST_SCALE, *steps,
         PAGE=k_cache.shape[token], WIDTH=k.shape[2], V_WIDTH=v.shape[2],
         BLOCK=triton.next_power_of_2(k.shape[2]), V_BLOCK=triton.next_power_of_2(v.shape[2]),
         BY_TOKEN=k_scale.dim() > 1, MANTISSA=mantissa, LEAST=min_exponent, num_warps=1,

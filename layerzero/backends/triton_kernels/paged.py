@@ -20,15 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layerzero.backends.triton_kernels.append import scale_steps
+from layerzero.ops.kv_formats import scale_steps
+from layerzero.ops.paged.splitting import parts_of
 
 _LOG2_E = 1.4426950408889634
 # Tokens that a program reads at a time, its warps, and tiles on their way; then for codes of eight bits.
 _NUMBERS, _CODES = (64, 4, 3), (64, 4, 4)
 _LEAST_ROWS = 16  # of a product of matrix units: groups of fewer query heads are padded
-_PROGRAMS_A_PROCESSOR = 4
-_MOST_PARTS = 64
-_LEAST_PART = 128  # tokens, below which a second launch costs more than it wins
 
 
 @triton.jit(do_not_specialize=["tables_row"])  # a table of any width is one program
@@ -120,14 +118,6 @@ def _join(
 def processors(device: torch.device) -> int:
     """The multiprocessors of a GPU; few elsewhere, where Triton is interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-def parts_of(programs: int, most_tokens: int, processors: int) -> int:
-    """Into how many parts each sequence is cut: a power of two, 1 where `programs` fill the device."""
-    parts = min(
-        _PROGRAMS_A_PROCESSOR * processors // max(programs, 1), most_tokens // _LEAST_PART, _MOST_PARTS
-    )
-    return 1 << (max(parts, 1).bit_length() - 1)
 
 
 def paged_attention(

@@ -246,7 +246,7 @@ def splits_of(programs: int, tiles: int, processors: int) -> int:
 def quantized_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, inputs: str = "float",
     format: str | None = None, zero_point: Tensor | None = None, tensor_scale: Tensor | None = None,
-    block_size: int = 0, tiles: Tiles | None = None, splits: int | None = None,
+    block_size: int = 0,
 ) -> Tensor:  # fmt: skip
     """Rows times a quantized weight; `inputs` is "float" alone."""
     form = format_of(weight.dtype, format)
@@ -264,9 +264,9 @@ def quantized_linear(
     group, scale_row, block = _scale_layout(scale, inner, block_size)
     # float16 has not the range of a power of two in eight bits.
     folded = form.name in _FOLDED and (form.two_level or x.dtype == torch.bfloat16)
-    cut = tiles or tiles_of(count, inner, group, folded)
+    cut = tiles_of(count, inner, group, folded)
     grid = (triton.cdiv(width, cut.columns), triton.cdiv(count, cut.rows))
-    parts = splits or splits_of(grid[0] * grid[1], inner // cut.inner, processors(x.device))
+    parts = splits_of(grid[0] * grid[1], inner // cut.inner, processors(x.device))
     out = torch.empty((count, width), dtype=x.dtype, device=x.device)
     sums = out if parts == 1 else torch.empty((parts, count, width), dtype=torch.float32, device=x.device)
     _product[(*grid, parts)](

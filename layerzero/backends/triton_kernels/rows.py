@@ -65,7 +65,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float)
 
 
 @triton.jit
-def _rounded(x, scale, largest, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
+def rounded(x, scale, largest, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
     """What `x` is by `scale`, as a number of the format: clamped, halves to even."""
     code = tl.div_rn(x, scale + tl.zeros_like(x))
     code = tl.where(code != code, 0.0, code)
@@ -100,12 +100,12 @@ def _quantize(
         scale = tl.maximum(tl.div_rn(abs_max, largest), smallest)
         scale = tl.where(odd > 0, float("nan"), scale)
         tl.store(scale_ptr + program, scale)
-    code = _rounded(x, scale, largest, MANTISSA, LEAST)
+    code = rounded(x, scale, largest, MANTISSA, LEAST)
     tl.store(codes_ptr + program * width + columns, code.to(codes_ptr.dtype.element_ty), mask=inside)
 
 
 # Bits of the mantissa, and the biased float32 exponent of the smallest normal number.
-_ROUNDING = {"int8": (0, 0), "fp8_e4m3": (3, 127 - 6), "fp8_e5m2": (2, 127 - 14)}
+ROUNDING = {"int8": (0, 0), "fp8_e4m3": (3, 127 - 6), "fp8_e5m2": (2, 127 - 14)}
 
 
 def quantize(
@@ -120,7 +120,7 @@ def quantize(
         if scale is None
         else scale.float().contiguous()
     )
-    mantissa, min_exponent = _ROUNDING[form]
+    mantissa, min_exponent = ROUNDING[form]
     block = triton.next_power_of_2(width)
     _quantize[(x.numel() // width,)](
         x, codes, scales, width, FORMATS[form].element.max_value, SMALLEST_SCALE,
@@ -151,7 +151,7 @@ def _add_rms_norm_quantize(
     used = groups * GROUP < width
     tl.store(scale_ptr + program * (width // GROUP) + groups, scale, mask=used)
     spread = tl.reshape(tl.broadcast_to(scale[:, None], (GROUPS, BLOCK // GROUPS)), (BLOCK,))
-    code = _rounded(out, spread, largest, MANTISSA, LEAST)
+    code = rounded(out, spread, largest, MANTISSA, LEAST)
     tl.store(codes_ptr + row + columns, code.to(codes_ptr.dtype.element_ty), mask=inside)
 
 
@@ -173,7 +173,7 @@ def add_rms_norm_quantize(
         torch.empty_like(x),
     )
     scale = torch.empty((*x.shape[:-1], width // group), dtype=torch.float32, device=x.device)
-    mantissa, min_exponent = _ROUNDING[form]
+    mantissa, min_exponent = ROUNDING[form]
     _add_rms_norm_quantize[(x.numel() // width,)](
         x, residual, x if weight is None else weight, codes, scale, total, width, eps,
         FORMATS[form].element.max_value, SMALLEST_SCALE, HAS_WEIGHT=weight is not None,
