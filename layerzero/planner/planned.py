@@ -33,7 +33,7 @@ from layerzero.planner.timing import measure_plans
 from layerzero.planner.tracing import trace
 from layerzero.planner.values import PlacedBlock, place
 from layerzero.selection.dispatch import DispatchState, PlanTable
-from layerzero.selection.modes import CAPTURE, GRAD, REHEARSAL
+from layerzero.selection.modes import AUTOCAST, CAPTURE, GRAD, REHEARSAL
 from layerzero.spec.errors import ConfigurationError, CudaGraphUnsafeError, NoKernelFoundError
 
 MADE = "plan.made"
@@ -215,13 +215,14 @@ class PlannedBlock:
         if isinstance(self._source, Block) and kwargs:
             args, kwargs = inspect.signature(self).bind(*args, **kwargs).args, {}
         leaves: Any = args
+        spec = None
         if kwargs or not all(isinstance(value, Tensor) for value in args):
-            leaves = pytree.tree_leaves((args, kwargs))
+            leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         device = device_of(tensors)
         bits = device.mode()
         state = context_snapshot(device, "", None)
-        key = (bits, _scope_key(state), *map(_signature, leaves))
+        key = (bits, spec, _scope_key(state, device, bits), *map(_signature, leaves))
         entry = self._entries.get(key)
         # What was rehearsed holds for the capture behind it: a kernel that is loaded in between, or a policy,
         # asks for another capture.
@@ -257,6 +258,7 @@ class PlannedBlock:
             record.block, making.bits, decision.solution, record.expected_us, state.policy.digest
         )
         is_flat = not kwargs and all(isinstance(value, Tensor) for value in args)
+        is_flat = is_flat and not making.bits & AUTOCAST  # to one of several dtypes
         return _Entry(
             program, record, block.unpack or _as_written, state, decision.tables, saved,
             making.device, making.bits, is_flat,
@@ -267,7 +269,7 @@ class PlannedBlock:
         device, bits = making.device, making.bits
         state = context_snapshot(device, "", None)
         digest = digest_of(placed)
-        key = (digest, bits, self._beam, making.measure, _scope_key(state))
+        key = (digest, bits, self._beam, making.measure, _scope_key(state, device, bits))
         decisions = _DECISIONS.setdefault(device, OrderedDict())
         saved = self._saved.get((digest, bits))
         if saved is None and making.load:
@@ -369,13 +371,14 @@ def _signature(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         strides = None if leaf.is_contiguous() else leaf.stride()
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, strides
-    return leaf.__class__, leaf
+    return leaf.__class__, repr(leaf) if isinstance(leaf, float) else leaf  # a NaN equals none, -0.0 is 0.0
 
 
-def _scope_key(state: DispatchState) -> Any:
+def _scope_key(state: DispatchState, device: LocalDevice, bits: int) -> Any:
     """What tells plans of one context from those of another, beside the state of the process."""
     scope = SCOPE.get()
-    return None if scope is None else scope.policy.digest, state.agreed_terms
+    autocast = torch.get_autocast_dtype(device.device.type) if bits & AUTOCAST else None
+    return None if scope is None else scope.policy.digest, state.agreed_terms, autocast
 
 
 def device_of(tensors: list[Tensor]) -> LocalDevice:

@@ -262,3 +262,20 @@ def test_other_sizes_are_planned_when_they_come() -> None:
                 assert result["x"] is pair["x"]
                 torch.testing.assert_close(result["normed"], expected["normed"])
         assert len(planned.records) == 6
+
+
+def test_arguments_are_told_apart_by_where_they_are() -> None:
+    """Keywords and keys in another order, lists of other lengths, and minus zero mean what they say."""
+    x, y = rows(), rows(seed=3)
+    with lz.start(scoped=True):
+        planned = lz.plan(lambda x, y: x - y, x=x, y=y)
+        assert torch.equal(planned(y=y, x=x), x - y)
+        by_key = lz.plan(lambda pair: pair["x"] - pair["y"], {"x": x, "y": y})
+        assert torch.equal(by_key({"y": y, "x": x}), x - y)
+        listed = lz.plan(lambda plus, minus: sum(plus) - sum(minus), [x, y], [x])
+        assert torch.equal(listed([x], [y, x]), x - (y + x))
+        scaled = lz.plan(lambda x, factor: x.abs() * factor, x, 0.0)
+        assert torch.signbit(scaled(x, -0.0)).all()
+        for _ in range(3):
+            scaled(x, float("nan"))
+        assert len(scaled.records) == 3
