@@ -167,8 +167,8 @@ class PlannedBlock:
         if entry is None or kwargs or not entry.is_at_hand(args):
             entry, tensors = self._find(args, kwargs)
         program = entry.program
-        if program.held:
-            program.refresh_weights()
+        for held_tensor in program.held:
+            held_tensor.refresh()
         return entry.unpack(program.run(*tensors))
 
     @property
@@ -190,8 +190,8 @@ class PlannedBlock:
 
     def refresh_weights(self) -> None:
         """Join and convert weights anew; a captured graph reads them from there."""
-        for entry in self._entries.values():
-            entry.program.refresh_weights(always=True)
+        for held_tensor in {held for entry in self._entries.values() for held in entry.program.held}:
+            held_tensor.refresh(always=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write every plan that is kept: what `layerzero.load_plan` reads.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -25,19 +26,26 @@ Run = Callable[..., Any]
 
 
 class HeldTensor:
-    """What a plan made of weights ahead: joined, cast or dense."""
+    """What a plan made of weights ahead: joined, cast or dense.
+
+    torch's version counter says whether a weight has changed; those of inference mode have none.
+    """
 
     def __init__(self, sources: Sequence[Tensor], make: Callable[[], Tensor]) -> None:
         self.sources = tuple(sources)
         self._make = make
+        self._watched = [source for source in sources if not source.is_inference()]
+        self._versions = [source._version for source in self._watched]
         with torch.inference_mode(False), torch.no_grad():
             self.tensor = make()
 
-    def remake(self) -> None:
-        """Take over what the weights hold now, where it is not their memory."""
-        if self.own_bytes:
+    def refresh(self, *, always: bool = False) -> None:
+        """Take over what the weights hold now, where one has changed or `always`."""
+        versions = [source._version for source in self._watched]
+        if (always or versions != self._versions) and self.own_bytes:
             with torch.inference_mode(False), torch.no_grad():
                 self.tensor.copy_(self._make())
+        self._versions = versions
 
     @property
     def own_bytes(self) -> int:
@@ -51,7 +59,7 @@ class HeldTensors:
     """What the programs of one block made of its weights; programs that need the same share it."""
 
     def __init__(self) -> None:
-        self._by_key: dict[Any, HeldTensor] = {}
+        self._by_key: WeakValueDictionary[Any, HeldTensor] = WeakValueDictionary()
 
     def hold(self, sources: Sequence[Tensor], formats: Any, make: Callable[[], Tensor]) -> HeldTensor:
         """What `make` gives of these weights in these formats; made once."""
@@ -66,8 +74,7 @@ class HeldTensors:
 class Program:
     """The compiled steps of a plan: `run(*tensors)` gives the block's outputs as a list.
 
-    `source` is its text; `held` is what was made of weights ahead, and made anew where torch's version
-    counter says that one has changed; weights that were made in inference mode have none.
+    `source` is its text; `held` is what was made of weights ahead.
     """
 
     def __init__(
@@ -84,9 +91,6 @@ class Program:
         self.source, self._names = writer.finish()
         self.held = tuple(writer.held)
         self._plans = writer.plans
-        sources = {id(source): source for each in self.held for source in each.sources}
-        self._watched = [source for source in sources.values() if not source.is_inference()]
-        self._versions = self._read_versions()
         exec(compile(self.source, "<plan>", "exec"), self._names)
         self.run: Run = self._first_run
         self.is_for: Callable[..., bool] = _matcher([block.values[value].fake for value in block.inputs])
@@ -97,17 +101,6 @@ class Program:
         self._names.update({name: plan.call for name, plan in self._plans.items()})
         self.run = self._names["run"]
         return outputs
-
-    def _read_versions(self) -> list[int]:
-        return [source._version for source in self._watched]
-
-    def refresh_weights(self, *, always: bool = False) -> None:
-        """Make anew what was made of weights, where one has changed or `always`."""
-        versions = [source._version for source in self._watched]
-        if always or versions != self._versions:
-            for each in self.held:
-                each.remake()
-            self._versions = versions
 
 
 class _Writer:

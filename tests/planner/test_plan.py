@@ -1,5 +1,6 @@
 """Planned blocks: right numbers, chosen together, made again where what they follow from changes."""
 
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -136,6 +137,31 @@ def test_weights_that_change_are_seen() -> None:
         weights[1].mul_(2)
         for got, wanted in zip(planned(x), block(x), strict=True):
             torch.testing.assert_close(got, wanted)
+
+
+def test_a_plan_for_another_size_sees_weights_that_changed_before_it() -> None:
+    """What an earlier plan joined is joined anew where a weight has changed since; every plan sees it."""
+    first, second = weight(16, WIDTH), weight(16, WIDTH, seed=2)
+    block = two_products(first, second, None, None)
+    with lz.start(scoped=True):
+        planned = lz.plan(block, rows())
+        first.mul_(2)
+        for count in (5, 3):
+            for got, wanted in zip(planned(rows(count)), block(rows(count)), strict=True):
+                torch.testing.assert_close(got, wanted)
+
+
+def test_what_no_plan_reads_any_more_is_let_go() -> None:
+    """A weight whose memory is replaced leaves nothing behind once the plans made of it are gone."""
+    first, second = weight(16, WIDTH), weight(16, WIDTH, seed=2)
+    with lz.start(scoped=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("layerzero.planner.planned.MAX_PROGRAMS", 1)
+        planned = lz.plan(two_products(first, second, None, None), rows())
+        for count in (4, 5, 6):
+            first.data = first.clone()
+            planned(rows(count))
+        gc.collect()
+        assert len(planned._weights._by_key) == 1
 
 
 def test_weights_of_inference_mode_are_joined_anew_when_asked() -> None:
