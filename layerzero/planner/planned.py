@@ -72,7 +72,10 @@ class _Making(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A program with the state that its choices were made in, and what turns outputs into a result."""
+    """A program with the state that its choices were made in, and what turns outputs into a result.
+
+    `frozen` are the weights that wanted no gradient where one could have flowed.
+    """
 
     program: Program
     record: PlanRecord
@@ -83,6 +86,7 @@ class _Entry:
     device: LocalDevice
     bits: int
     is_flat: bool
+    frozen: tuple[Tensor, ...]
 
     def is_at_hand(self, args: tuple[Any, ...]) -> bool:
         """Whether these arguments mean this plan, outside every scope and with nothing changed; the usual
@@ -96,12 +100,19 @@ class _Entry:
                 and SCOPE.get() is None
                 and device.mode() == self.bits
                 and self.program.is_for(*args)
+                and not self.is_thawed()
             )
         except (AttributeError, TypeError):
             return False  # other arguments, or one that is no tensor
 
+    def is_thawed(self) -> bool:
+        """Whether a weight wants a gradient by now that wanted none."""
+        return any(weight.requires_grad for weight in self.frozen)
+
     def holds(self, state: DispatchState) -> bool:
-        """Whether a later state decides all of its ops alike."""
+        """Whether a later state decides all of its ops alike, for weights as they are."""
+        if self.is_thawed():
+            return False
         if state is not self.state:
             if any(state.tables.get(name) is not table for name, table in self.tables.items()):
                 return False
@@ -257,11 +268,13 @@ class PlannedBlock:
         saved = SavedPlan.of(
             record.block, making.bits, decision.solution, record.expected_us, state.policy.digest
         )
+        weights = [value.constant for value in placed.values if value.constant is not None]
+        frozen = tuple(w for w in weights if making.bits & GRAD and not w.requires_grad)
         is_flat = not kwargs and all(isinstance(value, Tensor) for value in args)
         is_flat = is_flat and not making.bits & AUTOCAST  # to one of several dtypes
         return _Entry(
             program, record, block.unpack or _as_written, state, decision.tables, saved,
-            making.device, making.bits, is_flat,
+            making.device, making.bits, is_flat, frozen,
         )  # fmt: skip
 
     def _decide(self, placed: PlacedBlock, making: _Making, tensors: list[Tensor]) -> _Decision:

@@ -241,6 +241,19 @@ def test_a_gradient_flows_into_weights_that_want_one() -> None:
         torch.testing.assert_close(got, each.grad)
 
 
+def test_a_weight_that_wants_a_gradient_later_gets_one() -> None:
+    """A plan for frozen weights is made anew once one of them requires a gradient."""
+    first, second = weight(16, WIDTH), weight(16, WIDTH, seed=2)
+    x = rows()
+    with lz.start(scoped=True):
+        planned = lz.plan(lambda x: F.linear(x, first) * 2 + F.linear(x, second), x)
+        assert step_of(planned, "linears")
+        first.requires_grad_()
+        planned(x).sum().backward()
+    assert first.grad is not None
+    torch.testing.assert_close(first.grad, 2 * x.sum(0).expand(16, -1))
+
+
 def test_a_module_and_a_graph_are_planned_like_a_function() -> None:
     """An nn.Module, a GraphModule of torch.fx and its graph give plans of the same kernels."""
 
