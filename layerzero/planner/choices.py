@@ -37,6 +37,13 @@ from layerzero.spec.errors import NoKernelFoundError
 
 # Of the formats in which fusions before an op may leave its operands, so many combinations are looked at.
 MAX_COMBINATIONS = 4
+# Operators of torch that read memory, not numbers: their operands come as they would op by op.
+_READS_MEMORY = frozenset(
+    {
+        "aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default",
+        "aten._reshape_alias.default", "aten.view.dtype", "aten.view_copy.dtype",
+    }
+)  # fmt: skip
 # What a selection may do inside a step; casts and copies are conversions between steps.
 _INSIDE = frozenset({"layout", "split"})
 
@@ -186,7 +193,8 @@ class Choices:
 
     def _add_torch(self, place: int, placed: PlacedOp) -> None:
         gives = {value: Take(output) for output, value in enumerate(placed.outputs)}
-        for formats in self._combinations(placed.reads()):
+        combinations = self._combinations(placed.reads())
+        for formats in itertools.islice(combinations, 1 if placed.written.op in _READS_MEMORY else None):
             try:
                 results = self._block.evaluate(placed, formats)
             except (RuntimeError, TypeError, ValueError):

@@ -122,6 +122,22 @@ def leaves(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
+def test_what_reads_memory_is_given_it_as_op_by_op() -> None:
+    """Strides and bits that a function asks for are those of the op's own result, not of a fused one."""
+    first, second = weight(16, WIDTH), weight(16, WIDTH, seed=2)
+
+    def block(x: Tensor) -> tuple[Tensor, ...]:
+        product = F.linear(x, first)
+        return product.as_strided((3, 8), (16, 2)), product.view(torch.int32), F.linear(x, second)
+
+    x = rows()
+    with lz.start(scoped=True), lz.prefer("*", op="linear"):
+        planned = lz.plan(block, x)
+        for got, wanted in zip(planned(x), block(x), strict=True):
+            assert got.dtype is wanted.dtype
+            torch.testing.assert_close(got.view(torch.float32), wanted.view(torch.float32))
+
+
 def test_weights_that_change_are_seen() -> None:
     """A weight that is changed in place counts from the next call, joined or not."""
     weights = [weight(16, WIDTH, seed=seed) for seed in range(3)]
