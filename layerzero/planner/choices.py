@@ -161,7 +161,7 @@ class Choices:
         fake = self._block.values[value].fake
         if after not in (self._block.dense(value, after.dtype), self._block.swapped(value, after.dtype)):
             return math.inf
-        if self._block.values[value].constant is not None and self._can_join:
+        if self._can_join and self._block.held(value) is not None:
             return 0.0
         if self._strict:
             return math.inf
@@ -350,10 +350,13 @@ class Choices:
         self._add(Choice(covers, op, full, chosen, formats, gives, cost_us, kind, within_us), produced)
         return True
 
-    def _add(self, choice: Choice, produced: Mapping[int, TensorFormat]) -> None:
+    def _add(self, choice: Choice, produced: dict[int, TensorFormat]) -> None:
         for value, form in produced.items():
             if form not in self._formats[value]:
                 self._formats[value].append(form)
+        # What it changes is as it came, and no longer what it was converted from.
+        changes = frozenset().union(*(self._block.ops[place].changes for place in choice.covers))
+        produced = produced | {value: self._formats[value][0] for value in changes}
         demands = tuple(choice.formats.items())
         self.alternatives.append(
             Alternative(

@@ -134,6 +134,7 @@ class _Writer:
             is_many = max(take.output for take in choice.gives.values()) > 0
             is_many = is_many or (not choice.kind and len(choice.gives) > 1)
         self._formats.update(produced)
+        self._converted = {key: name for key, name in self._converted.items() if key[0] not in produced}
         self._produced |= choice.gives.keys()
         targets, tail = self._targets(choice, is_many), "," if len(arguments) == 1 else ""
         operands = ", ".join(arguments)
@@ -227,24 +228,24 @@ class _Writer:
 
     def _slot(self, value: int, form: TensorFormat | None) -> str:
         """A value in a format: as it is, or converted once for all who read it so."""
-        constant = self._block.values[value].constant
-        if form is None or form == self._formats[value]:
-            return f"v{value}" if constant is None else self._constant(value, constant)
+        form = form or self._formats[value]
         name = self._converted.get((value, form))
         if name is None:
-            convert = converter(self._formats[value], form, self._block.values[value].fake)
-            if constant is None:
-                name = f"v{value}_{len(self._converted)}"
-                self._write(f"{name} = {self._name('c', convert)}(v{value})")
-            else:
-                name = self._hold([constant], form, lambda: convert(constant))
-            self._converted[value, form] = name
+            name = self._converted[value, form] = self._in_format(value, form)
         return name
 
-    def _constant(self, value: int, constant: Tensor) -> str:
-        name = self._converted.get((value, self._formats[value]))
-        if name is None:
-            name = self._converted[value, self._formats[value]] = self._name("w", constant)
+    def _in_format(self, value: int, form: TensorFormat) -> str:
+        """A name for a value in a format that it has not been read in."""
+        before, constant = self._formats[value], self._block.values[value].constant
+        if form == before:
+            return f"v{value}" if constant is None else self._name("w", constant)
+        convert = converter(before, form, self._block.values[value].fake)
+        held = self._block.held(value)
+        if held is not None:
+            return self._hold([held], form, lambda: convert(held))
+        function = self._name("c", convert)
+        name = f"v{value}_{function[1:]}"
+        self._write(f"{name} = {function}({self._slot(value, before)})")
         return name
 
     def _joined(self, leaf: Joined, choice: Choice) -> str:
