@@ -258,6 +258,9 @@ class PlannedBlock:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], making: _Making
     ) -> _Entry:
         making.device.wait_for_costs()
+        # One tensor may be two arguments, or a weight and an argument: each is another one to the plan.
+        args, kwargs = pytree.tree_map_only(Tensor, _aliased, (args, kwargs))
+        tensors = [_aliased(tensor) for tensor in tensors]
         block = self._source if isinstance(self._source, Block) else trace(self._source, args, kwargs)
         placed = place(block, tensors)
         decision = self._decide(placed, making, tensors)
@@ -378,6 +381,10 @@ def _say(record: PlanRecord) -> None:
 
 def _as_written(outputs: list[Any]) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _aliased(tensor: Tensor) -> Tensor:
+    return tensor.data.requires_grad_(tensor.requires_grad)
 
 
 def _signature(leaf: Any) -> Any:

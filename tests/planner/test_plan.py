@@ -319,6 +319,21 @@ def test_other_sizes_are_planned_when_they_come() -> None:
         assert len(planned.records) == 6
 
 
+def test_one_tensor_may_be_two_arguments() -> None:
+    """A plan that was made for one tensor in two places, or for a weight, takes others there."""
+    x, y, w = rows(), rows(seed=3), weight(16, WIDTH)
+    ops = [lz.BlockOp("normed", "add_rms_norm", lz.Edge("x"), lz.Edge("y"), w[0])]
+    written = lz.Block(("x", "y"), ops, (lz.Edge("normed"), lz.Edge("normed", 1)))
+    with lz.start(scoped=True):
+        for block in (lambda x, y: x - 2 * y, lambda x, y: lz.sync.add_rms_norm(x, y, w[0])):
+            planned = lz.plan(block, x, x)
+            torch.testing.assert_close(planned(x, y), block(x, y))
+        planned, expected = lz.plan(written, x, x), lz.sync.add_rms_norm(x, y, w[0])
+        torch.testing.assert_close(planned(x, y), expected)
+        planned = lz.plan(lambda x, other: F.linear(x, w) - F.linear(x, other), x, w)
+        torch.testing.assert_close(planned(x, w * 2), -F.linear(x, w))
+
+
 def test_arguments_are_told_apart_by_where_they_are() -> None:
     """Keywords and keys in another order, lists of other lengths, and minus zero mean what they say."""
     x, y = rows(), rows(seed=3)
