@@ -170,6 +170,10 @@ def _names(block: Block) -> str:
     return ", ".join(block.inputs)
 
 
+# The memory of all inputs: calls to come may give views of one tensor where this one gave several.
+_INPUTS = 0
+
+
 class _Placing:
     def __init__(self, block: Block, args: Sequence[Tensor]) -> None:
         self._block = block
@@ -182,7 +186,8 @@ class _Placing:
         self._readers: dict[int, set[int]] = {}
         self._writers: dict[int, set[int]] = {}
         for name, value in zip(block.inputs, args, strict=True):
-            self._by_edge[Edge(name)] = self._add(self._faked(value), memory=_storage_of(value))
+            memory = _storage_of(value) | {_INPUTS}
+            self._by_edge[Edge(name)] = self._add(self._faked(value), memory=memory)
         self._producer: dict[int, int] = {}
 
     def _faked(self, value: Tensor) -> Tensor:
@@ -190,7 +195,7 @@ class _Placing:
 
     def _add(self, fake: Tensor, constant: Tensor | None = None, memory: frozenset[int] = frozenset()) -> int:
         self._values.append(Value(fake, constant))
-        self._memory.append(memory or frozenset({len(self._values) - 1}))
+        self._memory.append(memory or frozenset({len(self._values)}))
         return len(self._values) - 1
 
     def place(self) -> PlacedBlock:
