@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from layerzero._util import log
+from layerzero._util import foreign, log
 from layerzero._util.fork_safety import renew_after_fork
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import context_runtime, context_snapshot
@@ -26,7 +26,7 @@ from layerzero.calls.scope import SCOPE
 from layerzero.planner.block import Block
 from layerzero.planner.choices import Choices, Judge
 from layerzero.planner.plan_file import SavedPlan, chosen_before, refuse_block, save_plans
-from layerzero.planner.program import HeldTensors, Program
+from layerzero.planner.program import HeldTensors, Program, run_op_by_op
 from layerzero.planner.record import PlanRecord, digest_of, make_record
 from layerzero.planner.search import BEAM, Solution, search
 from layerzero.planner.timing import measure_plans
@@ -99,6 +99,7 @@ class _Entry:
                 and device.snapshot is self.state
                 and SCOPE.get() is None
                 and device.mode() == self.bits
+                and not foreign.may_be_foreign(args[0] if args else None)
                 and self.program.is_for(*args)
                 and not self.is_thawed()
             )
@@ -176,11 +177,24 @@ class PlannedBlock:
         tensors: Sequence[Any] = args
         entry = self._last
         if entry is None or kwargs or not entry.is_at_hand(args):
+            if self._is_transformed(args, kwargs):
+                return self._run_as_written(*args, **kwargs)
             entry, tensors = self._find(args, kwargs)
         program = entry.program
         for held_tensor in program.held:
             held_tensor.refresh()
         return entry.unpack(program.run(*tensors))
+
+    def _is_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a kernel would not see what flows here: under a transform or a trace, or with tangents."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        return foreign.has_transformed(leaves) or foreign.has_tangents(leaves)
+
+    def _run_as_written(self, *args: Any, **kwargs: Any) -> Any:
+        """Each op by itself; ops answer transforms and traces."""
+        if not isinstance(self._source, Block):
+            return self._source(*args, **kwargs)
+        return _as_written(run_op_by_op(self._source, self.__signature__.bind(*args, **kwargs).args))
 
     @property
     def record(self) -> PlanRecord:

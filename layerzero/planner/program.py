@@ -14,6 +14,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import blocking
 from layerzero.ops.batching import concat_rows
 from layerzero.ops.op import Op
+from layerzero.planner.block import Block, Edge, map_tree
 from layerzero.planner.choices import Choice
 from layerzero.planner.fusions import Joined
 from layerzero.planner.search import Solution
@@ -263,6 +264,18 @@ class _Writer:
         held_tensor = self._weights.hold(sources, formats, make)
         self.held.append(held_tensor)
         return self._name("w", held_tensor.tensor)
+
+
+def run_op_by_op(block: Block, tensors: Sequence[Any]) -> list[Any]:
+    """A block's outputs without a plan: its ops in their order, each chosen as it is called."""
+    values = {Edge(name): tensor for name, tensor in zip(block.inputs, tensors, strict=True)}
+    fill: Run = lambda leaf: values[leaf] if isinstance(leaf, Edge) else leaf  # noqa: E731
+    for op in block.ops:
+        run = blocking(op.target) if op.is_ours else op.target
+        results = run(*map_tree(op.args, fill), **map_tree(op.kwargs, fill))
+        each = results if isinstance(results, tuple | list) else (results,)
+        values.update({Edge(op.name, output): result for output, result in enumerate(each)})
+    return [values[edge] for edge in block.edges_out]
 
 
 _VARIABLE = re.compile(r"\bv\d+(?:_\d+)?\b")

@@ -270,6 +270,38 @@ def test_a_weight_that_wants_a_gradient_later_gets_one() -> None:
     torch.testing.assert_close(first.grad, 2 * x.sum(0).expand(16, -1))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_transforms_and_tangents_go_through_a_planned_block() -> None:
+    """What torch transforms, traces or differentiates forwards is computed op by op, written either way."""
+    x, tangent, batch = rows(), rows(seed=3), torch.stack([rows(seed=seed) for seed in range(4)])
+    ops = [
+        lz.BlockOp("normed", "rms_norm", lz.Edge("x"), eps=0.5),
+        lz.BlockOp("out", "mul", lz.Edge("normed"), lz.Edge("x")),
+    ]
+
+    def block(x: Tensor) -> Tensor:
+        return lz.sync.rms_norm(x, eps=0.5) * x
+
+    with lz.start(scoped=True):
+        for source in (block, lz.Block(("x",), ops, ("out",))):
+            planned = lz.plan(source, x)
+            torch.testing.assert_close(planned(x), block(x))
+            for got, wanted in zip(
+                torch.func.jvp(planned, (x,), (tangent,)), torch.func.jvp(block, (x,), (tangent,)),
+                strict=True,
+            ):  # fmt: skip
+                torch.testing.assert_close(got, wanted)
+            total = torch.func.grad(lambda x, planned=planned: planned(x).sum())(x)
+            torch.testing.assert_close(total, torch.func.grad(lambda x: block(x).sum())(x))
+            torch.testing.assert_close(torch.vmap(planned)(batch), block(batch))
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(x, tangent)
+                got, wanted = (torch.autograd.forward_ad.unpack_dual(f(dual)) for f in (planned, block))
+                torch.testing.assert_close(got.tangent, wanted.tangent)
+            outer = lz.plan(lambda x, planned=planned: planned(x) + 1, x)
+            torch.testing.assert_close(outer(x), block(x) + 1)
+
+
 def test_a_module_and_a_graph_are_planned_like_a_function() -> None:
     """An nn.Module, a GraphModule of torch.fx and its graph give plans of the same kernels."""
 
