@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from layerzero._util import foreign, log
-from layerzero._util.fork_safety import renew_after_fork
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import context_runtime, context_snapshot
 from layerzero.calls.scope import SCOPE
@@ -30,7 +28,7 @@ from layerzero.planner.program import HeldTensors, Program, run_op_by_op
 from layerzero.planner.record import PlanRecord, digest_of, make_record
 from layerzero.planner.search import BEAM, Solution, search
 from layerzero.planner.timing import measure_plans
-from layerzero.planner.tracing import trace
+from layerzero.planner.tracing import TURN, trace
 from layerzero.planner.values import PlacedBlock, place
 from layerzero.selection.dispatch import DispatchState, PlanTable
 from layerzero.selection.modes import AUTOCAST, CAPTURE, GRAD, REHEARSAL
@@ -147,8 +145,6 @@ class PlannedBlock:
         self._measure = measure
         self._path = path
         self._weights = HeldTensors()
-        self.after_fork()
-        renew_after_fork(self)
         self._saved = {(plan.block, plan.modes): plan for plan in saved}
         self._entries: OrderedDict[Any, _Entry] = OrderedDict()
         self._last: _Entry | None = None
@@ -162,10 +158,6 @@ class PlannedBlock:
             functools.update_wrapper(self, source, updated=())
             called = source.forward if isinstance(source, torch.nn.Module) else source
             self.__signature__ = inspect.signature(called)
-
-    def after_fork(self) -> None:
-        """Begin with a lock that no thread holds."""
-        self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's results, by the plan for these arguments.
@@ -260,9 +252,12 @@ class PlannedBlock:
                 )
             # Timed once: a plan that is made anew in the middle of traffic is not.
             making = _Making(device, bits, warm, self._measure if entry is None else "", load)
-            with self._lock:
-                entry = self._make(args, kwargs, tensors, making)
-                self._entries[key] = entry
+            with TURN.lock:
+                known_entry = self._entries.get(key)
+                if known_entry is not entry and known_entry is not None and known_entry.holds(state):
+                    entry = known_entry  # of another thread, meanwhile
+                else:
+                    entry = self._entries[key] = self._make(args, kwargs, tensors, making)
                 while len(self._entries) > MAX_PROGRAMS:
                     self._entries.popitem(last=False)
         self._last = entry

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -268,6 +269,36 @@ def test_a_weight_that_wants_a_gradient_later_gets_one() -> None:
         planned(x).sum().backward()
     assert first.grad is not None
     torch.testing.assert_close(first.grad, 2 * x.sum(0).expand(16, -1))
+
+
+def test_threads_plan_at_once() -> None:
+    """Blocks that several threads plan are all right, each signature once, and torch is left as it was."""
+    ours = nn.Module.__call__, nn.Module.__getattr__
+    module = nn.Sequential(nn.Linear(WIDTH, 16), nn.SiLU(), nn.Linear(16, WIDTH)).requires_grad_(False)
+    start, failed = threading.Barrier(4), []
+
+    def work(planned: PlannedBlock, own: nn.Module) -> None:
+        start.wait()
+        try:
+            for count in range(2, 8):
+                torch.testing.assert_close(planned(rows(count)), module(rows(count)))
+                torch.testing.assert_close(lz.plan(own, rows(count))(rows(count)), own(rows(count)))
+        except BaseException as error:
+            failed.append(error)
+
+    with lz.start(scoped=True):
+        planned = PlannedBlock(module)
+        threads = [
+            threading.Thread(target=work, args=(planned, nn.Linear(WIDTH, 8).requires_grad_(False)))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+    assert len(planned.records) == 6
+    assert (nn.Module.__call__, nn.Module.__getattr__) == ours
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
