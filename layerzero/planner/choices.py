@@ -37,6 +37,13 @@ from layerzero.spec.errors import NoKernelFoundError
 
 # Of the formats in which fusions before an op may leave its operands, so many combinations are looked at.
 MAX_COMBINATIONS = 4
+# Operators of torch that read memory, not numbers: their operands come as they would op by op.
+_READS_MEMORY = frozenset(
+    {
+        "aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default",
+        "aten._reshape_alias.default", "aten.view.dtype", "aten.view_copy.dtype",
+    }
+)  # fmt: skip
 # What a selection may do inside a step; casts and copies are conversions between steps.
 _INSIDE = frozenset({"layout", "split"})
 
@@ -154,7 +161,7 @@ class Choices:
         fake = self._block.values[value].fake
         if after not in (self._block.dense(value, after.dtype), self._block.swapped(value, after.dtype)):
             return math.inf
-        if self._block.values[value].constant is not None and self._can_join:
+        if self._can_join and self._block.held(value) is not None:
             return 0.0
         if self._strict:
             return math.inf
@@ -186,7 +193,8 @@ class Choices:
 
     def _add_torch(self, place: int, placed: PlacedOp) -> None:
         gives = {value: Take(output) for output, value in enumerate(placed.outputs)}
-        for formats in self._combinations(placed.reads()):
+        combinations = self._combinations(placed.reads())
+        for formats in itertools.islice(combinations, 1 if placed.written.op in _READS_MEMORY else None):
             try:
                 results = self._block.evaluate(placed, formats)
             except (RuntimeError, TypeError, ValueError):
@@ -342,10 +350,13 @@ class Choices:
         self._add(Choice(covers, op, full, chosen, formats, gives, cost_us, kind, within_us), produced)
         return True
 
-    def _add(self, choice: Choice, produced: Mapping[int, TensorFormat]) -> None:
+    def _add(self, choice: Choice, produced: dict[int, TensorFormat]) -> None:
         for value, form in produced.items():
             if form not in self._formats[value]:
                 self._formats[value].append(form)
+        # What it changes is as it came, and no longer what it was converted from.
+        changes = frozenset().union(*(self._block.ops[place].changes for place in choice.covers))
+        produced = produced | {value: self._formats[value][0] for value in changes}
         demands = tuple(choice.formats.items())
         self.alternatives.append(
             Alternative(

@@ -80,7 +80,7 @@ class _Reading:
 
     def is_held(self, leaf: Any) -> bool:
         """Whether a slot is a tensor that the block holds, and that may be joined with others."""
-        return self.can_join and isinstance(leaf, Slot) and self.block.values[leaf.value].constant is not None
+        return self.can_join and isinstance(leaf, Slot) and self.block.held(leaf.value) is not None
 
     def join(self, leaves: list[Any]) -> Slot | Joined | None:
         """Weights one above the other; a single one as it is."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,22 +17,21 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from layerzero._util import log
-from layerzero._util.fork_safety import renew_after_fork
+from layerzero._util import foreign, log
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import context_runtime, context_snapshot
 from layerzero.calls.scope import SCOPE
 from layerzero.planner.block import Block
 from layerzero.planner.choices import Choices, Judge
 from layerzero.planner.plan_file import SavedPlan, chosen_before, refuse_block, save_plans
-from layerzero.planner.program import HeldTensors, Program
+from layerzero.planner.program import HeldTensors, Program, run_op_by_op
 from layerzero.planner.record import PlanRecord, digest_of, make_record
 from layerzero.planner.search import BEAM, Solution, search
 from layerzero.planner.timing import measure_plans
-from layerzero.planner.tracing import trace
+from layerzero.planner.tracing import TURN, trace
 from layerzero.planner.values import PlacedBlock, place
 from layerzero.selection.dispatch import DispatchState, PlanTable
-from layerzero.selection.modes import CAPTURE, GRAD, REHEARSAL
+from layerzero.selection.modes import AUTOCAST, CAPTURE, GRAD, REHEARSAL
 from layerzero.spec.errors import ConfigurationError, CudaGraphUnsafeError, NoKernelFoundError
 
 MADE = "plan.made"
@@ -72,7 +70,10 @@ class _Making(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A program with the state that its choices were made in, and what turns outputs into a result."""
+    """A program with the state that its choices were made in, and what turns outputs into a result.
+
+    `frozen` are the weights that wanted no gradient where one could have flowed.
+    """
 
     program: Program
     record: PlanRecord
@@ -83,6 +84,7 @@ class _Entry:
     device: LocalDevice
     bits: int
     is_flat: bool
+    frozen: tuple[Tensor, ...]
 
     def is_at_hand(self, args: tuple[Any, ...]) -> bool:
         """Whether these arguments mean this plan, outside every scope and with nothing changed; the usual
@@ -95,13 +97,21 @@ class _Entry:
                 and device.snapshot is self.state
                 and SCOPE.get() is None
                 and device.mode() == self.bits
+                and not foreign.may_be_foreign(args[0] if args else None)
                 and self.program.is_for(*args)
+                and not self.is_thawed()
             )
         except (AttributeError, TypeError):
             return False  # other arguments, or one that is no tensor
 
+    def is_thawed(self) -> bool:
+        """Whether a weight wants a gradient by now that wanted none."""
+        return any(weight.requires_grad for weight in self.frozen)
+
     def holds(self, state: DispatchState) -> bool:
-        """Whether a later state decides all of its ops alike."""
+        """Whether a later state decides all of its ops alike, for weights as they are."""
+        if self.is_thawed():
+            return False
         if state is not self.state:
             if any(state.tables.get(name) is not table for name, table in self.tables.items()):
                 return False
@@ -135,8 +145,6 @@ class PlannedBlock:
         self._measure = measure
         self._path = path
         self._weights = HeldTensors()
-        self.after_fork()
-        renew_after_fork(self)
         self._saved = {(plan.block, plan.modes): plan for plan in saved}
         self._entries: OrderedDict[Any, _Entry] = OrderedDict()
         self._last: _Entry | None = None
@@ -151,10 +159,6 @@ class PlannedBlock:
             called = source.forward if isinstance(source, torch.nn.Module) else source
             self.__signature__ = inspect.signature(called)
 
-    def after_fork(self) -> None:
-        """Begin with a lock that no thread holds."""
-        self._lock = threading.RLock()
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's results, by the plan for these arguments.
 
@@ -165,11 +169,24 @@ class PlannedBlock:
         tensors: Sequence[Any] = args
         entry = self._last
         if entry is None or kwargs or not entry.is_at_hand(args):
+            if self._is_transformed(args, kwargs):
+                return self._run_as_written(*args, **kwargs)
             entry, tensors = self._find(args, kwargs)
         program = entry.program
-        if program.held:
-            program.refresh_weights()
+        for held_tensor in program.held:
+            held_tensor.refresh()
         return entry.unpack(program.run(*tensors))
+
+    def _is_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a kernel would not see what flows here: under a transform or a trace, or with tangents."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        return foreign.has_transformed(leaves) or foreign.has_tangents(leaves)
+
+    def _run_as_written(self, *args: Any, **kwargs: Any) -> Any:
+        """Each op by itself; ops answer transforms and traces."""
+        if not isinstance(self._source, Block):
+            return self._source(*args, **kwargs)
+        return _as_written(run_op_by_op(self._source, self.__signature__.bind(*args, **kwargs).args))
 
     @property
     def record(self) -> PlanRecord:
@@ -190,8 +207,8 @@ class PlannedBlock:
 
     def refresh_weights(self) -> None:
         """Join and convert weights anew; a captured graph reads them from there."""
-        for entry in self._entries.values():
-            entry.program.refresh_weights(always=True)
+        for held_tensor in {held for entry in self._entries.values() for held in entry.program.held}:
+            held_tensor.refresh(always=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write every plan that is kept: what `layerzero.load_plan` reads.
@@ -215,13 +232,14 @@ class PlannedBlock:
         if isinstance(self._source, Block) and kwargs:
             args, kwargs = inspect.signature(self).bind(*args, **kwargs).args, {}
         leaves: Any = args
+        spec = None
         if kwargs or not all(isinstance(value, Tensor) for value in args):
-            leaves = pytree.tree_leaves((args, kwargs))
+            leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         device = device_of(tensors)
         bits = device.mode()
         state = context_snapshot(device, "", None)
-        key = (bits, _scope_key(state), *map(_signature, leaves))
+        key = (bits, spec, _scope_key(state, device, bits), *map(_signature, leaves))
         entry = self._entries.get(key)
         # What was rehearsed holds for the capture behind it: a kernel that is loaded in between, or a policy,
         # asks for another capture.
@@ -234,9 +252,12 @@ class PlannedBlock:
                 )
             # Timed once: a plan that is made anew in the middle of traffic is not.
             making = _Making(device, bits, warm, self._measure if entry is None else "", load)
-            with self._lock:
-                entry = self._make(args, kwargs, tensors, making)
-                self._entries[key] = entry
+            with TURN.lock:
+                known_entry = self._entries.get(key)
+                if known_entry is not entry and known_entry is not None and known_entry.holds(state):
+                    entry = known_entry  # of another thread, meanwhile
+                else:
+                    entry = self._entries[key] = self._make(args, kwargs, tensors, making)
                 while len(self._entries) > MAX_PROGRAMS:
                     self._entries.popitem(last=False)
         self._last = entry
@@ -246,6 +267,9 @@ class PlannedBlock:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], making: _Making
     ) -> _Entry:
         making.device.wait_for_costs()
+        # One tensor may be two arguments, or a weight and an argument: each is another one to the plan.
+        args, kwargs = pytree.tree_map_only(Tensor, _aliased, (args, kwargs))
+        tensors = [_aliased(tensor) for tensor in tensors]
         block = self._source if isinstance(self._source, Block) else trace(self._source, args, kwargs)
         placed = place(block, tensors)
         decision = self._decide(placed, making, tensors)
@@ -256,10 +280,13 @@ class PlannedBlock:
         saved = SavedPlan.of(
             record.block, making.bits, decision.solution, record.expected_us, state.policy.digest
         )
+        weights = [value.constant for value in placed.values if value.constant is not None]
+        frozen = tuple(w for w in weights if making.bits & GRAD and not w.requires_grad)
         is_flat = not kwargs and all(isinstance(value, Tensor) for value in args)
+        is_flat = is_flat and not making.bits & AUTOCAST  # to one of several dtypes
         return _Entry(
             program, record, block.unpack or _as_written, state, decision.tables, saved,
-            making.device, making.bits, is_flat,
+            making.device, making.bits, is_flat, frozen,
         )  # fmt: skip
 
     def _decide(self, placed: PlacedBlock, making: _Making, tensors: list[Tensor]) -> _Decision:
@@ -267,7 +294,7 @@ class PlannedBlock:
         device, bits = making.device, making.bits
         state = context_snapshot(device, "", None)
         digest = digest_of(placed)
-        key = (digest, bits, self._beam, making.measure, _scope_key(state))
+        key = (digest, bits, self._beam, making.measure, _scope_key(state, device, bits))
         decisions = _DECISIONS.setdefault(device, OrderedDict())
         saved = self._saved.get((digest, bits))
         if saved is None and making.load:
@@ -365,17 +392,22 @@ def _as_written(outputs: list[Any]) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
+def _aliased(tensor: Tensor) -> Tensor:
+    return tensor.data.requires_grad_(tensor.requires_grad)
+
+
 def _signature(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         strides = None if leaf.is_contiguous() else leaf.stride()
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, strides
-    return leaf.__class__, leaf
+    return leaf.__class__, repr(leaf) if isinstance(leaf, float) else leaf  # a NaN equals none, -0.0 is 0.0
 
 
-def _scope_key(state: DispatchState) -> Any:
+def _scope_key(state: DispatchState, device: LocalDevice, bits: int) -> Any:
     """What tells plans of one context from those of another, beside the state of the process."""
     scope = SCOPE.get()
-    return None if scope is None else scope.policy.digest, state.agreed_terms
+    autocast = torch.get_autocast_dtype(device.device.type) if bits & AUTOCAST else None
+    return None if scope is None else scope.policy.digest, state.agreed_terms, autocast
 
 
 def device_of(tensors: list[Tensor]) -> LocalDevice:

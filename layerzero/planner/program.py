@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import blocking
 from layerzero.ops.batching import concat_rows
 from layerzero.ops.op import Op
+from layerzero.planner.block import Block, Edge, map_tree
 from layerzero.planner.choices import Choice
 from layerzero.planner.fusions import Joined
 from layerzero.planner.search import Solution
@@ -25,19 +27,26 @@ Run = Callable[..., Any]
 
 
 class HeldTensor:
-    """What a plan made of weights ahead: joined, cast or dense."""
+    """What a plan made of weights ahead: joined, cast or dense.
+
+    torch's version counter says whether a weight has changed; those of inference mode have none.
+    """
 
     def __init__(self, sources: Sequence[Tensor], make: Callable[[], Tensor]) -> None:
         self.sources = tuple(sources)
         self._make = make
+        self._watched = [source for source in sources if not source.is_inference()]
+        self._versions = [source._version for source in self._watched]
         with torch.inference_mode(False), torch.no_grad():
             self.tensor = make()
 
-    def remake(self) -> None:
-        """Take over what the weights hold now, where it is not their memory."""
-        if self.own_bytes:
+    def refresh(self, *, always: bool = False) -> None:
+        """Take over what the weights hold now, where one has changed or `always`."""
+        versions = [source._version for source in self._watched]
+        if (always or versions != self._versions) and self.own_bytes:
             with torch.inference_mode(False), torch.no_grad():
                 self.tensor.copy_(self._make())
+        self._versions = versions
 
     @property
     def own_bytes(self) -> int:
@@ -51,7 +60,7 @@ class HeldTensors:
     """What the programs of one block made of its weights; programs that need the same share it."""
 
     def __init__(self) -> None:
-        self._by_key: dict[Any, HeldTensor] = {}
+        self._by_key: WeakValueDictionary[Any, HeldTensor] = WeakValueDictionary()
 
     def hold(self, sources: Sequence[Tensor], formats: Any, make: Callable[[], Tensor]) -> HeldTensor:
         """What `make` gives of these weights in these formats; made once."""
@@ -66,8 +75,7 @@ class HeldTensors:
 class Program:
     """The compiled steps of a plan: `run(*tensors)` gives the block's outputs as a list.
 
-    `source` is its text; `held` is what was made of weights ahead, and made anew where torch's version
-    counter says that one has changed; weights that were made in inference mode have none.
+    `source` is its text; `held` is what was made of weights ahead.
     """
 
     def __init__(
@@ -84,9 +92,6 @@ class Program:
         self.source, self._names = writer.finish()
         self.held = tuple(writer.held)
         self._plans = writer.plans
-        sources = {id(source): source for each in self.held for source in each.sources}
-        self._watched = [source for source in sources.values() if not source.is_inference()]
-        self._versions = self._read_versions()
         exec(compile(self.source, "<plan>", "exec"), self._names)
         self.run: Run = self._first_run
         self.is_for: Callable[..., bool] = _matcher([block.values[value].fake for value in block.inputs])
@@ -97,17 +102,6 @@ class Program:
         self._names.update({name: plan.call for name, plan in self._plans.items()})
         self.run = self._names["run"]
         return outputs
-
-    def _read_versions(self) -> list[int]:
-        return [source._version for source in self._watched]
-
-    def refresh_weights(self, *, always: bool = False) -> None:
-        """Make anew what was made of weights, where one has changed or `always`."""
-        versions = [source._version for source in self._watched]
-        if always or versions != self._versions:
-            for each in self.held:
-                each.remake()
-            self._versions = versions
 
 
 class _Writer:
@@ -141,6 +135,7 @@ class _Writer:
             is_many = max(take.output for take in choice.gives.values()) > 0
             is_many = is_many or (not choice.kind and len(choice.gives) > 1)
         self._formats.update(produced)
+        self._converted = {key: name for key, name in self._converted.items() if key[0] not in produced}
         self._produced |= choice.gives.keys()
         targets, tail = self._targets(choice, is_many), "," if len(arguments) == 1 else ""
         operands = ", ".join(arguments)
@@ -234,24 +229,24 @@ class _Writer:
 
     def _slot(self, value: int, form: TensorFormat | None) -> str:
         """A value in a format: as it is, or converted once for all who read it so."""
-        constant = self._block.values[value].constant
-        if form is None or form == self._formats[value]:
-            return f"v{value}" if constant is None else self._constant(value, constant)
+        form = form or self._formats[value]
         name = self._converted.get((value, form))
         if name is None:
-            convert = converter(self._formats[value], form, self._block.values[value].fake)
-            if constant is None:
-                name = f"v{value}_{len(self._converted)}"
-                self._write(f"{name} = {self._name('c', convert)}(v{value})")
-            else:
-                name = self._hold([constant], form, lambda: convert(constant))
-            self._converted[value, form] = name
+            name = self._converted[value, form] = self._in_format(value, form)
         return name
 
-    def _constant(self, value: int, constant: Tensor) -> str:
-        name = self._converted.get((value, self._formats[value]))
-        if name is None:
-            name = self._converted[value, self._formats[value]] = self._name("w", constant)
+    def _in_format(self, value: int, form: TensorFormat) -> str:
+        """A name for a value in a format that it has not been read in."""
+        before, constant = self._formats[value], self._block.values[value].constant
+        if form == before:
+            return f"v{value}" if constant is None else self._name("w", constant)
+        convert = converter(before, form, self._block.values[value].fake)
+        held = self._block.held(value)
+        if held is not None:
+            return self._hold([held], form, lambda: convert(held))
+        function = self._name("c", convert)
+        name = f"v{value}_{function[1:]}"
+        self._write(f"{name} = {function}({self._slot(value, before)})")
         return name
 
     def _joined(self, leaf: Joined, choice: Choice) -> str:
@@ -269,6 +264,18 @@ class _Writer:
         held_tensor = self._weights.hold(sources, formats, make)
         self.held.append(held_tensor)
         return self._name("w", held_tensor.tensor)
+
+
+def run_op_by_op(block: Block, tensors: Sequence[Any]) -> list[Any]:
+    """A block's outputs without a plan: its ops in their order, each chosen as it is called."""
+    values = {Edge(name): tensor for name, tensor in zip(block.inputs, tensors, strict=True)}
+    fill: Run = lambda leaf: values[leaf] if isinstance(leaf, Edge) else leaf  # noqa: E731
+    for op in block.ops:
+        run = blocking(op.target) if op.is_ours else op.target
+        results = run(*map_tree(op.args, fill), **map_tree(op.kwargs, fill))
+        each = results if isinstance(results, tuple | list) else (results,)
+        values.update({Edge(op.name, output): result for output, result in enumerate(each)})
+    return [values[edge] for edge in block.edges_out]
 
 
 _VARIABLE = re.compile(r"\bv\d+(?:_\d+)?\b")

@@ -93,6 +93,7 @@ def make_record(
         choice: Choice = alternative.payload
         read(choice.formats)
         formats.update(dict(alternative.produces))
+        converted = {pair for pair in converted if pair[0] not in dict(alternative.produces)}
         within_us += choice.within_us
         steps.append(_step(block, choice))
     read({value: format_of(block.values[value].fake) for value in block.outputs})

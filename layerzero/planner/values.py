@@ -42,7 +42,8 @@ class Value(NamedTuple):
 class PlacedOp:
     """One op with its arguments: `args` and `kwargs` as written, `full` as kernels take them, if it is ours.
 
-    `outputs` are its values; `after` are the ops that have to run before it.
+    `outputs` are its values; `after` are the ops that have to run before it; `changes` are the values whose
+    memory it may write.
     """
 
     written: BlockOp
@@ -51,6 +52,7 @@ class PlacedOp:
     full: Args | None
     outputs: tuple[int, ...]
     after: frozenset[int]
+    changes: frozenset[int]
 
     @property
     def op(self) -> Op | None:
@@ -64,12 +66,16 @@ class PlacedOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedBlock:
-    """Ops and values by number; `inputs` and `outputs` are values; values behind `inputs` are constants."""
+    """Ops and values by number; `inputs` and `outputs` are values; values behind `inputs` are constants.
+
+    `changed` are the values that some op changes.
+    """
 
     ops: tuple[PlacedOp, ...]
     values: tuple[Value, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    changed: frozenset[int]
     mode: FakeTensorMode
     _laid_out: dict[tuple[int, TensorFormat], Tensor] = field(default_factory=dict)
 
@@ -85,6 +91,10 @@ class PlacedBlock:
                 other = torch.empty_strided(plain.shape, form.strides, dtype=dtype, device=plain.device)
             self._laid_out[value, form] = other.requires_grad_(plain.requires_grad)
         return other
+
+    def held(self, value: int) -> Tensor | None:
+        """A tensor that the block holds and no op of it changes, so that it may be converted ahead."""
+        return None if value in self.changed else self.values[value].constant
 
     def dense(self, value: int, dtype: str) -> TensorFormat:
         """A value's format where it is dense."""
@@ -160,6 +170,10 @@ def _names(block: Block) -> str:
     return ", ".join(block.inputs)
 
 
+# The memory of all inputs: calls to come may give views of one tensor where this one gave several.
+_INPUTS = 0
+
+
 class _Placing:
     def __init__(self, block: Block, args: Sequence[Tensor]) -> None:
         self._block = block
@@ -172,7 +186,8 @@ class _Placing:
         self._readers: dict[int, set[int]] = {}
         self._writers: dict[int, set[int]] = {}
         for name, value in zip(block.inputs, args, strict=True):
-            self._by_edge[Edge(name)] = self._add(self._faked(value), memory=_storage_of(value))
+            memory = _storage_of(value) | {_INPUTS}
+            self._by_edge[Edge(name)] = self._add(self._faked(value), memory=memory)
         self._producer: dict[int, int] = {}
 
     def _faked(self, value: Tensor) -> Tensor:
@@ -180,7 +195,7 @@ class _Placing:
 
     def _add(self, fake: Tensor, constant: Tensor | None = None, memory: frozenset[int] = frozenset()) -> int:
         self._values.append(Value(fake, constant))
-        self._memory.append(memory or frozenset({len(self._values) - 1}))
+        self._memory.append(memory or frozenset({len(self._values)}))
         return len(self._values) - 1
 
     def place(self) -> PlacedBlock:
@@ -188,7 +203,8 @@ class _Placing:
         ops = tuple(self._place(position, op) for position, op in enumerate(self._block.ops))
         outputs = tuple(self._value_of(edge, "outputs") for edge in self._block.edges_out)
         inputs = tuple(self._by_edge[Edge(name)] for name in self._block.inputs)
-        return PlacedBlock(ops, tuple(self._values), inputs, outputs, self._mode)
+        changed = frozenset().union(*(op.changes for op in ops))
+        return PlacedBlock(ops, tuple(self._values), inputs, outputs, changed, self._mode)
 
     def _value_of(self, edge: Edge, reader: str) -> int:
         value = self._by_edge.get(edge)
@@ -224,7 +240,7 @@ class _Placing:
         except (ValueError, TypeError, RuntimeError) as error:
             error.add_note(f"in op {op.name!r} ({op.op}) of the block")
             raise
-        after = self._waits(position, op, full, tuple(fakes))
+        after, changes = self._waits(position, op, full, tuple(fakes))
         memory = frozenset().union(*(self._memory[slot] for slot in fakes)) if not op.is_ours else frozenset()
         outputs = []
         for output, result in enumerate(results):
@@ -233,7 +249,7 @@ class _Placing:
                 self._by_edge[Edge(op.name, output)] = value
                 self._producer[value] = position
                 outputs.append(value)
-        return PlacedOp(op, args, kwargs, full, tuple(outputs), after)
+        return PlacedOp(op, args, kwargs, full, tuple(outputs), after, changes)
 
     def _full(self, op: BlockOp, args: Any, kwargs: Any, fakes: dict[int, Tensor]) -> Args | None:
         """The op's full arguments with slots, as `build` gives them; None for an operator of torch."""
@@ -243,8 +259,12 @@ class _Placing:
         slot_of = {id(fake): Slot(slot) for slot, fake in fakes.items()}
         return tuple(slot_of.get(id(value), value) for value in op.target.build(*args, **op_args)[1])
 
-    def _waits(self, position: int, op: BlockOp, full: Args | None, reads: tuple[int, ...]) -> frozenset[int]:
-        """The ops before this one: those whose results it reads, and those that memory makes it wait for."""
+    def _waits(
+        self, position: int, op: BlockOp, full: Args | None, reads: tuple[int, ...]
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """The ops before this one, those whose results it reads and those that memory makes it wait for; and
+        the values that it may change.
+        """
         after = {self._producer[value] for value in reads if value in self._producer}
         written: set[int] = set()
         if full is not None:
@@ -257,7 +277,8 @@ class _Placing:
                 after |= self._readers.get(memory, set())
                 self._writers.setdefault(memory, set()).add(position)
             self._readers.setdefault(memory, set()).add(position)
-        return frozenset(after - {position})
+        changes = frozenset(value for value, memory in enumerate(self._memory) if memory & written)
+        return frozenset(after - {position}), changes
 
 
 def _storage_of(tensor: Tensor) -> frozenset[int]:

@@ -144,6 +144,36 @@ def test_an_operand_is_made_dense_once_for_all_that_need_it(opened: Callable[...
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_is_converted_before_a_write_is_converted_again_behind_it(
+    opened: Callable[..., Runtime], is_held: bool
+) -> None:
+    """A pool that is read dense is made dense anew once it is written, held by the block or given to it."""
+    opened(
+        [kernel("any.append_kv"), kernel("dense.rms_norm", launch_us=1.0, contiguous=True),
+         kernel("any.rms_norm", launch_us=90.0)]
+    )  # fmt: skip
+    whole = torch.rand(2, 16, 2, 32) + 1
+    pool, values = whole[..., :16], torch.zeros(2, 16, 2, 16)
+    keys, slots = torch.zeros(3, 2, 16), torch.arange(3)
+
+    def block(keys: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        k_cache = given[0] if given else pool
+        before = lz.sync.rms_norm(k_cache)
+        lz.sync.append_kv(keys, keys, k_cache, values, slots)
+        return before, lz.sync.rms_norm(k_cache)
+
+    args = (keys,) if is_held else (keys, pool)
+    start = whole.clone()
+    planned = lz.plan(block, *args)
+    assert kernels_of(planned).count("dense.rms_norm") == 2
+    assert len(planned.record.conversions) == 2
+    result = planned(*args)
+    whole.copy_(start)
+    for got, wanted in zip(result, block(*args), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 def test_strict_mode_converts_nothing(opened: Callable[..., Runtime]) -> None:
     """Under strict no value is copied or cast for a kernel, whatever it would gain."""
     opened(

@@ -146,3 +146,21 @@ def test_who_reads_a_pool_waits_for_who_writes_it() -> None:
     assert names.index("mul") in placed.ops[write].after
     assert "paged_attention" in readers
     assert any(name.startswith("slice") for name in readers)
+
+
+def test_inputs_may_be_views_of_one_tensor() -> None:
+    """A sum of inputs stays before a write into another input: the next call may give a view of that."""
+    keys, slots = torch.zeros(3, 2, 16), torch.arange(3)
+
+    def block(pool: Tensor, values: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        total = x + y
+        lz.sync.append_kv(keys, keys, pool, values, slots)
+        return lz.sync.rms_norm(total)
+
+    pool, values, other = (torch.rand(2, 16, 2, 16) for _ in range(3))
+    start = pool.clone()
+    with lz.start(scoped=True), torch.no_grad(), lz.prefer("*", op="add_rms_norm"):
+        planned = lz.plan(block, pool, values, other, other)
+        result = planned(pool, values, other, pool)
+        pool.copy_(start)
+        torch.testing.assert_close(result, block(pool, values, other, pool))

@@ -1,6 +1,8 @@
 """Planned blocks: right numbers, chosen together, made again where what they follow from changes."""
 
+import gc
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +123,22 @@ def leaves(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
+def test_what_reads_memory_is_given_it_as_op_by_op() -> None:
+    """Strides and bits that a function asks for are those of the op's own result, not of a fused one."""
+    first, second = weight(16, WIDTH), weight(16, WIDTH, seed=2)
+
+    def block(x: Tensor) -> tuple[Tensor, ...]:
+        product = F.linear(x, first)
+        return product.as_strided((3, 8), (16, 2)), product.view(torch.int32), F.linear(x, second)
+
+    x = rows()
+    with lz.start(scoped=True), lz.prefer("*", op="linear"):
+        planned = lz.plan(block, x)
+        for got, wanted in zip(planned(x), block(x), strict=True):
+            assert got.dtype is wanted.dtype
+            torch.testing.assert_close(got.view(torch.float32), wanted.view(torch.float32))
+
+
 def test_weights_that_change_are_seen() -> None:
     """A weight that is changed in place counts from the next call, joined or not."""
     weights = [weight(16, WIDTH, seed=seed) for seed in range(3)]
@@ -136,6 +154,31 @@ def test_weights_that_change_are_seen() -> None:
         weights[1].mul_(2)
         for got, wanted in zip(planned(x), block(x), strict=True):
             torch.testing.assert_close(got, wanted)
+
+
+def test_a_plan_for_another_size_sees_weights_that_changed_before_it() -> None:
+    """What an earlier plan joined is joined anew where a weight has changed since; every plan sees it."""
+    first, second = weight(16, WIDTH), weight(16, WIDTH, seed=2)
+    block = two_products(first, second, None, None)
+    with lz.start(scoped=True):
+        planned = lz.plan(block, rows())
+        first.mul_(2)
+        for count in (5, 3):
+            for got, wanted in zip(planned(rows(count)), block(rows(count)), strict=True):
+                torch.testing.assert_close(got, wanted)
+
+
+def test_what_no_plan_reads_any_more_is_let_go() -> None:
+    """A weight whose memory is replaced leaves nothing behind once the plans made of it are gone."""
+    first, second = weight(16, WIDTH), weight(16, WIDTH, seed=2)
+    with lz.start(scoped=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("layerzero.planner.planned.MAX_PROGRAMS", 1)
+        planned = lz.plan(two_products(first, second, None, None), rows())
+        for count in (4, 5, 6):
+            first.data = first.clone()
+            planned(rows(count))
+        gc.collect()
+        assert len(planned._weights._by_key) == 1
 
 
 def test_weights_of_inference_mode_are_joined_anew_when_asked() -> None:
@@ -215,6 +258,81 @@ def test_a_gradient_flows_into_weights_that_want_one() -> None:
         torch.testing.assert_close(got, each.grad)
 
 
+def test_a_weight_that_wants_a_gradient_later_gets_one() -> None:
+    """A plan for frozen weights is made anew once one of them requires a gradient."""
+    first, second = weight(16, WIDTH), weight(16, WIDTH, seed=2)
+    x = rows()
+    with lz.start(scoped=True):
+        planned = lz.plan(lambda x: F.linear(x, first) * 2 + F.linear(x, second), x)
+        assert step_of(planned, "linears")
+        first.requires_grad_()
+        planned(x).sum().backward()
+    assert first.grad is not None
+    torch.testing.assert_close(first.grad, 2 * x.sum(0).expand(16, -1))
+
+
+def test_threads_plan_at_once() -> None:
+    """Blocks that several threads plan are all right, each signature once, and torch is left as it was."""
+    ours = nn.Module.__call__, nn.Module.__getattr__
+    module = nn.Sequential(nn.Linear(WIDTH, 16), nn.SiLU(), nn.Linear(16, WIDTH)).requires_grad_(False)
+    start, failed = threading.Barrier(4), []
+
+    def work(planned: PlannedBlock, own: nn.Module) -> None:
+        start.wait()
+        try:
+            for count in range(2, 8):
+                torch.testing.assert_close(planned(rows(count)), module(rows(count)))
+                torch.testing.assert_close(lz.plan(own, rows(count))(rows(count)), own(rows(count)))
+        except BaseException as error:
+            failed.append(error)
+
+    with lz.start(scoped=True):
+        planned = PlannedBlock(module)
+        threads = [
+            threading.Thread(target=work, args=(planned, nn.Linear(WIDTH, 8).requires_grad_(False)))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+    assert len(planned.records) == 6
+    assert (nn.Module.__call__, nn.Module.__getattr__) == ours
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_transforms_and_tangents_go_through_a_planned_block() -> None:
+    """What torch transforms, traces or differentiates forwards is computed op by op, written either way."""
+    x, tangent, batch = rows(), rows(seed=3), torch.stack([rows(seed=seed) for seed in range(4)])
+    ops = [
+        lz.BlockOp("normed", "rms_norm", lz.Edge("x"), eps=0.5),
+        lz.BlockOp("out", "mul", lz.Edge("normed"), lz.Edge("x")),
+    ]
+
+    def block(x: Tensor) -> Tensor:
+        return lz.sync.rms_norm(x, eps=0.5) * x
+
+    with lz.start(scoped=True):
+        for source in (block, lz.Block(("x",), ops, ("out",))):
+            planned = lz.plan(source, x)
+            torch.testing.assert_close(planned(x), block(x))
+            for got, wanted in zip(
+                torch.func.jvp(planned, (x,), (tangent,)), torch.func.jvp(block, (x,), (tangent,)),
+                strict=True,
+            ):  # fmt: skip
+                torch.testing.assert_close(got, wanted)
+            total = torch.func.grad(lambda x, planned=planned: planned(x).sum())(x)
+            torch.testing.assert_close(total, torch.func.grad(lambda x: block(x).sum())(x))
+            torch.testing.assert_close(torch.vmap(planned)(batch), block(batch))
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(x, tangent)
+                got, wanted = (torch.autograd.forward_ad.unpack_dual(f(dual)) for f in (planned, block))
+                torch.testing.assert_close(got.tangent, wanted.tangent)
+            outer = lz.plan(lambda x, planned=planned: planned(x) + 1, x)
+            torch.testing.assert_close(outer(x), block(x) + 1)
+
+
 def test_a_module_and_a_graph_are_planned_like_a_function() -> None:
     """An nn.Module, a GraphModule of torch.fx and its graph give plans of the same kernels."""
 
@@ -262,3 +380,35 @@ def test_other_sizes_are_planned_when_they_come() -> None:
                 assert result["x"] is pair["x"]
                 torch.testing.assert_close(result["normed"], expected["normed"])
         assert len(planned.records) == 6
+
+
+def test_one_tensor_may_be_two_arguments() -> None:
+    """A plan that was made for one tensor in two places, or for a weight, takes others there."""
+    x, y, w = rows(), rows(seed=3), weight(16, WIDTH)
+    ops = [lz.BlockOp("normed", "add_rms_norm", lz.Edge("x"), lz.Edge("y"), w[0])]
+    written = lz.Block(("x", "y"), ops, (lz.Edge("normed"), lz.Edge("normed", 1)))
+    with lz.start(scoped=True):
+        for block in (lambda x, y: x - 2 * y, lambda x, y: lz.sync.add_rms_norm(x, y, w[0])):
+            planned = lz.plan(block, x, x)
+            torch.testing.assert_close(planned(x, y), block(x, y))
+        planned, expected = lz.plan(written, x, x), lz.sync.add_rms_norm(x, y, w[0])
+        torch.testing.assert_close(planned(x, y), expected)
+        planned = lz.plan(lambda x, other: F.linear(x, w) - F.linear(x, other), x, w)
+        torch.testing.assert_close(planned(x, w * 2), -F.linear(x, w))
+
+
+def test_arguments_are_told_apart_by_where_they_are() -> None:
+    """Keywords and keys in another order, lists of other lengths, and minus zero mean what they say."""
+    x, y = rows(), rows(seed=3)
+    with lz.start(scoped=True):
+        planned = lz.plan(lambda x, y: x - y, x=x, y=y)
+        assert torch.equal(planned(y=y, x=x), x - y)
+        by_key = lz.plan(lambda pair: pair["x"] - pair["y"], {"x": x, "y": y})
+        assert torch.equal(by_key({"y": y, "x": x}), x - y)
+        listed = lz.plan(lambda plus, minus: sum(plus) - sum(minus), [x, y], [x])
+        assert torch.equal(listed([x], [y, x]), x - (y + x))
+        scaled = lz.plan(lambda x, factor: x.abs() * factor, x, 0.0)
+        assert torch.signbit(scaled(x, -0.0)).all()
+        for _ in range(3):
+            scaled(x, float("nan"))
+        assert len(scaled.records) == 3
