@@ -348,8 +348,9 @@ void odd_row(const Weight& w, const float* row, int64_t inner, float* out) {
 }
 
 Digits digits_of(const float* x, int64_t rows, int64_t inner, const Weight& w, bool rounded) {
-  Digits out{rounded ? 1 : 3, ceil_div(inner, 64) * 64, w.chunks, {}, {}, {}};
-  const int64_t room = ceil_div(rows, 16) * 16;  // tiles read whole blocks of rows
+  // Tiles read whole chunks of whole blocks of rows.
+  Digits out{rounded ? 1 : 3, ceil_div(w.chunks * w.chunk, 64) * 64, w.chunks, {}, {}, {}};
+  const int64_t room = ceil_div(rows, 16) * 16;
   out.digits.resize(room * out.count * out.stride);
   out.sums.resize(rows * out.count * out.chunks);
   out.steps.resize(rows * out.chunks);
