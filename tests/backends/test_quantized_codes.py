@@ -202,7 +202,7 @@ def test_a_rank_without_experts_adds_nothing(run_experts: Callable[..., Any]) ->
 def test_a_weight_that_is_not_kept_gives_the_same_bits(
     run: Callable[..., Any], run_experts: Callable[..., Any]
 ) -> None:
-    """Made in inference mode, and so laid out at each call: rows are their own in every batch all the same."""
+    """Made in inference mode, and laid out at each call: a row is its own in every batch all the same."""
     with torch.inference_mode():
         inside = weight_of("int4", symmetric=False)
         inside_experts = expert_args(4, [[0, 2], [3, 2], [1, 0]])
