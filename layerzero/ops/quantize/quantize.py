@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.formats import checks as format_checks
-from layerzero.formats.quantized_tensor import need_whole_bytes, usual_scales
+from layerzero.formats.quantized_tensor import usual_scales
 from layerzero.formats.rounding import SMALLEST_SCALE as SMALLEST_SCALE
 from layerzero.formats.rounding import layout_of_scale, restore, round_to_format
 from layerzero.formats.rounding import scale_shape as scale_shape
@@ -85,16 +85,8 @@ def _check_quantize(args: Args) -> CallSpec:
     checks.need_choice("format", name, ALL_FORMATS)
     checks.need_choice("granularity", granularity, GRANULARITIES)
     form, width, shape = ALL_FORMATS[name], x.shape[-1], tuple(x.shape)
-    form.need_granularity(granularity)
-    need_whole_bytes("x", form, width)
-    if granularity in ("group", "block"):
-        checks.need_int("group_size", group_size, low=1)
-    elif checks.need_int("group_size", group_size) != 0:
-        raise ValueError(f"group_size needs 0 for granularity={granularity!r}, got {group_size!r}")
-    if granularity == "group":
-        form.need_group(width, group_size)
-    if granularity == "block" and x.dim() < 2:
-        raise ValueError(f"x needs at least 2 dimensions for granularity='block', got shape {shape}")
+    checks.need_int("group_size", group_size)
+    format_checks.check_grouping(form, granularity, group_size, shape)
     features = {f"quant_{name}": True, f"scale_per_{granularity}": True, "scale_given": scale is not None}
     if scale is not None:
         need_scale("scale", scale, scale_shape(shape, granularity, group_size), form=form)
@@ -239,7 +231,7 @@ def numbers(
 ) -> Tensor:
     """What checked parts stand for, computed in `dtype`, float32 or float64."""
     form = FORMATS[FORMAT_OF[codes.dtype]] if format is None else ALL_FORMATS[format]
-    granularity, size = layout_of_scale(scale, codes.shape[-1] * form.packed, block_size)
+    granularity, size = layout_of_scale(scale, codes.shape[-1] * form.packed, block_size, form)
     return restore(codes, scale, form, granularity, size, zero_point, per_matrix(tensor_scale), dtype)
 
 
