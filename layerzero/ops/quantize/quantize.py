@@ -65,12 +65,12 @@ def quantize(
         granularity is tensor, row, group or block, the format's usual one where None; group_size is how many
         neighbours of a row share a scale, which divides C, or a block's side: None is the format's usual one,
         0 says that nothing is grouped. scale, in the shape and a dtype of the second result, is used as
-        given; None takes the largest magnitude of what shares the scale. tensor_scale, float32 (), is nvfp4's
-        second level, 1 where None.
+        given and needs to be positive, which is looked at on a CPU; None takes the largest magnitude of what
+        shares the scale. tensor_scale, float32 (), is nvfp4's second level, 1 where None.
     Returns: (codes, scale): codes int8, float8 or, of four bits, uint8 (..., C / 2) with the even place in
-    the
-        low half of a byte; scale float32, float8_e8m0fnu (mxfp4, mxfp8) or float8_e4m3fn (nvfp4) of shape (),
-        (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded up.
+        the low half of a byte; scale float32, float8_e8m0fnu (mxfp4, mxfp8) or float8_e4m3fn (nvfp4) of
+        shape (), (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded
+        up.
         Halves round to even; what lies beyond the format is clamped, never NaN. A NaN or infinity in x makes
         the scale that it shares NaN or infinite, so that what comes back is not finite.
     Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
@@ -122,6 +122,14 @@ def quantize_reference(
     return round_to_format(x, ALL_FORMATS[format], granularity, group_size, scale, tensor_scale)
 
 
+def _validate_values(args: Args) -> Args:
+    """A scale of zero has no code for any number; one that is not finite is that of a row that is not."""
+    for name, given in zip(("scale", "tensor_scale"), args[4:6], strict=True):
+        if given is not None and checks.can_read_values(given):
+            format_checks.check_scale_values(name, given.float().nan_to_num(nan=1.0, posinf=1.0))
+    return args
+
+
 def _codes_shape(shape: tuple[int, ...], form: Format) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // form.packed)
 
@@ -163,6 +171,7 @@ QUANTIZE = register(
         operands=(0,),
         exact_dims=frozenset({"C", "S"}),
         empty=_empty,
+        validate_values=_validate_values,
         # One scale for the tensor or for a block's rows would become one scale for everybody's rows.
         batching=RowBatching(row_operands=(0, 4), accepts=lambda args: args[2] in ("row", "group")),
         differentiable=False,
