@@ -49,7 +49,7 @@ class _PackedWeight:
 class PackedWeights:
     """Panels of weights, `limit` bytes of them at most, `bytes_each` for an element.
 
-    What stands in one list of `sharing` has one limit together.
+    Those in one list of `sharing` have one limit together.
 
     A weight is known by its address, dtype, shape and strides. Its panels are freed with its storage and made
     anew when the tensor at hand has counted a change, or an optimizer of torch's has taken a step over its
