@@ -14,11 +14,6 @@ from layerzero.ops.linear.select_experts import select_experts_reference
 from layerzero.spec.kernel import Kernel
 
 
-def sorted_routing(*args: Any) -> tuple[Tensor, Tensor]:
-    """Sorts of whole rows."""
-    return select_experts_reference(*args)
-
-
 def by_expert(*args: Any) -> Tensor:
     """Two products an expert in float32; reads on the host which experts were chosen."""
     with torch.no_grad():
@@ -31,7 +26,7 @@ _kernel = functools.partial(Kernel.of, gradient=False, default=True, tie_break_o
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "torch.select_experts.sorted",
-        lambda: sorted_routing,
+        lambda: select_experts_reference,
         (0.05, 0.1, 40.0),
         "an estimate: two sorts of each row",
         source="torch's stable sort",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layerzero.formats.errors import FormatError
-from layerzero.formats.rounding import scale_shape
+from layerzero.formats.rounding import layout_of_scale, scale_shape
 from layerzero.formats.table import Format
 from layerzero.spec.reasons import Reason
 
@@ -39,23 +39,43 @@ def check_scale(
     Raises: FormatError: a dtype that the format does not have, or a shape that says no granularity of it.
     """
     need_tensor(name, scale)
-    scales_shape = tuple(scale.shape)
     if block_size:
         form.need_granularity("block")
-        if block_size < 1:
-            raise FormatError("block_size", "an int >= 1", block_size, Reason.QUANT_GROUP_UNSUPPORTED)
+        _need_size("block_size", block_size)
         expected = [scale_shape(shape, "block", block_size)] if len(shape) > 1 else []
     else:
         expected = _expected_shapes(scale, form, shape)
     need_scale_of(name, scale, form, expected)
-    if block_size:
-        return "block", block_size
-    if not scales_shape:
-        return "tensor", 0
-    # One group as long as the row is a group where the format has no rows.
-    if scales_shape[-1] == 1 and "row" in form.granularities:
-        return "row", 0
-    return "group", form.need_group(shape[-1], shape[-1] // max(1, scales_shape[-1]), "the tensor")
+    granularity, size = layout_of_scale(scale, shape[-1], block_size, form)
+    if granularity == "group":
+        form.need_group(shape[-1], size, "the tensor")
+    return granularity, size
+
+
+def _need_size(name: str, size: Any) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise FormatError(name, "an int >= 1", repr(size), Reason.QUANT_GROUP_UNSUPPORTED)
+
+
+def check_grouping(form: Format, granularity: str, group_size: Any, shape: tuple[int, ...]) -> None:
+    """Refuse to round numbers x of `shape` to a format by a granularity that it or they do not have.
+
+    Raises: FormatError: by name.
+    """
+    form.need_granularity(granularity)
+    if granularity in ("group", "block"):
+        _need_size("group_size", group_size)
+    elif group_size != 0:
+        needs = f"0 for granularity={granularity!r}"
+        raise FormatError("group_size", needs, repr(group_size), Reason.QUANT_GROUP_UNSUPPORTED)
+    if granularity == "group":
+        form.need_group(shape[-1], group_size)
+    if granularity == "block" and len(shape) < 2:
+        needs = "at least 2 dimensions for granularity='block'"
+        raise FormatError("x", needs, f"shape {shape}", Reason.SCALE_LAYOUT_MISMATCH)
+    if shape[-1] % form.packed:
+        needs = f"a last axis of whole bytes, {form.packed} codes each,"
+        raise FormatError("x", needs, shape[-1], Reason.PACKED_LAYOUT_MISMATCH)
 
 
 def need_scale_of(name: str, scale: Tensor, form: Format, shapes: Collection[tuple[int, ...]]) -> Tensor:

@@ -79,7 +79,7 @@ ELEMENTS: Mapping[str, Element] = MappingProxyType(
 @functools.lru_cache(maxsize=64)
 def table_of(element: Element, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What every code of a four-bit element stands for, (16,)."""
-    return torch.tensor(element.values, dtype=torch.float64).to(device, dtype)
+    return torch.tensor(element.values, dtype=dtype, device=device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -87,7 +87,7 @@ def _middles(element: Element, device: torch.device) -> Tensor:
     """Halfway between the values that a rounded number may have, ascending, float32."""
     # e2m1 rounds magnitudes: its sign is a bit of its own.
     ascending = _E2M1 if element.name == "e2m1" else element.values
-    values = torch.tensor(ascending, dtype=torch.float64)
+    values = torch.tensor(ascending, dtype=torch.float64, device="cpu")
     return ((values[1:] + values[:-1]) / 2).to(device, torch.float32)
 
 

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from layerzero.formats import rounding
-from layerzero.formats.checks import check_scale, check_scale_values, check_second_scale, check_zero_point
+from layerzero.formats.checks import (
+    check_grouping,
+    check_scale,
+    check_scale_values,
+    check_second_scale,
+    check_zero_point,
+    need_tensor,
+)
 from layerzero.formats.errors import FormatError
 from layerzero.formats.table import FORMATS, Format, format_of
 from layerzero.spec.reasons import Reason
@@ -40,10 +47,9 @@ class QuantizedTensor:
     block_size: int = 0
 
     def __post_init__(self) -> None:
-        form = self.form
-        shape = tuple(self.shape)
-        granularity, size = check_scale("scale", self.scale, form, shape, self.block_size)
-        del granularity, size
+        need_tensor("codes", self.codes)
+        form, shape = self.form, tuple(self.shape)
+        check_scale("scale", self.scale, form, shape, self.block_size)
         check_zero_point("zero_point", self.zero_point, form, self.scale)
         check_second_scale("tensor_scale", self.tensor_scale, form, shape)
         for name in _TENSORS[1:]:
@@ -67,17 +73,19 @@ class QuantizedTensor:
         """Round `x` (..., R, C) to a format, by default with the format's usual scales.
 
         Args: group_size is a block's side, too. symmetric=False gives int4 a zero point for each scale.
-        Raises: FormatError: the format has no such scales, the group does not divide, or x is not finite.
+        Raises: FormatError: the format has no such scales, the group does not divide or is given where
+            nothing is grouped, or x is not finite.
         """
         if format not in FORMATS:
             needs = f"one of {', '.join(FORMATS)}"
             raise FormatError("format", needs, repr(format), Reason.QUANT_FORMAT_UNSUPPORTED)
         form = FORMATS[format]
         granularity, size = usual_scales(form, granularity, group_size)
-        form.need_granularity(granularity)
-        if granularity == "group":
-            form.need_group(x.shape[-1], size)
-        need_whole_bytes("x", form, x.shape[-1])
+        shape = tuple(need_tensor("x", x).shape)
+        if not shape or shape[-1] == 0:
+            needs = "a last axis of at least 1"
+            raise FormatError("x", needs, f"shape {shape}", Reason.PACKED_LAYOUT_MISMATCH)
+        check_grouping(form, granularity, size, shape)
         if not bool(x.isfinite().all()):
             raise FormatError("x", "finite numbers", "NaN or infinity", Reason.SCALE_NOT_FINITE)
         block = size if granularity == "block" else 0
@@ -118,7 +126,7 @@ class QuantizedTensor:
 
     @property
     def _layout(self) -> tuple[str, int]:
-        return rounding.layout_of_scale(self.scale, self.shape[-1], self.block_size)
+        return rounding.layout_of_scale(self.scale, self.shape[-1], self.block_size, self.form)
 
     @property
     def nbytes(self) -> int:
@@ -209,16 +217,6 @@ def usual_scales(form: Format, granularity: str | None, group_size: int | None) 
     if group_size is None:
         group_size = form.group_sizes[0] if granularity in ("group", "block") else 0
     return granularity, group_size
-
-
-def need_whole_bytes(name: str, form: Format, width: int) -> None:
-    """Refuse rows that do not fill their bytes.
-
-    Raises: FormatError: by name.
-    """
-    if width % form.packed:
-        needs = f"a last axis of whole bytes, {form.packed} codes each,"
-        raise FormatError(name, needs, width, Reason.PACKED_LAYOUT_MISMATCH)
 
 
 def _second_scale(x: Tensor, form: Format) -> Tensor:

@@ -123,11 +123,12 @@ def restore(
     return values * spread_scale(scale, granularity, group_size, shape, tensor_scale, dtype)
 
 
-def layout_of_scale(scale: Tensor, width: int, block_size: int) -> tuple[str, int]:
+def layout_of_scale(scale: Tensor, width: int, block_size: int, form: Format) -> tuple[str, int]:
     """(granularity, group size) that scales of a checked shape say, beside `width` numbers a row."""
     if block_size:
         return "block", block_size
     if scale.dim() == 0:
         return "tensor", 0
-    groups = scale.shape[-1]
-    return ("row", 0) if groups == 1 else ("group", width // groups)
+    groups = max(1, scale.shape[-1])
+    # One group as long as the row is a group where the format has no rows.
+    return ("row", 0) if groups == 1 and "row" in form.granularities else ("group", width // groups)

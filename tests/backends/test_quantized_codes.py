@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.backends.native import quantized
+from layerzero.backends.native.packed import PackedWeights
 from layerzero.formats import FORMATS, QuantizedTensor
 from layerzero.ops import table
 from layerzero.spec import tolerances
@@ -44,9 +47,10 @@ def args_of(x: Tensor, weight: QuantizedTensor, **more: Any) -> tuple[Any, ...]:
 
 
 def levels() -> list[int]:
-    """Those of AVX2, AVX-512, VNNI and tiles that this CPU has; AVX-VNNI (2) is a branch of its own."""
+    """Those of AVX2, AVX-VNNI, AVX-512, VNNI and tiles here; the second is a branch of its own."""
     highest = quantized.library().use_level(quantized.ANY_LEVEL)
-    return [level for level in (1, 3, 4, 5) if level <= highest] if highest != 2 else [1, 2]
+    has_second = "avx_vnni" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    return [level for level in range(1, highest + 1) if level != 2 or has_second]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -155,3 +159,84 @@ def test_strict_determinism_takes_products_over_codes() -> None:
         selection = lz.last_selection()
         assert selection is not None and selection.kernel == "native.quantized_linear.codes"
     torch.testing.assert_close(out, x @ weight.dequantize().t(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def run_experts(run: Callable[..., Any]) -> Callable[..., Any]:
+    return next(k for k in quantized.KERNELS if k.op == "fused_experts").load()
+
+
+def expert_args(count: int, choices: list[list[int]], **more: Any) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(3)
+    up = QuantizedTensor.quantize(torch.randn(count, 64, 64, generator=generator) / 8, "int8")
+    down = QuantizedTensor.quantize(torch.randn(count, 64, 32, generator=generator) / 8, "int8")
+    experts = torch.tensor(choices, dtype=torch.int32)
+    x = torch.randn(len(choices), 64, generator=generator)
+    op = table.get("fused_experts")
+    args: tuple[Any, ...] = op.build(
+        x, experts, torch.ones(experts.shape), up.codes, down.codes, up.scale, down.scale, **more
+    )[1]
+    op.check(args)
+    return args
+
+
+def test_a_change_of_any_expert_is_seen(run_experts: Callable[..., Any]) -> None:
+    """Through `.data`, of experts that are no first ones."""
+    args = expert_args(4, [[0, 2], [3, 2]])
+    for weight, expert in ((args[3], 2), (args[4], 3), (args[3], 0)):
+        run_experts(*args)
+        weight.data[expert] = weight[expert].flip(0).clone()
+        torch.testing.assert_close(run_experts(*args), table.get("fused_experts").reference(*args))
+
+
+def test_a_rank_without_experts_adds_nothing(run_experts: Callable[..., Any]) -> None:
+    """No weights at all."""
+    x = torch.randn(2, 64)
+    empty = [torch.empty(0, 64, width, dtype=torch.int8) for width in (64, 32)]
+    scales = [torch.empty(0, 64, 1) for _ in empty]
+    args = table.get("fused_experts").build(
+        x, torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1), *empty, *scales
+    )[1]
+    table.get("fused_experts").check(args)
+    assert torch.equal(run_experts(*args), torch.zeros(2, 64))
+
+
+def test_a_weight_that_is_not_kept_gives_the_same_bits(
+    run: Callable[..., Any], run_experts: Callable[..., Any]
+) -> None:
+    """Made in inference mode, and laid out at each call: a row is its own in every batch all the same."""
+    with torch.inference_mode():
+        inside = weight_of("int4", symmetric=False)
+        inside_experts = expert_args(4, [[0, 2], [3, 2], [1, 0]])
+    outside = weight_of("int4", symmetric=False)
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(0))
+    assert quantized.kept_weights().codes(inside.codes).of(inside.codes) is None
+    out = run(*args_of(x, outside))
+    assert torch.equal(run(*args_of(x, inside)), out)
+    assert torch.equal(torch.cat([run(*args_of(row, inside)) for row in x.split(1)]), out)
+    outside_experts = expert_args(4, [[0, 2], [3, 2], [1, 0]])
+    assert torch.equal(run_experts(*inside_experts), run_experts(*outside_experts))
+
+
+def test_all_that_is_kept_has_one_limit() -> None:
+    """Codes of every kind and scales are counted together."""
+    sharing: list[PackedWeights] = []
+    first, second = (PackedWeights(torch.clone, 100, torch.equal, 1, sharing) for _ in range(2))
+    weights = [torch.ones(60, dtype=torch.uint8) for _ in range(2)]
+    assert first.of(weights[0]) is not None
+    assert second.of(weights[1]) is None
+    del weights[0]
+    gc.collect()
+    assert second.repack(weights[0]) is not None
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_rows_rounded_to_whole_numbers_are_summed_exactly(run: Callable[..., Any], name: str) -> None:
+    """One rounding a group, after the sum: bits of the product of whole numbers under both scales."""
+    weight = weight_of(name, width=128)
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    codes, step = lz.sync.quantize(x, format="int8")
+    whole = (weight.dequantize(torch.float64) / weight.scale.double()).round()
+    sums = (codes.double() @ whole.t()).float()
+    out = run(*args_of(x, weight, inputs="int8"))
+    assert torch.equal(out, sums * (weight.scale.view(1, -1) * step))

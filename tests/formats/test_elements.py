@@ -12,7 +12,7 @@ from torch import Tensor
 
 import layerzero.sync as lz_sync
 from layerzero.formats import ELEMENTS, FORMATS, QuantizedTensor, decode_codes, encode_values
-from layerzero.formats.elements import pack_pairs, unpack_pairs
+from layerzero.formats.elements import _middles, pack_pairs, table_of, unpack_pairs
 
 FLOATS = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15), "e2m1": (2, 1, 1)}
 
@@ -162,3 +162,13 @@ def test_no_rows_and_nothing_but_zeros(name: str) -> None:
     assert empty.shape == (0, 256) and empty.dequantize().shape == (0, 256)
     zeros = QuantizedTensor.quantize(torch.zeros(3, 256), name)
     assert torch.equal(zeros.dequantize(), torch.zeros(3, 256))
+
+
+def test_tables_are_where_the_numbers_are() -> None:
+    """Whatever device torch would make tensors on."""
+    x, element = torch.tensor([[0.1, -0.7]]), ELEMENTS["nf4"]
+    for cached in (table_of, _middles):
+        cached.cache_clear()
+    with torch.device("meta"):
+        back = decode_codes(pack_pairs(encode_values(x, element)), element)
+    assert back.is_cpu and back.isfinite().all()

@@ -71,6 +71,7 @@ def test_a_part_of_blocks_begins_where_a_block_does() -> None:
 
 GOOD = weight_of("int4", group_size=64)
 NV = weight_of("nvfp4")
+INT8 = torch.ones(6, 4, dtype=torch.int8)
 BAD: list[tuple[dict[str, Any], Reason]] = [
     ({"scale": torch.ones(6, 3)}, Reason.SCALE_SHAPE_MISMATCH),
     ({"scale": torch.ones(5, 4)}, Reason.SCALE_SHAPE_MISMATCH),
@@ -88,6 +89,8 @@ BAD: list[tuple[dict[str, Any], Reason]] = [
     ({"zero_point": torch.full((6, 1), 8, dtype=torch.uint8)}, Reason.ZERO_POINT_MISMATCH),
     ({"tensor_scale": torch.ones(())}, Reason.SCALE_LAYOUT_MISMATCH),
     ({"block_size": 64}, Reason.SCALE_LAYOUT_MISMATCH),
+    ({"codes": INT8, "format": "int8", "block_size": 2.0}, Reason.QUANT_GROUP_UNSUPPORTED),
+    ({"codes": INT8, "format": "int8", "block_size": True}, Reason.QUANT_GROUP_UNSUPPORTED),
 ]
 
 
@@ -140,6 +143,21 @@ def test_a_second_scale_that_does_not_fit_is_refused(second: Tensor, reason: Rea
             lambda: QuantizedTensor.quantize(torch.ones(2, 64), "nf4", symmetric=False),
             Reason.ZERO_POINT_MISMATCH,
         ),
+        (
+            lambda: QuantizedTensor.quantize(torch.ones(2, 64), "int8", group_size=32),
+            Reason.QUANT_GROUP_UNSUPPORTED,
+        ),
+        (
+            lambda: QuantizedTensor.quantize(torch.ones(2, 64), "int8", granularity="block", group_size=0),
+            Reason.QUANT_GROUP_UNSUPPORTED,
+        ),
+        (
+            lambda: QuantizedTensor.quantize(torch.ones(64), "int8", granularity="block"),
+            Reason.SCALE_LAYOUT_MISMATCH,
+        ),
+        (lambda: QuantizedTensor.quantize(torch.ones(()), "int8"), Reason.PACKED_LAYOUT_MISMATCH),
+        (lambda: QuantizedTensor.quantize(torch.ones(2, 0), "int8"), Reason.PACKED_LAYOUT_MISMATCH),
+        (lambda: weight_of("mxfp4", width=32)[:, :16], Reason.GROUP_DOES_NOT_DIVIDE),
         (lambda: lz.sync.quantize(torch.ones(2, 100), format="int4"), Reason.GROUP_DOES_NOT_DIVIDE),
         (lambda: lz.sync.dequantize(GOOD.codes, GOOD.scale), Reason.QUANT_FORMAT_UNSUPPORTED),
         (lambda: lz.sync.dequantize(GOOD.codes, GOOD.scale, format="int8"), Reason.PACKED_LAYOUT_MISMATCH),

@@ -3,19 +3,14 @@
 typedef __m256i vi;
 typedef __m256 vf;
 
-inline vi load_codes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-inline vi low_half(vi codes) { return _mm256_and_si256(codes, _mm256_set1_epi8(15)); }
-inline vi high_half(vi codes) { return low_half(_mm256_srli_epi16(codes, 4)); }
 inline vi table_of(const int8_t* table) {
   return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
 }
 inline vi looked_up(vi table, vi codes) { return _mm256_shuffle_epi8(table, codes); }
-inline vi every(int32_t value) { return _mm256_set1_epi32(value); }
-inline vi shifted(vi codes, int by) { return _mm256_srli_epi32(codes, by); }
-inline vf to_float(vi sums) { return _mm256_cvtepi32_ps(sums); }
-inline vf load(const float* p) { return _mm256_loadu_ps(p); }
-inline void store(float* p, vf v) { _mm256_storeu_ps(p, v); }
-inline vf all(float x) { return _mm256_set1_ps(x); }
+inline vi products(vi codes, vi digits) {
+  return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, digits), _mm256_set1_epi16(1));
+}
+#include "lanes.h"
 
 // What the lowest four bits of a lane stand for.
 class Numbers {

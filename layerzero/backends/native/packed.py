@@ -49,6 +49,8 @@ class _PackedWeight:
 class PackedWeights:
     """Panels of weights, `limit` bytes of them at most, `bytes_each` for an element.
 
+    Those in one list of `sharing` have one limit together.
+
     A weight is known by its address, dtype, shape and strides. Its panels are freed with its storage and made
     anew when the tensor at hand has counted a change, or an optimizer of torch's has taken a step over its
     memory, which fused ones do not count. Another tensor over the same memory has a counter of its own: its
@@ -65,12 +67,15 @@ class PackedWeights:
         limit: int,
         equal: Callable[[Tensor, Tensor], bool],
         bytes_each: int = 4,
+        sharing: list[PackedWeights] | None = None,
     ) -> None:
-        self._lay_out = lay_out
+        self.lay_out = lay_out
         self._equal = equal
         self._bytes_each = bytes_each
         self._limit = limit
         self._entries: dict[WeightKey, _PackedWeight] = {}
+        self._sharing = [] if sharing is None else sharing
+        self._sharing.append(self)
 
     @property
     def nbytes(self) -> int:
@@ -120,8 +125,9 @@ class PackedWeights:
         for oldest in list(self._entries)[: max(0, len(self._entries) - MAX_WEIGHTS + 1)]:
             self._entries.pop(oldest, None)
         version, gone = weight._version, functools.partial(self._gone, place)
-        fits = self.nbytes + self._bytes_each * weight.numel() <= self._limit
-        panels = self._lay_out(weight) if fits else None
+        used = sum(each.nbytes for each in self._sharing)
+        fits = used + self._bytes_each * weight.numel() <= self._limit
+        panels = self.lay_out(weight) if fits else None
         storage = weakref.ref(weight.untyped_storage(), gone)
         self._entries[place] = _PackedWeight(storage, version, panels, weakref.ref(weight))
         return panels

@@ -106,16 +106,8 @@ void spread(int64_t items, const Work& work) {
 namespace avx2 {
 constexpr int LANES = 8, HEIGHT = 2, REAL_HEIGHT = 4;
 #include "codes_256.h"
-inline vi products(vi codes, vi digits) {
-  return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, digits), _mm256_set1_epi16(1));
-}
-// Two codes above 127 times two digits may leave 16 bits: such codes go in halves.
 template <bool WIDE>
-inline vi dot(vi sum, vi codes, vi digits) {
-  if constexpr (!WIDE) return _mm256_add_epi32(sum, products(codes, digits));
-  const vi high = _mm256_slli_epi32(products(high_half(codes), digits), 4);
-  return _mm256_add_epi32(sum, _mm256_add_epi32(high, products(low_half(codes), digits)));
-}
+inline vi dot(vi sum, vi codes, vi digits) { return dot_by_pairs<WIDE>(sum, codes, digits); }
 #include "codes.h"
 }  // namespace avx2
 #pragma GCC pop_options
@@ -136,15 +128,8 @@ inline vi dot(vi sum, vi codes, vi digits) { return _mm256_dpbusd_avx_epi32(sum,
 namespace avx512 {
 constexpr int LANES = 16, HEIGHT = 4, REAL_HEIGHT = 8;
 #include "codes_512.h"
-inline vi products(vi codes, vi digits) {
-  return _mm512_madd_epi16(_mm512_maddubs_epi16(codes, digits), _mm512_set1_epi16(1));
-}
 template <bool WIDE>
-inline vi dot(vi sum, vi codes, vi digits) {
-  if constexpr (!WIDE) return _mm512_add_epi32(sum, products(codes, digits));
-  const vi high = _mm512_slli_epi32(products(high_half(codes), digits), 4);
-  return _mm512_add_epi32(sum, _mm512_add_epi32(high, products(low_half(codes), digits)));
-}
+inline vi dot(vi sum, vi codes, vi digits) { return dot_by_pairs<WIDE>(sum, codes, digits); }
 #include "codes.h"
 }  // namespace avx512
 #pragma GCC pop_options
@@ -348,8 +333,9 @@ void odd_row(const Weight& w, const float* row, int64_t inner, float* out) {
 }
 
 Digits digits_of(const float* x, int64_t rows, int64_t inner, const Weight& w, bool rounded) {
-  Digits out{rounded ? 1 : 3, ceil_div(inner, 64) * 64, w.chunks, {}, {}, {}};
-  const int64_t room = ceil_div(rows, 16) * 16;  // tiles read whole blocks of rows
+  // Tiles read whole chunks of whole blocks of rows.
+  Digits out{rounded ? 1 : 3, ceil_div(w.chunks * w.chunk, 64) * 64, w.chunks, {}, {}, {}};
+  const int64_t room = ceil_div(rows, 16) * 16;
   out.digits.resize(room * out.count * out.stride);
   out.sums.resize(rows * out.count * out.chunks);
   out.steps.resize(rows * out.chunks);

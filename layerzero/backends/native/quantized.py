@@ -1,13 +1,13 @@
 """Products with quantized weights on the CPU: codes are laid out in panels once, and read as they are packed.
 
 `quantized.cpp` says how they work. Laid-out codes and scales are kept like the panels of `packed.py`: they
-follow changes that torch counts, and of the codes one byte a panel is compared at each call.
+follow changes that torch counts, and of the codes that a call reads one byte a panel is compared.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.backends.native.packed import PackedWeights, available_bytes
 from layerzero.formats.table import format_of
-from layerzero.ops import table
 from layerzero.ops.linear.experts import all_choices
 from layerzero.ops.linear.mlp import GATES
 from layerzero.ops.quantize.quantized_linear import rounded_rows
@@ -86,12 +85,13 @@ class _Kept(NamedTuple):
 def kept_weights() -> _Kept:
     """The panels of this process."""
     pack, limit = library().pack, int(MEMORY_SHARE * available_bytes())
+    sharing: list[PackedWeights] = []
 
     def kept(lay_out: Callable[[Tensor], Tensor], bytes_each: int) -> PackedWeights:
         def equal(panels: Tensor, weight: Tensor) -> bool:
             return torch.equal(panels, lay_out(weight))
 
-        panels = PackedWeights(lay_out, limit, equal, bytes_each)
+        panels = PackedWeights(lay_out, limit, equal, bytes_each, sharing)
         register_optimizer_step_post_hook(panels.on_optimizer_step)
         return panels
 
@@ -108,7 +108,7 @@ def kept_weights() -> _Kept:
 class LaidOut:
     """A weight (..., C, K) as the module reads it, and how to call it."""
 
-    codes: Tensor
+    codes: Tensor | dict[int, Tensor]  # by matrix
     scale: Tensor
     zero: Tensor | None
     columns: int
@@ -132,25 +132,39 @@ class LaidOut:
 
 def laid_out(
     weight: Tensor, scale: Tensor, format: str | None, zero_point: Tensor | None, tensor_scale: Tensor | None,
-    block_size: int,
-) -> LaidOut | None:  # fmt: skip
-    """Panels of a weight, made now where it is new or was changed; None where it is not kept."""
+    block_size: int, matrices: Sequence[int] = (0,),
+) -> LaidOut:  # fmt: skip
+    """Panels of the matrices of a weight that a call reads, made now where it is new or was changed.
+
+    Where a weight is not kept its matrices are laid out for this call alone: a row has the same bits.
+    """
     cache, form = kept_weights(), format_of(weight.dtype, format)
-    codes, parts = cache.codes(weight), cache.blocks if block_size else cache.scales
-    panels, spread = codes.of(weight), parts.of(scale)
-    zeros = None if zero_point is None else cache.scales.of(zero_point)
-    if panels is None or spread is None or (zeros is None) is not (zero_point is None):
-        return None
-    first = weight if weight.dim() == 2 else weight[0]
-    if not library().same(panels[0], first, form.packed == 1, weight.dtype == torch.int8):
-        panels = codes.repack(weight)  # changed behind torch's back
-        assert panels is not None
-    width = weight.shape[-1] * form.packed
+    parts = cache.blocks if block_size else cache.scales
+    spread = _kept_or_made(parts, scale)
     groups = spread.shape[-2]
-    every = block_size // 16 if block_size else int(scale.dim() > 0)
-    factors = [1.0] if tensor_scale is None else tensor_scale.reshape(-1).tolist()
-    group = block_size if block_size else width // groups
-    return LaidOut(panels, spread, zeros, weight.shape[-2], KINDS[form.name], group, every, factors)
+    return LaidOut(
+        codes=_codes_of(weight, form.packed == 1, matrices),
+        scale=spread,
+        zero=None if zero_point is None else _kept_or_made(cache.scales, zero_point),
+        columns=weight.shape[-2],
+        kind=KINDS[form.name],
+        group=block_size if block_size else weight.shape[-1] * form.packed // groups,
+        scale_every=block_size // 16 if block_size else int(scale.dim() > 0),
+        factors=[1.0] if tensor_scale is None else tensor_scale.reshape(-1).tolist(),
+    )
+
+
+def _kept_or_made(cache: PackedWeights, part: Tensor) -> Tensor:
+    panels = cache.of(part)
+    return cache.lay_out(part) if panels is None else panels
+
+
+def _codes_of(weight: Tensor, wide: bool, matrices: Sequence[int]) -> Tensor | dict[int, Tensor]:
+    cache, by_matrix = kept_weights().codes(weight), weight if weight.dim() == 3 else weight.unsqueeze(0)
+    panels, same, signed = cache.of(weight), library().same, weight.dtype == torch.int8
+    if panels is not None and not all(same(panels[m], by_matrix[m], wide, signed) for m in matrices):
+        panels = cache.repack(weight)  # changed behind torch's back
+    return {m: cache.lay_out(by_matrix[m])[0] for m in matrices} if panels is None else panels
 
 
 def whole_inputs(inputs: str, form: str, block_size: int) -> bool:
@@ -162,18 +176,12 @@ def whole_inputs(inputs: str, form: str, block_size: int) -> bool:
 
 def _quantized_linear() -> Callable[..., Any]:
     library()
-    fallback = table.get("quantized_linear").reference
 
     def quantized_linear(
         x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str, format: str | None,
         zero_point: Tensor | None, tensor_scale: Tensor | None, block_size: int,
     ) -> Tensor:  # fmt: skip
         packed = laid_out(weight, scale, format, zero_point, tensor_scale, block_size)
-        if packed is None or x.numel() == 0:
-            out: Tensor = fallback(
-                x, weight, scale, bias, inputs, format, zero_point, tensor_scale, block_size
-            )
-            return out
         name = format_of(weight.dtype, format).name
         whole = whole_inputs(inputs, name, block_size)
         rows = x if whole or inputs == "float" else rounded_rows(x, inputs, weight.dtype, format, block_size)
@@ -184,7 +192,7 @@ def _quantized_linear() -> Callable[..., Any]:
 
 
 def _fused_experts() -> Callable[..., Any]:
-    module, fallback = library(), table.get("fused_experts").reference
+    module = library()
 
     def fused_experts(
         x: Tensor, experts: Tensor, scores: Tensor, w_up: Tensor, w_down: Tensor, up_scale: Tensor,
@@ -193,31 +201,6 @@ def _fused_experts() -> Callable[..., Any]:
         up_second: Tensor | None, down_second: Tensor | None, block_size: int,
     ) -> Tensor:  # fmt: skip
         """Two products an expert over the rows that chose it; answers are added in the order of choices."""
-        up = laid_out(w_up, up_scale, format, up_zero, up_second, block_size)
-        down = laid_out(w_down, down_scale, format, down_zero, down_second, block_size)
-        if up is None or down is None or x.numel() == 0:
-            out: Tensor = fallback(
-                x,
-                experts,
-                scores,
-                w_up,
-                w_down,
-                up_scale,
-                down_scale,
-                activation,
-                gate,
-                weighed,
-                first_expert,
-                shared,
-                inputs,
-                format,
-                up_zero,
-                down_zero,
-                up_second,
-                down_second,
-                block_size,
-            )
-            return out
         whole = whole_inputs(inputs, format_of(w_up.dtype, format).name, block_size)
         rows = x.reshape(-1, x.shape[-1]).float()
         chosen, weights = all_choices(experts, scores.float(), w_up.shape[0], first_expert, shared)
@@ -225,17 +208,18 @@ def _fused_experts() -> Callable[..., Any]:
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten() + 1, minlength=w_up.shape[0] + 1).tolist()
         score, begin = weights.flatten(), counts[0]
+        asked = [expert for expert, count in enumerate(counts[1:]) if count]
+        up = laid_out(w_up, up_scale, format, up_zero, up_second, block_size, asked)
+        down = laid_out(w_down, down_scale, format, down_zero, down_second, block_size, asked)
 
         def rounded(part: Tensor) -> Tensor:
             if whole or inputs == "float":
                 return part
             return rounded_rows(part, inputs, w_up.dtype, format, block_size)
 
-        for expert, count in enumerate(counts[1:]):
-            if count == 0:
-                continue
-            places = order[begin : begin + count]
-            begin += count
+        for expert in asked:
+            places = order[begin : begin + counts[expert + 1]]
+            begin += counts[expert + 1]
             weight, part = score[places].unsqueeze(1), rows[places // chosen.shape[1]]
             hidden = module.gated(
                 up.multiply(rounded(part * weight if weighed == "inputs" else part), None, whole, expert),
@@ -243,7 +227,7 @@ def _fused_experts() -> Callable[..., Any]:
             )  # fmt: skip
             answer = down.multiply(rounded(hidden), None, whole, expert)
             parts[places] = answer if weighed == "inputs" else answer * weight
-        by_row = parts.view(*chosen.shape, -1)
+        by_row = parts.view(*chosen.shape, rows.shape[1])
         total = by_row[:, 0]
         for place in range(1, chosen.shape[1]):  # one after the other, whatever is beside a row
             total = total + by_row[:, place]

@@ -87,10 +87,14 @@ def select_experts_reference(
         by_group = ranked.unflatten(-1, (groups, -1))
         best = by_group.sort(-1, descending=True).values
         strength = best[..., 0] if bias is None else best[..., :2].sum(-1)
-        order = strength.sort(dim=-1, descending=True, stable=True).indices[..., :top_groups]
-        open_groups = torch.zeros_like(strength, dtype=torch.bool).scatter(-1, order, True)
-        ranked = by_group.masked_fill(~open_groups.unsqueeze(-1), -torch.inf).flatten(-2)
-    experts = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+        strongest = strength.sort(dim=-1, descending=True, stable=True).indices[..., :top_groups]
+        open_groups, size = strongest.sort(-1).values, by_group.shape[-1]
+        numbers = open_groups.unsqueeze(-1) * size + torch.arange(size, device=wide.device)
+        numbers = numbers.flatten(-2)
+        best = ranked.gather(-1, numbers).sort(dim=-1, descending=True, stable=True).indices
+        experts = numbers.gather(-1, best[..., :top_k])
+    else:
+        experts = ranked.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     chosen = scores.gather(-1, experts)
     if renormalize:
         # From the logits: where all scores round to zero, their ratios are still what they are.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.formats import checks as format_checks
-from layerzero.formats.quantized_tensor import need_whole_bytes, usual_scales
+from layerzero.formats.quantized_tensor import usual_scales
 from layerzero.formats.rounding import SMALLEST_SCALE as SMALLEST_SCALE
 from layerzero.formats.rounding import layout_of_scale, restore, round_to_format
 from layerzero.formats.rounding import scale_shape as scale_shape
@@ -65,12 +65,12 @@ def quantize(
         granularity is tensor, row, group or block, the format's usual one where None; group_size is how many
         neighbours of a row share a scale, which divides C, or a block's side: None is the format's usual one,
         0 says that nothing is grouped. scale, in the shape and a dtype of the second result, is used as
-        given; None takes the largest magnitude of what shares the scale. tensor_scale, float32 (), is nvfp4's
-        second level, 1 where None.
+        given and needs to be positive, which is looked at on a CPU; None takes the largest magnitude of what
+        shares the scale. tensor_scale, float32 (), is nvfp4's second level, 1 where None.
     Returns: (codes, scale): codes int8, float8 or, of four bits, uint8 (..., C / 2) with the even place in
-    the
-        low half of a byte; scale float32, float8_e8m0fnu (mxfp4, mxfp8) or float8_e4m3fn (nvfp4) of shape (),
-        (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded up.
+        the low half of a byte; scale float32, float8_e8m0fnu (mxfp4, mxfp8) or float8_e4m3fn (nvfp4) of
+        shape (), (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded
+        up.
         Halves round to even; what lies beyond the format is clamped, never NaN. A NaN or infinity in x makes
         the scale that it shares NaN or infinite, so that what comes back is not finite.
     Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
@@ -85,16 +85,8 @@ def _check_quantize(args: Args) -> CallSpec:
     checks.need_choice("format", name, ALL_FORMATS)
     checks.need_choice("granularity", granularity, GRANULARITIES)
     form, width, shape = ALL_FORMATS[name], x.shape[-1], tuple(x.shape)
-    form.need_granularity(granularity)
-    need_whole_bytes("x", form, width)
-    if granularity in ("group", "block"):
-        checks.need_int("group_size", group_size, low=1)
-    elif checks.need_int("group_size", group_size) != 0:
-        raise ValueError(f"group_size needs 0 for granularity={granularity!r}, got {group_size!r}")
-    if granularity == "group":
-        form.need_group(width, group_size)
-    if granularity == "block" and x.dim() < 2:
-        raise ValueError(f"x needs at least 2 dimensions for granularity='block', got shape {shape}")
+    checks.need_int("group_size", group_size)
+    format_checks.check_grouping(form, granularity, group_size, shape)
     features = {f"quant_{name}": True, f"scale_per_{granularity}": True, "scale_given": scale is not None}
     if scale is not None:
         need_scale("scale", scale, scale_shape(shape, granularity, group_size), form=form)
@@ -128,6 +120,14 @@ def quantize_reference(
 ) -> tuple[Tensor, Tensor]:
     """Scale, round, clamp, in float32 for every dtype of x: all kernels give the same codes."""
     return round_to_format(x, ALL_FORMATS[format], granularity, group_size, scale, tensor_scale)
+
+
+def _validate_values(args: Args) -> Args:
+    """A scale of zero has no code for any number; one that is not finite is that of a row that is not."""
+    for name, given in zip(("scale", "tensor_scale"), args[4:6], strict=True):
+        if given is not None and checks.can_read_values(given):
+            format_checks.check_scale_values(name, given.float().nan_to_num(nan=1.0, posinf=1.0))
+    return args
 
 
 def _codes_shape(shape: tuple[int, ...], form: Format) -> tuple[int, ...]:
@@ -171,6 +171,7 @@ QUANTIZE = register(
         operands=(0,),
         exact_dims=frozenset({"C", "S"}),
         empty=_empty,
+        validate_values=_validate_values,
         # One scale for the tensor or for a block's rows would become one scale for everybody's rows.
         batching=RowBatching(row_operands=(0, 4), accepts=lambda args: args[2] in ("row", "group")),
         differentiable=False,
@@ -239,7 +240,7 @@ def numbers(
 ) -> Tensor:
     """What checked parts stand for, computed in `dtype`, float32 or float64."""
     form = FORMATS[FORMAT_OF[codes.dtype]] if format is None else ALL_FORMATS[format]
-    granularity, size = layout_of_scale(scale, codes.shape[-1] * form.packed, block_size)
+    granularity, size = layout_of_scale(scale, codes.shape[-1] * form.packed, block_size, form)
     return restore(codes, scale, form, granularity, size, zero_point, per_matrix(tensor_scale), dtype)
 
 

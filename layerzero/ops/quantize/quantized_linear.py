@@ -34,14 +34,13 @@ def quantized_linear(
 ) -> SignedCall:
     """Multiply each row of `x` by a quantized `weight` transposed and add `bias`.
 
-    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2, or uint8 (C, K /
-    2)
-        of a packed format; scale in a dtype of the format, of shape (), (C, 1), (C, G) or, with block_size b,
-        (C / b, K / b) rounded up, as `quantize` gives them; bias (C,) or None; format is what the dtype of
-        weight does not say; zero_point uint8 in scale's shape (int4), 8 where None; tensor_scale float32 ()
-        (nvfp4). inputs is float, where x is used as it is; dynamic, where rows of x are first rounded to
-        weight's format, with scales by row, by the format's groups, or by block_size neighbours; or int8 or
-        fp8_e4m3, to which rows are rounded with a scale each.
+    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2, or of a packed
+        format uint8 (C, K / 2); scale in a dtype of the format, of shape (), (C, 1), (C, G) or, with
+        block_size b, (C / b, K / b) rounded up, as `quantize` gives them; bias (C,) or None; format is what
+        the dtype of weight does not say; zero_point uint8 in scale's shape (int4), 8 where None; tensor_scale
+        float32 () (nvfp4). inputs is float, where x is used as it is; dynamic, where rows of x are first
+        rounded to weight's format, with scales by row, by the format's groups, or by block_size neighbours;
+        or int8 or fp8_e4m3, to which rows are rounded with a scale each.
     Returns: (..., C) in x's dtype; int8 products are summed exactly, others in float32.
     Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
     Source: arXiv 2208.07339 for rows that are quantized as they come; arXiv 2412.19437 for blocks.

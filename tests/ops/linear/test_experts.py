@@ -63,6 +63,13 @@ def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
     torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
 
 
+def test_no_expert_of_a_closed_group_is_chosen() -> None:
+    """Not even where an open group's own cannot be told from it: their logits are minus infinity."""
+    logits = torch.tensor([[0.5, 0.4, 1.0, -torch.inf]])
+    experts, weights = lz.sync.select_experts(logits, top_k=2, groups=2, top_groups=1)
+    assert experts.tolist() == [[2, 3]] and weights.tolist() == [[1.0, 0.0]]
+
+
 def made(count: int = 6, width: int = 64, hidden: int = 32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x, logits = torch.randn(9, width, generator=generator), torch.randn(9, count, generator=generator)

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.formats.errors import FormatError
 from layerzero.formats.table import Format
 from layerzero.ops.quantize.quantize import FORMATS, scale_shape
 from layerzero.ops.quantize.quantize import quantize_reference as reference
+from layerzero.spec.reasons import Reason
 
 FormatName = Literal["int8", "fp8_e4m3", "fp8_e5m2"]
 Granularity = Literal["tensor", "row", "group"]
@@ -238,6 +240,22 @@ def test_a_wrong_argument_of_quantized_linear_is_named(
     plain: dict[str, Any] = {"x": torch.ones(2, 8), "weight": weight, "scale": torch.ones(())}
     with pytest.raises(error, match=words):
         lz.sync.quantized_linear(**(plain | arguments))
+
+
+@pytest.mark.parametrize(
+    "given", [{"scale": torch.zeros(2, 1)}, {"scale": torch.tensor([[1.0], [-1.0]])}], ids=["zero", "less"]
+)
+def test_a_scale_without_codes_is_refused(given: dict[str, Tensor]) -> None:
+    """A row under a scale of zero would come back as zeros; a NaN of a row that holds one may be given."""
+    x = torch.ones(2, 8)
+    with pytest.raises(FormatError, match="scale needs positive numbers") as caught:
+        lz.sync.quantize(x, **given)
+    assert caught.value.reason is Reason.SCALE_NOT_POSITIVE
+    with pytest.raises(FormatError, match="tensor_scale needs positive numbers"):
+        lz.sync.quantize(torch.ones(2, 16), format="nvfp4", tensor_scale=torch.zeros(()))
+    x[1, 3] = torch.nan
+    scale = lz.sync.quantize(x)[1]
+    assert lz.sync.dequantize(*lz.sync.quantize(x, scale=scale))[1].isnan().all()
 
 
 def test_a_kernel_says_which_format_and_scales_it_needs() -> None:
