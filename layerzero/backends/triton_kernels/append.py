@@ -17,7 +17,7 @@ from torch import Tensor
 
 from layerzero.backends.triton_kernels.rows import _rounded
 from layerzero.formats.rounding import SMALLEST_SCALE
-from layerzero.ops.kv_formats import ELEMENT_OF
+from layerzero.ops.kv_formats import ELEMENT_OF, note_format
 
 # Bits of the mantissa, and the biased float32 exponent of the smallest normal number.
 _ROUNDING: Mapping[torch.dtype, tuple[int, int]] = MappingProxyType(
@@ -97,4 +97,6 @@ def append_kv(
         BLOCK=triton.next_power_of_2(k.shape[2]), V_BLOCK=triton.next_power_of_2(v.shape[2]),
         BY_TOKEN=k_scale.dim() > 1, MANTISSA=mantissa, LEAST=min_exponent, num_warps=1,
     )  # fmt: skip
+    note_format(k_cache, k_scale)
+    note_format(v_cache, v_scale)
     return slot_mapping
