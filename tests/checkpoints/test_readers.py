@@ -121,6 +121,25 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(case: str, tmp_pa
     assert torch.equal(mixed.dequantize(), found.dequantize())
 
 
+@pytest.mark.parametrize("layout", ["pack-quantized", "int-quantized"])
+@pytest.mark.parametrize("shift", [0, 5])
+def test_codes_of_eight_bits_around_another_zero_are_refused(layout: str, shift: int, tmp_path: Path) -> None:
+    """int8 has no zero points here: dropping them would move every number. Stored zeros are none."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    scale = QuantizedTensor.quantize(weight(), "int8").scale
+    zero = torch.full_like(scale, shift).to(torch.int8)
+    made = scheme(num_bits=8, type="int", strategy="channel", symmetric=False)
+    tensors, plain = compressed(layout, made, {"weight_scale": scale, "weight_zero_point": zero})
+    assert any("zero_point" in name for name in tensors)
+    folder = save(tmp_path, tensors, {"quant_method": "compressed-tensors", "format": layout})
+    if not shift:
+        torch.testing.assert_close(read(folder).dequantize(), plain, rtol=1e-6, atol=1e-7)
+        return
+    with pytest.raises(FormatError, match="weight_zero_point needs zeros") as caught:
+        lz.load_quantized(folder)
+    assert caught.value.reason is Reason.ZERO_POINT_MISMATCH
+
+
 def test_what_bitsandbytes_quantizes_is_read_as_it_dequantizes_it(tmp_path: Path) -> None:
     """Its CPU build, with scales that are quantized themselves."""
     library = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")

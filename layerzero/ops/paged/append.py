@@ -131,6 +131,8 @@ def validate_values(args: Args) -> Args:
         ):
             _name_wrong_slot(slot_ids, slot_count)
     if k_scale is not None:
+        if k_scale is v_scale and k_scale.dim() > 1:
+            raise ValueError("v_scale needs memory of its own, for it is written, got k_scale")
         validate_codes(("k_scale", "v_scale"), (k_scale, v_scale), ("k_cache", "v_cache"), (k_cache, v_cache))
     return k, v, k_cache, v_cache, private_slots, layout, k_scale, v_scale
 

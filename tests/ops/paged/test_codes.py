@@ -420,6 +420,9 @@ def test_scales_that_are_written_need_memory_of_their_own(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} needs memory of its own"):
         shared = named[name][:, :1].expand(-1, 4, -1)
         lz.sync.append_kv(k, k, slot_mapping=torch.tensor([0]), **(named | {name: shared}))
+    both = {"k_scale": named[name], "v_scale": named[name]}
+    with pytest.raises(ValueError, match="v_scale needs memory of its own, for it is written, got k_scale"):
+        lz.sync.append_kv(k, k, slot_mapping=torch.tensor([0]), **(named | both))
 
 
 @pytest.mark.parametrize("name", ["ckv_scale", "kpe_scale"])
