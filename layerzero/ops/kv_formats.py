@@ -245,10 +245,9 @@ def check_operand_scales(call: Any, heads: int) -> dict[str, bool]:
     stored = checks.dtype_name(k.dtype)
     for name, operand in (("v", v), *((("q", q),) if is_coded(q) else ())):
         if operand.dtype != k.dtype and (is_coded(operand) or is_coded(k)):
+            needs = f"{'codes of' if is_coded(k) else 'dtype'} {stored} like k"
             got = checks.dtype_name(operand.dtype)
-            raise FormatError(
-                name, f"codes of {stored} like k", got, Reason.KV_DTYPE_MISMATCH, kind=TypeError
-            )
+            raise FormatError(name, needs, got, Reason.KV_DTYPE_MISMATCH, kind=TypeError)
     features = check_scales(OPERAND_SCALES[1:], (call.k_scale, call.v_scale), (k, v), heads, ("k", "v"))
     granularity = check_scale("q_scale", call.q_scale, "q", q, heads)
     if not granularity:
