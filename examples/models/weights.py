@@ -47,10 +47,6 @@ def joined(rows: Sequence[Any]) -> Weight:
     return whole
 
 
-def _layout(weight: QuantizedTensor) -> tuple[object, ...]:
-    return weight.format, weight.granularity, weight.group_size, weight.zero_point is None
-
-
 async def project(ops: Any, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Rows `x` times `weight` transposed, plus `bias`, by the op that the weight's kind needs."""
     if isinstance(weight, tuple):

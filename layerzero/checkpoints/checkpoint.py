@@ -15,6 +15,9 @@ from layerzero.formats import QuantizedTensor
 from layerzero.formats.errors import FormatError
 from layerzero.spec.reasons import Reason
 
+# What reading parts raises whose axes, sizes or options are none that their convention has.
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
 
 def load_quantized(folder: str | Path, *, device: torch.device | str = "cpu") -> QuantizedCheckpoint:
     """Open a folder of quantized weights, each read when it is asked for.
@@ -88,8 +91,16 @@ class QuantizedCheckpoint(Mapping[str, Tensor | QuantizedTensor]):
             module, self._claim.says, self._claim.options,
             lambda end: self._tensors.tensor(module + end), lambda end: module + end in self._tensors,
         )  # fmt: skip
-        weight: QuantizedTensor = self._claim.convention.read(parts)
+        try:
+            weight: QuantizedTensor = self._claim.convention.read(parts)
+        except FormatError:
+            raise
+        except _UNREADABLE as error:
+            raise parts.mismatch(f"{name} in parts that fit each other", error) from error
         return weight.to(self._device)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._modules or name in self._plain
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self._modules, *self._plain))

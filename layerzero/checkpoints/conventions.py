@@ -89,10 +89,8 @@ def claim_of(folder: Path) -> Claim:
         raise FileNotFoundError(f"folder needs config.json, got none in {folder}")
     config = read_json(folder / "config.json").get("quantization_config")
     if config is None:
-        hf_quant = read_json(folder / "hf_quant_config.json")
-        config = (
-            {"quant_method": "modelopt", **hf_quant["quantization"]} if "quantization" in hf_quant else None
-        )
+        own = read_json(folder / "hf_quant_config.json").get("quantization")
+        config = {"quant_method": "modelopt", **own} if isinstance(own, dict) else None
     if not isinstance(config, dict):
         raise _unknown("a quantization_config", "none")
     method = str(config.get("quant_method", ""))
@@ -124,7 +122,8 @@ def _says(method: str, config: Mapping[str, Any]) -> str:
         return algorithm
     if method == "fp8":
         sides = config.get("weight_block_size")
-        if not isinstance(sides, list | tuple) or len(set(sides)) != 1:
+        side = sides[0] if isinstance(sides, list) and len(sides) == 2 else 0
+        if not isinstance(side, int) or side < 1 or sides != [side, side]:
             raise _unknown("fp8's weight_block_size of two equal sides", sides)
         return "fp8 by block"
     if method == "compressed-tensors":

@@ -24,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(path.name, "JSON", error, Reason.CHECKPOINT_FORMAT_MISMATCH) from error
     if not isinstance(values, dict):
         got = type(values).__name__
@@ -36,14 +36,18 @@ class TensorFolder:
     """Names and tensors of `model.safetensors`, or of the files that its index names; nothing is unpickled.
 
     Raises: FileNotFoundError: there is neither. ModuleNotFoundError: safetensors is not installed.
-        FormatError: the index names a file outside of the folder, or tensors that the files do not hold.
+        FormatError: the index names a file outside of the folder, or tensors that the files do not hold; a
+        file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
         whole = folder / "model.safetensors"
         if (folder / INDEX).exists():
-            named = read_json(folder / INDEX).get("weight_map", {})
+            named = read_json(folder / INDEX).get("weight_map")
+            if not isinstance(named, dict):
+                needs, got = "a weight_map of files by name", type(named).__name__
+                raise FormatError(INDEX, needs, got, Reason.CHECKPOINT_FORMAT_MISMATCH)
             self._file_of = {str(name): _inside(folder, str(file)) for name, file in named.items()}
         elif whole.exists():
             self._file_of = dict.fromkeys(_opened(whole).keys(), whole)
@@ -88,9 +92,13 @@ class TensorFolder:
 
 
 def _opened(path: Path) -> Any:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    return safe_open(str(path), framework="pt", device="cpu")
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except SafetensorError as error:
+        needs, reason = "a file of safetensors", Reason.CHECKPOINT_FORMAT_MISMATCH
+        raise FormatError(path.name, needs, error, reason) from error
 
 
 def _inside(folder: Path, file: str) -> Path:

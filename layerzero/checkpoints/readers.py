@@ -151,7 +151,8 @@ def nf4(parts: Parts) -> QuantizedTensor:
     if "nested_blocksize" in state:
         size, nested = int(state["nested_blocksize"]), parts.need(".weight.nested_absmax", torch.float32)
         values = parts.need(".weight.nested_quant_map", torch.float32)[scale.long()]
-        scale = values * nested.repeat_interleave(size)[: values.numel()] + float(state["nested_offset"])
+        blocks = torch.arange(values.numel()) // size
+        scale = values.flatten() * nested[blocks] + float(state["nested_offset"])
     return QuantizedTensor(codes, scale.float().view(shape[0], -1), "nf4")
 
 
@@ -208,7 +209,8 @@ def _int_pack(parts: Parts) -> QuantizedTensor:
     scale = parts.need(".weight_scale", *_FLOATS)
     if parts.has(".weight_g_idx"):
         order = parts.get(".weight_g_idx").long()
-        if not torch.equal(order, order.sort().values):
+        groups = torch.arange(width) // max(1, width // max(1, scale.shape[-1]))
+        if not (torch.equal(order, groups) or bool((order == -1).all())):  # -1: no order was stored
             raise FormatError(
                 f"{parts.weight}.weight_g_idx", "groups of neighbours", "another order",
                 Reason.PACKED_LAYOUT_MISMATCH,
@@ -216,6 +218,9 @@ def _int_pack(parts: Parts) -> QuantizedTensor:
     numbers = packed.shape[-1] * 4
     if packed.shape[0] == rows and -(-width // 4) == packed.shape[-1]:
         unsigned = packed.contiguous().view(torch.uint8).view(rows, numbers)[:, :width]
+        if parts.has(".weight_zero_point"):
+            stored = parts.need(".weight_zero_point", torch.int32).contiguous().view(torch.uint8)
+            _need_symmetric(parts, bool((stored != 128).any()))
         return QuantizedTensor((unsigned.int() - 128).to(torch.int8), _one_level(scale), "int8")
     parts.need_shape(".weight_packed", packed, (rows, -(-width // 8)))
     codes = packed.contiguous().view(torch.uint8)[:, : width // 2]
@@ -224,6 +229,12 @@ def _int_pack(parts: Parts) -> QuantizedTensor:
         stored = parts.need(".weight_zero_point", torch.int32)  # packed along the rows
         zero_point = _nibbles(stored).transpose(1, 2).reshape(-1, stored.shape[1])[:rows].contiguous()
     return QuantizedTensor(codes.contiguous(), scale, "int4", zero_point)
+
+
+def _need_symmetric(parts: Parts, shifted: bool) -> None:
+    if shifted:
+        name, needs = f"{parts.weight}.weight_zero_point", "zeros: symmetric codes"
+        raise FormatError(name, needs, "others", Reason.ZERO_POINT_MISMATCH)
 
 
 def _nvfp4_pack(parts: Parts) -> QuantizedTensor:
@@ -246,13 +257,8 @@ def _plain_codes(parts: Parts) -> QuantizedTensor:
     dtypes_of = {"int-quantized": (torch.int8,), "float-quantized": (torch.float8_e4m3fn,)}
     codes = parts.need(".weight", *dtypes_of.get(parts.says, (torch.int8, torch.float8_e4m3fn)))
     scale = parts.need(".weight_scale", *_FLOATS)
-    if parts.has(".weight_zero_point") and bool(parts.get(".weight_zero_point").any()):
-        raise FormatError(
-            f"{parts.weight}.weight_zero_point",
-            "zeros: symmetric codes",
-            "others",
-            Reason.ZERO_POINT_MISMATCH,
-        )
+    if parts.has(".weight_zero_point"):
+        _need_symmetric(parts, bool(parts.get(".weight_zero_point").any()))
     name = "int8" if codes.dtype == torch.int8 else "fp8_e4m3"
     if scale.dim() == 2 and scale.shape[1] != 1 and scale.numel() > 1:
         return QuantizedTensor(codes, scale.float(), name, block_size=_block_side(parts, tuple(scale.shape)))

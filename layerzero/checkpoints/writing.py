@@ -6,7 +6,7 @@ import fnmatch
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -85,16 +85,10 @@ def quantize_folder(
         source is quantized already. FileExistsError: target is there. FileNotFoundError: source lacks a file.
         Nothing is left of target then.
     """
-    if form not in LAYOUTS:
-        needs = f"one of {', '.join(LAYOUTS)}, which compressed-tensors stores"
-        raise FormatError("format", needs, repr(form), Reason.QUANT_FORMAT_UNSUPPORTED)
+    config, tensors = open_plain(source, target, form, method)
     rounder = method_of(method, form)
-    if target.exists():
-        raise FileExistsError(f"target needs to be a new folder, {target} exists")
-    config = _config_of(source)
-    tensors = TensorFolder(source)
-    chosen = weights_to_round(tensors, ignore)
-    size = _group_of(form, group_size, [tensors.shape(name)[1] for name in chosen])
+    chosen = dict.fromkeys(weights_to_round(tensors, ignore))
+    size = _group_of(form, group_size, {tensors.shape(name)[1] for name in chosen})
     layers: list[LayerError] = []
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -131,17 +125,27 @@ def quantize_folder(
     )  # fmt: skip
 
 
-def _config_of(source: Path) -> dict[str, Any]:
+def open_plain(source: Path, target: Path, form: str, method: str) -> tuple[dict[str, Any], TensorFolder]:
+    """The configuration and the tensors of a model that may be rounded to `form` and written to `target`.
+
+    Raises: see `quantize_folder`; no weight is read.
+    """
+    if form not in LAYOUTS:
+        needs = f"one of {', '.join(LAYOUTS)}, which compressed-tensors stores"
+        raise FormatError("format", needs, repr(form), Reason.QUANT_FORMAT_UNSUPPORTED)
+    method_of(method, form)
+    if target.exists() or target.is_symlink():
+        raise FileExistsError(f"target needs to be a new folder, {target} exists")
     if not (source / "config.json").exists():
         raise FileNotFoundError(f"folder needs config.json, got none in {source}")
     config = read_json(source / "config.json")
     if "quantization_config" in config or (source / "hf_quant_config.json").exists():
         needs, got = "weights that are not quantized yet", "a quantization_config"
         raise FormatError(str(source), needs, got, Reason.CHECKPOINT_FORMAT_MISMATCH)
-    return config
+    return config, TensorFolder(source)
 
 
-def _group_of(form: str, group_size: int | None, widths: Sequence[int]) -> int | None:
+def _group_of(form: str, group_size: int | None, widths: Collection[int]) -> int | None:
     """The group of the format, where it has one that may be chosen: as asked, else the largest that fits."""
     if form != "int4":
         if group_size is not None:
@@ -152,7 +156,9 @@ def _group_of(form: str, group_size: int | None, widths: Sequence[int]) -> int |
         raise FormatError("folder", "a matrix to round", "none", Reason.CHECKPOINT_FORMAT_MISMATCH)
     if group_size is None:
         sizes = [size for size in FORMATS[form].group_sizes if not any(width % size for width in widths)]
-        return max(sizes, default=FORMATS[form].group_sizes[0])
+        group_size = max(sizes, default=FORMATS[form].group_sizes[0])
+    for width in widths:
+        FORMATS[form].need_group(width, group_size, "a weight")
     return group_size
 
 
@@ -179,7 +185,7 @@ def _stored(module: str, quantized: QuantizedTensor) -> dict[str, Tensor]:
     return {f"{module}.weight": codes, f"{module}.weight_scale": scale}
 
 
-def _described(form: str, size: int | None, chosen: Sequence[str], tensors: TensorFolder) -> dict[str, Any]:
+def _described(form: str, size: int | None, chosen: Collection[str], tensors: TensorFolder) -> dict[str, Any]:
     """The quantization_config that compressed-tensors reads."""
     layout, weights = LAYOUTS[form]
     weights = {**weights, "symmetric": True, "dynamic": False} | ({"group_size": size} if size else {})
@@ -195,7 +201,7 @@ def _described(form: str, size: int | None, chosen: Sequence[str], tensors: Tens
             }
         },
         "ignore": sorted(
-            {"lm_head", *(name.removesuffix(".weight") for name in matrices if name not in set(chosen))}
+            {"lm_head", *(name.removesuffix(".weight") for name in matrices if name not in chosen)}
         ),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,

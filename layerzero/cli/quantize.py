@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 from layerzero.cli.common import output
 from layerzero.cli.common.options import json_option
 from layerzero.spec.errors import LayerZeroError
+from layerzero.spec.reasons import Reason
 
 _COLUMNS = ("weight", "bits", "error of the weight", "error of its outputs")
 
@@ -49,17 +51,18 @@ def quantize(
     text does not fit; nothing is written then.
     """
     from layerzero.checkpoints.calibration import run_text
-    from layerzero.checkpoints.folder import TensorFolder
-    from layerzero.checkpoints.writing import LEFT_ALONE, quantize_folder, weights_to_round
+    from layerzero.checkpoints.writing import LEFT_ALONE, open_plain, quantize_folder, weights_to_round
 
-    target = out or folder.with_name(f"{folder.resolve().name}-{form}")
+    model = Path(os.path.abspath(folder))  # a link's own name, where `.` is none
+    target = out or model.parent / f"{model.name}-{form}"
     ignored = (*LEFT_ALONE, *ignore)
     grams: dict[str, Any] = {}
     tokens = 0
     try:
         with output.progress("quantize", json_, str) as progress:
             if calibrate is not None:
-                names = weights_to_round(TensorFolder(folder), ignored)
+                _, tensors = open_plain(folder, target, form, method)  # before minutes of calibration
+                names = weights_to_round(tensors, ignored)
                 text = calibrate.read_text(encoding="utf-8")
                 grams, tokens = run_text(folder, text, names, progress)
             report = quantize_folder(
@@ -69,7 +72,7 @@ def quantize(
     except (LayerZeroError, ValueError, FileExistsError, FileNotFoundError) as error:
         reason: Any = getattr(error, "reason", None)
         raise click.ClickException(
-            f"{error}" + (f" ({reason.value})" if reason is not None else "")
+            f"{error}" + (f" ({reason.value})" if isinstance(reason, Reason) else "")
         ) from error
     rows = [
         (

@@ -95,7 +95,7 @@ class PagedCache:
         heads = page_axes(self.layout)[1]
         shape = kv_formats.scale_shape(tuple(pool.shape), heads, self.spec.scale_granularity)
         scale = self.spec.zeros(*shape, dtype=torch.float32).fill_(1.0)
-        kv_formats.note_format("pool", pool, scale)
+        kv_formats.note_format(pool, scale)
         return scale
 
     @property

@@ -221,6 +221,9 @@ class DenseCache(Generic[T]):
     __slots__ = ("_sequences", "spec", "version")
 
     def __init__(self, spec: KVCacheSpec) -> None:
+        if spec.is_coded:
+            needs, got = "None for a cache without pages", str(spec.pool_dtype).removeprefix("torch.")
+            raise FormatError("pool_dtype", needs, got, Reason.KV_DTYPE_MISMATCH)
         self.spec = spec
         self.version = 0
         self._sequences: Sequences[T] = Sequences()

@@ -123,7 +123,8 @@ def need_valid_scale(name: str, scale: Tensor | None) -> None:
     """
     if scale is None or scale.dim() > 1 or not checks.can_read_values(scale):
         return
-    for position, value in enumerate(scale.reshape(-1).tolist()):
+    values = scale.tolist()
+    for position, value in enumerate(values if scale.dim() else (values,)):
         if not (value > 0.0 and math.isfinite(value)):
             reason = Reason.SCALE_NOT_POSITIVE if value <= 0.0 else Reason.SCALE_NOT_FINITE
             where = f" at {position}" if scale.dim() else ""
@@ -179,20 +180,18 @@ _WRITTEN: dict[int, tuple[StorageWeakRef, torch.dtype, str]] = {}
 _MOST_WRITTEN = 4096
 
 
-def note_format(name: str, codes: Tensor, scale: Tensor | None) -> None:
-    """Remember in which format a pool is written; nothing to do for one that holds numbers.
-
-    Raises: FormatError: it was written in another one; nothing is remembered.
-    """
+def note_format(codes: Tensor, scale: Tensor | None) -> None:
+    """Remember in which format a pool was written, the last one; nothing to do for one that holds numbers."""
     if scale is None or not foreign.has_memory(codes):
         return
-    need_format(name, codes, scale)
+    form = (codes.dtype, granularity_of(scale))
+    if _written_format(codes) == form:
+        return
     if len(_WRITTEN) >= _MOST_WRITTEN:
-        for address in [at for at, entry in _WRITTEN.items() if entry[0].expired()]:
-            del _WRITTEN[address]
-    _WRITTEN[codes.data_ptr()] = (
-        StorageWeakRef(codes.untyped_storage()), codes.dtype, granularity_of(scale)
-    )  # fmt: skip
+        for address, entry in list(_WRITTEN.items()):  # other threads note theirs meanwhile
+            if entry[0].expired():
+                _WRITTEN.pop(address, None)
+    _WRITTEN[codes.data_ptr()] = (StorageWeakRef(codes.untyped_storage()), *form)
 
 
 def need_format(name: str, codes: Tensor, scale: Tensor) -> None:
@@ -203,14 +202,21 @@ def need_format(name: str, codes: Tensor, scale: Tensor) -> None:
     """
     if not _WRITTEN or not foreign.has_memory(codes):
         return
-    written = _WRITTEN.get(codes.data_ptr())
-    if written is None or written[0].expired():
-        return
+    written = _written_format(codes)
     granularity = granularity_of(scale)
-    if (codes.dtype, granularity) != written[1:]:
-        needs = f"{checks.dtype_name(written[1])} with scales by {written[2]}, as it was written"
+    if written is not None and (codes.dtype, granularity) != written:
+        needs = f"{checks.dtype_name(written[0])} with scales by {written[1]}, as it was written"
         got = f"{checks.dtype_name(codes.dtype)} with scales by {granularity}"
         raise FormatError(name, needs, got, Reason.KV_DTYPE_MISMATCH)
+
+
+def _written_format(codes: Tensor) -> tuple[torch.dtype, str] | None:
+    """The dtype and granularity that the memory of `codes` was written in; None where that is not known."""
+    entry = _WRITTEN.get(codes.data_ptr())
+    # The weak reference keeps the identity of the memory from being given to another one.
+    if entry is None or entry[0].cdata != codes.untyped_storage()._cdata:
+        return None
+    return entry[1:]
 
 
 # -- queries, keys and values that lie behind each other --------------------------------------------------
@@ -246,10 +252,9 @@ def check_operand_scales(call: Any, heads: int) -> dict[str, bool]:
     stored = checks.dtype_name(k.dtype)
     for name, operand in (("v", v), *((("q", q),) if is_coded(q) else ())):
         if operand.dtype != k.dtype and (is_coded(operand) or is_coded(k)):
+            needs = f"{'codes of' if is_coded(k) else 'dtype'} {stored} like k"
             got = checks.dtype_name(operand.dtype)
-            raise FormatError(
-                name, f"codes of {stored} like k", got, Reason.KV_DTYPE_MISMATCH, kind=TypeError
-            )
+            raise FormatError(name, needs, got, Reason.KV_DTYPE_MISMATCH, kind=TypeError)
     features = check_scales(OPERAND_SCALES[1:], (call.k_scale, call.v_scale), (k, v), heads, ("k", "v"))
     granularity = check_scale("q_scale", call.q_scale, "q", q, heads)
     if not granularity:

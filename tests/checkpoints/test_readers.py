@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.checkpoints.folder import TensorFolder
 from layerzero.formats import QuantizedTensor
 from layerzero.formats.errors import FormatError
 from layerzero.spec.reasons import Reason
@@ -119,6 +121,25 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(case: str, tmp_pa
     assert torch.equal(mixed.dequantize(), found.dequantize())
 
 
+@pytest.mark.parametrize("layout", ["pack-quantized", "int-quantized"])
+@pytest.mark.parametrize("shift", [0, 5])
+def test_codes_of_eight_bits_around_another_zero_are_refused(layout: str, shift: int, tmp_path: Path) -> None:
+    """int8 has no zero points here: dropping them would move every number. Stored zeros are none."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    scale = QuantizedTensor.quantize(weight(), "int8").scale
+    zero = torch.full_like(scale, shift).to(torch.int8)
+    made = scheme(num_bits=8, type="int", strategy="channel", symmetric=False)
+    tensors, plain = compressed(layout, made, {"weight_scale": scale, "weight_zero_point": zero})
+    assert any("zero_point" in name for name in tensors)
+    folder = save(tmp_path, tensors, {"quant_method": "compressed-tensors", "format": layout})
+    if not shift:
+        torch.testing.assert_close(read(folder).dequantize(), plain, rtol=1e-6, atol=1e-7)
+        return
+    with pytest.raises(FormatError, match="weight_zero_point needs zeros") as caught:
+        lz.load_quantized(folder)
+    assert caught.value.reason is Reason.ZERO_POINT_MISMATCH
+
+
 def test_what_bitsandbytes_quantizes_is_read_as_it_dequantizes_it(tmp_path: Path) -> None:
     """Its CPU build, with scales that are quantized themselves."""
     library = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
@@ -168,6 +189,10 @@ CLAIMS: list[tuple[Any, str]] = [
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "needs modelopt's quant_algo FP8 or NVFP4"),
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "needs compressed-tensors' format"),
     ({"quant_method": "fp8"}, "needs fp8's weight_block_size of two equal sides, got None"),
+    *(
+        ({"quant_method": "fp8", "weight_block_size": sides}, "weight_block_size of two equal sides")
+        for sides in ([0, 0], [-8, -8], ["a", "a"], [[8], [8]], [128], [128, 64], 128)
+    ),
 ]  # fmt: skip
 
 
@@ -217,6 +242,101 @@ def test_a_part_that_does_not_fit_is_named(
     with pytest.raises(FormatError) as caught:
         lz.load_quantized(folder)
     assert caught.value.reason is reason
+
+
+ODD: list[Tensor] = [
+    torch.ones(()),
+    torch.ones(0),
+    torch.ones(3),
+    torch.ones(1, 1),
+    torch.ones(2, 3, 5),
+    torch.full((8, 64), 255.0),
+]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_part_of_any_shape_is_read_or_refused(kind: str, tmp_path: Path) -> None:
+    """Every part exchanged for tensors of its dtype and other axes: `FormatError`, nothing of torch's own."""
+    tensors, said, _ = WRITERS[kind]()
+    for name, odd in itertools.product(tensors, ODD):
+        folder = save(tmp_path, tensors | {name: odd.to(tensors[name].dtype)}, said)
+        try:
+            lz.load_quantized(folder).check()
+        except FormatError as error:
+            assert error.reason in Reason
+
+
+STATES: list[dict[str, Any]] = [
+    {"blocksize": 0}, {"blocksize": "x"}, {"shape": [-16, -128]}, {"shape": 3}, {"shape": [1 << 40, 1 << 40]},
+    {"nested_blocksize": 0, "nested_offset": 0.0}, {"nested_blocksize": 1 << 60, "nested_offset": "x"},
+    {"nested_blocksize": 16},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", STATES)
+def test_a_state_that_fits_no_weight_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever bitsandbytes' own description of a weight says; a key that it lacks is no missing weight."""
+    tensors, said, _ = WRITERS["nf4"]()
+    (name,) = (name for name in tensors if "quant_state" in name)
+    state = json.loads(bytes(tensors[name].tolist())) | changes
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    if "nested_blocksize" in changes:
+        tensors |= {
+            f"{NAME}.weight.nested_absmax": torch.ones(1),
+            f"{NAME}.weight.nested_quant_map": torch.ones(256),
+            f"{NAME}.weight.absmax": torch.ones_like(tensors[f"{NAME}.weight.absmax"], dtype=torch.uint8),
+        }
+    with pytest.raises(FormatError) as caught:
+        lz.load_quantized(save(tmp_path, tensors, said))
+    assert caught.value.reason is Reason.CHECKPOINT_FORMAT_MISMATCH
+
+
+def test_a_damaged_file_or_index_is_named(tmp_path: Path) -> None:
+    """Neither safetensors' own error nor one of a JSON value's type."""
+    folder = save(tmp_path, *WRITERS["awq"]()[:2])
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    for written in ("{}", '{"weight_map": ["a"]}', "[" * 100_000):
+        index.write_text(written, encoding="utf-8")
+        with pytest.raises(FormatError, match=r"index\.json needs"):
+            lz.load_quantized(folder)
+    index.unlink()
+    whole.write_bytes(whole.read_bytes()[:-9])
+    with pytest.raises(FormatError, match=r"model\.safetensors needs a file of safetensors"):
+        lz.load_quantized(folder)
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    (folder / "hf_quant_config.json").write_text('{"quantization": [1]}', encoding="utf-8")
+    with pytest.raises(FormatError, match="needs a quantization_config"):
+        lz.load_quantized(folder)
+
+
+def test_asking_whether_there_is_a_weight_reads_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a damaged one neither."""
+    checkpoint = lz.load_quantized(save(tmp_path, *WRITERS["awq"]()[:2]))
+
+    def read_none(*args: object) -> Any:
+        raise AssertionError(args)
+
+    monkeypatch.setattr(TensorFolder, "tensor", read_none)
+    assert f"{NAME}.weight" in checkpoint and f"{NAME}.qweight" not in checkpoint
+
+
+@pytest.mark.parametrize(("order", "fits"), [([0, 0, 0, 1], False), ([0, 0, 1, 1], True), ([-1] * 4, True)])
+def test_an_order_of_groups_that_is_sorted_may_still_be_another(
+    order: list[int], fits: bool, tmp_path: Path
+) -> None:
+    """Groups of other sizes than their scales say are refused; -1 stands for no order."""
+    groups = torch.tensor(order).repeat_interleave(32).int()
+    made = QuantizedTensor.quantize(weight(), "int4", group_size=64)
+    tensors = {
+        f"{NAME}.weight_packed": made.codes.view(torch.int32), f"{NAME}.weight_scale": made.scale,
+        f"{NAME}.weight_shape": torch.tensor([16, 128]), f"{NAME}.weight_g_idx": groups,
+    }  # fmt: skip
+    folder = save(tmp_path, tensors, {"quant_method": "compressed-tensors", "format": "pack-quantized"})
+    if fits:
+        assert torch.equal(read(folder).dequantize(), made.dequantize())
+    else:
+        with pytest.raises(FormatError, match="groups of neighbours"):
+            lz.load_quantized(folder)
 
 
 def test_an_index_may_not_name_files_outside_of_its_folder(tmp_path: Path) -> None:

@@ -181,6 +181,42 @@ def test_the_command_says_why_it_did_not(tmp_path: Path) -> None:
     assert told.exit_code == 2
 
 
+def test_the_command_names_a_folder_beside_the_model_wherever_it_is_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From within the model's own folder too; a format that is none names no other place."""
+    source = model(tmp_path / "plain")
+    monkeypatch.chdir(source)
+    told = run("quantize", ".", "--format", "int8")
+    assert told.exit_code == 0 and (tmp_path / "plain-int8" / "config.json").exists(), told.output
+    told = run("quantize", ".", "--format", "../x")
+    assert told.exit_code == 1 and "format needs one of int4" in told.output
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    told = run("quantize", source, "--format", "int8", "--out", tmp_path / "link")
+    assert told.exit_code == 1 and "needs to be a new folder" in told.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "plain", "plain-int8"]
+
+
+def test_what_cannot_be_written_is_said_before_a_text_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Minutes of a large model are not spent on a folder that is there; a text that is none is named."""
+    from layerzero.checkpoints import calibration
+
+    monkeypatch.setattr(calibration, "run_text", lambda *args: pytest.fail("a text ran"))
+    source = model(tmp_path / "plain")
+    (tmp_path / "text").write_bytes(b"\xff\xfe\xff")
+    options = ("quantize", source, "--calibrate", tmp_path / "text")
+    for named, said in (
+        (("--format", "int3"), "format needs one of"),
+        (("--format", "int8", "--out", source), "needs to be a new folder"),
+        (("--format", "int8", "--method", "best"), "method needs one of"),
+        (("--format", "int8"), "codec can't decode"),
+    ):
+        told = run(*options, *named)
+        assert told.exit_code == 1 and said in told.output, told.output
+
+
 def test_a_text_runs_through_the_model_before_its_weights_are_judged(tmp_path: Path) -> None:
     """The shipped model and words of its text: every matrix gets an error of its outputs."""
     pytest.importorskip("transformers", reason="transformers is not installed")

@@ -10,7 +10,7 @@ import torch
 
 import layerzero as lz
 from layerzero.formats.errors import FormatError
-from layerzero.kvcache import KVCacheSpec, PagedCache
+from layerzero.kvcache import ChunkedCache, ContiguousCache, KVCacheSpec, PagedCache
 from layerzero.spec.reasons import Reason
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -81,6 +81,9 @@ def test_what_no_cache_can_hold_is_named() -> None:
     assert caught.value.reason is Reason.KV_DTYPE_MISMATCH
     with pytest.raises(ValueError, match="scale_granularity needs one of tensor, head, token, got 'group'"):
         KVCacheSpec(2, 8, pool_dtype=torch.int8, scale_granularity="group")
+    for dense in (ContiguousCache, ChunkedCache):
+        with pytest.raises(FormatError, match="pool_dtype needs None for a cache without pages, got int8"):
+            dense(KVCacheSpec(2, 8, pool_dtype=torch.int8))
     pages = cache(torch.int8, "tensor")
     scale = pages.scales[0][0]
     assert scale is not None

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from layerzero.formats.errors import FormatError
 from layerzero.kvcache import conversion, convert
 from layerzero.spec.hardware import Hardware
 
@@ -42,3 +43,9 @@ def test_a_target_that_is_no_float_is_refused() -> None:
     """Quantised caches need scales, which a cast has not."""
     with pytest.raises(TypeError, match="to_dtype needs a floating point dtype, got int8"):
         conversion(torch.zeros(1, 1, 1, 1), "NHD", to_dtype=torch.int8, hardware=FAST)
+    numbers = torch.zeros(1, 2, 3, 4)
+    codes = numbers.to(torch.float8_e4m3fn)
+    for pool, dtype in ((numbers, torch.float8_e4m3fn), (codes, torch.float32), (codes, torch.float8_e5m2)):
+        with pytest.raises(FormatError, match="like pool, for codes need a scale"):
+            convert(pool, "NHD", to_dtype=dtype)
+    assert convert(codes, "NHD", to_layout="HND").shape == (1, 3, 2, 4)

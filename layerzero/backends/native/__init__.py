@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops import table
+from layerzero.ops import kv_formats, table
 from layerzero.ops.attention.checks import window_bounds
 from layerzero.ops.op import Args
 from layerzero.spec.kernel import Kernel
-
-_NO_SCALES = (None, None)
 
 
 def _compiled() -> Any:
@@ -34,13 +32,15 @@ def _paged() -> Callable[..., Any]:
 
     def paged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
         """One walk over each sequence's pages; what it cannot trust it refuses before it reads."""
-        q, k, v, tables, lens, cu, is_causal, scale, window, softcap, layout, return_lse, *scales = args
+        q, k, v, tables, lens, cu, is_causal, scale, window, softcap, layout, return_lse, k_scale, v_scale = (
+            args
+        )
         out, lse = _results(q, v.shape[3], return_lse)
         window_left, right = window_bounds(is_causal, window)
         factor = q.shape[2] ** -0.5 if scale is None else scale
         cap = 0.0 if softcap is None else softcap
         if not native(out, lse, q, k, v, tables, lens, cu, factor, window_left, right, cap, layout == "HND",
-                      *(scales or _NO_SCALES)):  # fmt: skip
+                      k_scale, v_scale):  # fmt: skip
             _refused("paged_attention", args)
         return out if lse is None else (out, lse)
 
@@ -52,13 +52,12 @@ def _ragged() -> Callable[..., Any]:
 
     def ragged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
         """The same walk over keys that follow each other."""
-        q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse, _, *scales = (*args, None)
+        q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse, _, k_scale, v_scale = args
         out, lse = _results(q, v.shape[2], return_lse)
         window_left, right = window_bounds(is_causal, window)
         factor = q.shape[2] ** -0.5 if scale is None else scale
         cap = 0.0 if softcap is None else softcap
-        codes = scales[:2] or _NO_SCALES
-        if not native(out, lse, q, k, v, cu, cu_k, factor, window_left, right, cap, *codes):
+        if not native(out, lse, q, k, v, cu, cu_k, factor, window_left, right, cap, k_scale, v_scale):
             _refused("ragged_attention", args)
         return out if lse is None else (out, lse)
 
@@ -70,10 +69,10 @@ def _latent() -> Callable[..., Any]:
 
     def mla_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Keys are put together from both pools; their first part is the values."""
-        q, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse, *scales = args
+        q, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse, ckv_scale, kpe_scale = args
         out, lse = _results(q, q.shape[2], return_lse)
         right = 0 if is_causal else -1
-        if not native(out, lse, q, q_pe, ckv, kpe, tables, lens, cu, scale, right, *(scales or _NO_SCALES)):
+        if not native(out, lse, q, q_pe, ckv, kpe, tables, lens, cu, scale, right, ckv_scale, kpe_scale):
             _refused("mla_attention", args)
         return out if lse is None else (out, lse)
 
@@ -85,15 +84,16 @@ def _append() -> Callable[..., Any]:
 
     def append_kv(*args: Any) -> Tensor:
         """One copy a token and pool, rounded to codes where it holds them, after a look at all slots."""
-        k, v, k_cache, v_cache, _, layout, *scales = args
+        k, v, k_cache, v_cache, _, layout, k_scale, v_scale = args
         slot_mapping: Tensor = args[4]
-        heads_first = layout == "HND"
-        if scales and scales[0] is not None:
-            done = codes(k, v, k_cache, v_cache, slot_mapping, heads_first, *scales)
-        else:
-            done = native(k, v, k_cache, v_cache, slot_mapping, heads_first)
-        if not done:
+        if k_scale is None:
+            if not native(k, v, k_cache, v_cache, slot_mapping, layout == "HND"):
+                _refused("append_kv", args)
+            return slot_mapping
+        if not codes(k, v, k_cache, v_cache, slot_mapping, layout == "HND", k_scale, v_scale):
             _refused("append_kv", args)
+        kv_formats.note_format(k_cache, k_scale)
+        kv_formats.note_format(v_cache, v_scale)
         return slot_mapping
 
     return append_kv

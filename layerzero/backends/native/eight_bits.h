@@ -1,7 +1,7 @@
 // Numbers of 16 and 8 bits as float32, and float32 as codes of 8 bits.
 //
 // A code times its scale is the number. Codes are rounded half to even; what lies beyond the format is clamped, NaN
-// is code 0: ops/quantize/quantize.py, encode. Bits are moved by integers, so that flushed subnormals change nothing.
+// is code 0: formats/elements.py, encode_values. Bits are moved by integers, so that flushed subnormals change nothing.
 
 #pragma once
 

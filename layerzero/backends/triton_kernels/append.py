@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layerzero.backends.triton_kernels.rows import ROUNDING, rounded
+from layerzero.backends.triton_kernels.rows import ROUNDING, round_to_code
 from layerzero.formats.rounding import SMALLEST_SCALE
 from layerzero.formats.table import format_of
-from layerzero.ops.kv_formats import scale_steps
+from layerzero.ops.kv_formats import note_format, scale_steps
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _append_row(
         tl.store(scale_ptr + scale_place, scale)
     else:
         scale = tl.load(scale_ptr + scale_place)
-    code = rounded(x, scale, largest, MANTISSA, LEAST)
+    code = round_to_code(x, scale, largest, MANTISSA, LEAST)
     tl.store(cache_ptr + place + features, code.to(cache_ptr.dtype.element_ty), mask=inside)
 
 
@@ -83,4 +83,6 @@ def append_kv(
         BLOCK=triton.next_power_of_2(k.shape[2]), V_BLOCK=triton.next_power_of_2(v.shape[2]),
         BY_TOKEN=k_scale.dim() > 1, MANTISSA=mantissa, LEAST=min_exponent, num_warps=1,
     )  # fmt: skip
+    note_format(k_cache, k_scale)
+    note_format(v_cache, v_scale)
     return slot_mapping

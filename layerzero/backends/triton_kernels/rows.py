@@ -65,7 +65,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float)
 
 
 @triton.jit
-def rounded(x, scale, largest, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
+def round_to_code(x, scale, largest, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
     """What `x` is by `scale`, as a number of the format: clamped, halves to even."""
     code = tl.div_rn(x, scale + tl.zeros_like(x))
     code = tl.where(code != code, 0.0, code)
@@ -100,7 +100,7 @@ def _quantize(
         scale = tl.maximum(tl.div_rn(abs_max, largest), smallest)
         scale = tl.where(odd > 0, float("nan"), scale)
         tl.store(scale_ptr + program, scale)
-    code = rounded(x, scale, largest, MANTISSA, LEAST)
+    code = round_to_code(x, scale, largest, MANTISSA, LEAST)
     tl.store(codes_ptr + program * width + columns, code.to(codes_ptr.dtype.element_ty), mask=inside)
 
 
@@ -151,7 +151,7 @@ def _add_rms_norm_quantize(
     used = groups * GROUP < width
     tl.store(scale_ptr + program * (width // GROUP) + groups, scale, mask=used)
     spread = tl.reshape(tl.broadcast_to(scale[:, None], (GROUPS, BLOCK // GROUPS)), (BLOCK,))
-    code = rounded(out, spread, largest, MANTISSA, LEAST)
+    code = round_to_code(out, spread, largest, MANTISSA, LEAST)
     tl.store(codes_ptr + row + columns, code.to(codes_ptr.dtype.element_ty), mask=inside)
 
 

@@ -79,8 +79,7 @@ def check(args: Args) -> CallSpec:
                 f"{name}_cache needs heads and head size {tuple(rows.shape[1:])} like {name}, got "
                 f"{(pool.shape[heads], pool.shape[3])} in layout {layout}"
             )
-        if torch._debug_has_internal_overlap(pool) == 1:  # pyright: ignore[reportPrivateImportUsage]
-            raise ValueError(f"{name}_cache needs memory of its own for every element, got an expanded view")
+        _need_own_memory(f"{name}_cache", pool)
     if v_cache.shape[:3] != k_cache.shape[:3]:
         raise ValueError(
             f"v_cache needs the pages, tokens and heads of k_cache, {tuple(k_cache.shape[:3])}, got "
@@ -92,6 +91,9 @@ def check(args: Args) -> CallSpec:
     features = cache_features(k, k_cache, v_cache) | kv_formats.check_scales(
         ("k_scale", "v_scale"), call[6:8], (k_cache, v_cache), heads, ("k_cache", "v_cache")
     )
+    if "kv_scale_per_token" in features:
+        _need_own_memory("k_scale", call.k_scale)
+        _need_own_memory("v_scale", call.v_scale)
     return describe(
         "append_kv",
         [k, v],
@@ -109,9 +111,14 @@ def check(args: Args) -> CallSpec:
     )
 
 
+def _need_own_memory(name: str, written: Any) -> None:
+    if torch._debug_has_internal_overlap(written) == 1:  # pyright: ignore[reportPrivateImportUsage]
+        raise ValueError(f"{name} needs memory of its own for every element, got an expanded view")
+
+
 def validate_values(args: Args) -> Args:
     """Slots that the pool has, none twice, as a copy."""
-    slot_mapping = args[4]
+    k, v, k_cache, v_cache, slot_mapping, layout, k_scale, v_scale = args
     slot_count = slot_count_of(args)
     private_slots: Tensor | None = checks.native_check("places_below", slot_mapping, slot_count)
     if private_slots is None:
@@ -123,11 +130,11 @@ def validate_values(args: Args) -> Args:
             min(slot_ids) < 0 or max(slot_ids) >= slot_count or len(set(slot_ids)) != len(slot_ids)
         ):
             _name_wrong_slot(slot_ids, slot_count)
-    if args[6] is not None:
-        validate_codes(("k_scale", "v_scale"), args[6:8], ("k_cache", "v_cache"), args[2:4])
-        for name, pool, scale in (("k_cache", args[2], args[6]), ("v_cache", args[3], args[7])):
-            kv_formats.note_format(name, pool, scale)
-    return *args[:4], private_slots, *args[5:]
+    if k_scale is not None:
+        if k_scale is v_scale and k_scale.dim() > 1:
+            raise ValueError("v_scale needs memory of its own, for it is written, got k_scale")
+        validate_codes(("k_scale", "v_scale"), (k_scale, v_scale), ("k_cache", "v_cache"), (k_cache, v_cache))
+    return k, v, k_cache, v_cache, private_slots, layout, k_scale, v_scale
 
 
 def slot_count_of(args: Args) -> int:
@@ -175,7 +182,8 @@ def append_kv_reference(
         codes, row_scale = kv_formats.encode_rows(rows, pool.dtype, scale if scale.dim() < 2 else None)
         by_token.view(torch.uint8)[page, token] = codes.view(torch.uint8)
         if row_scale is not None:
-            (scale if tokens == 1 else scale.transpose(1, 2))[page, token] = row_scale.to(scale.dtype)
+            (scale if tokens == 1 else scale.transpose(1, 2))[page, token] = row_scale
+        kv_formats.note_format(pool, scale)
     return slot_mapping
 
 

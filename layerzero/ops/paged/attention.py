@@ -125,7 +125,8 @@ def _check_pools(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: str) -> di
 def validate_values(args: Args) -> Args:
     """Page ids, lengths and offsets that fit, as copies."""
     k_cache, layout = args[1], args[10]
-    validate_codes(("k_scale", "v_scale"), args[12:14], ("k_cache", "v_cache"), args[1:3])
+    if args[12] is not None:
+        validate_codes(("k_scale", "v_scale"), args[12:14], ("k_cache", "v_cache"), args[1:3])
     return validate_paged_metadata(args, 3, "q", k_cache.shape[0], k_cache.shape[page_axes(layout)[0]])
 
 

@@ -194,12 +194,10 @@ def gather_numbers(
 def validate_codes(
     scale_names: tuple[str, str], scales: Sequence[Any], names: tuple[str, str], pools: Sequence[Any]
 ) -> None:
-    """What is looked at in codes and scales with every call; nothing where the pools hold numbers.
+    """What is looked at with every call over codes.
 
     Raises: FormatError: a scale is no positive number, or a pool was written in another format.
     """
-    if scales[0] is None:
-        return
     for scale_name, scale, name, pool in zip(scale_names, scales, names, pools, strict=True):
         kv_formats.need_valid_scale(scale_name, scale)
         kv_formats.need_format(name, pool, scale)

@@ -124,7 +124,8 @@ def check(args: Args) -> CallSpec:
 
 def validate_values(args: Args) -> Args:
     """Page ids, lengths and offsets that fit, as copies."""
-    validate_codes(_SCALES, args[10:12], _POOLS, args[2:4])
+    if args[10] is not None:
+        validate_codes(_SCALES, args[10:12], _POOLS, args[2:4])
     return validate_paged_metadata(args, 4, "q_nope", args[2].shape[0], args[2].shape[1])
 
 

@@ -276,7 +276,7 @@ def test_rows_of_the_pool_itself_are_read_before_any_is_written(kernel: lz.Kerne
         copies = [rows.clone() for rows in (k, v)]
         wanted = [pool.clone() for pool in (k_cache, v_cache)]
         APPEND_KV.reference(*copies, *wanted, places, layout)
-        kernel.load()(k, v, k_cache, v_cache, places, layout)
+        kernel.load()(k, v, k_cache, v_cache, places, layout, None, None)
         assert torch.equal(k_cache, wanted[0]) and torch.equal(v_cache, wanted[1]), (dtype, step, crossed)
 
 

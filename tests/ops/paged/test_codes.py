@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -365,6 +367,62 @@ def test_a_pool_written_in_one_format_is_not_read_as_another(read: str) -> None:
     with pytest.raises(FormatError, match="as it was written"):
         lz.sync.append_kv(k, k, slot_mapping=torch.tensor([0]), **caches)
     assert torch.equal(bits(named["k_cache"]), before)
+
+
+def test_only_what_was_written_has_a_format() -> None:
+    """Neither a check of the arguments nor a call that failed; memory of its own at an old address is new."""
+    k, slots = torch.randn(1, 2, 8), torch.tensor([0])
+    k_cache, v_cache, *by_tensor = pool(E4M3, "tensor")
+    lz.validate("append_kv", k, k, k_cache, v_cache, slots, k_scale=by_tensor[0], v_scale=by_tensor[1])
+    with pytest.raises(ValueError, match="slot_mapping"):
+        lz.sync.append_kv(
+            k, k, k_cache, v_cache, slots - 1, k_scale=by_tensor[0], v_scale=by_tensor[1]
+        )  # fmt: skip
+    scales = [torch.ones(5, 4, 2) for _ in range(2)]
+    lz.sync.append_kv(k, k, k_cache, v_cache, slots, k_scale=scales[0], v_scale=scales[1])
+    with pytest.raises(FormatError, match="scales by token, as it was written"):
+        kv_formats.need_format("k_cache", k_cache, by_tensor[0])
+    taken = torch.frombuffer(_bytes_at(k_cache), dtype=torch.int8).view(k_cache.shape)
+    assert taken.data_ptr() == k_cache.data_ptr()
+    kv_formats.need_format("k_cache", taken, by_tensor[0])
+
+
+def _bytes_at(tensor: Tensor) -> Any:
+    """The tensor's memory, for a storage of another's."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+
+
+def test_pools_beyond_those_remembered_are_noted_by_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free is forgotten while others note theirs; none fails, and what lives is remembered."""
+    monkeypatch.setattr(kv_formats, "_MOST_WRITTEN", 8)
+    scale = torch.ones(())
+    kept = [torch.zeros(4, 8, dtype=torch.int8) for _ in range(8)]
+
+    def note(pools: int) -> None:
+        for _ in range(pools):
+            kv_formats.note_format(torch.zeros(4, 8, dtype=torch.int8), scale)
+
+    for each in kept:
+        kv_formats.note_format(each, scale)
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(note, 300) for _ in range(8)]:
+            done.result()
+    for each in kept:
+        with pytest.raises(FormatError, match="scales by tensor, as it was written"):
+            kv_formats.need_format("pool", each, torch.ones(4))
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_that_are_written_need_memory_of_their_own(name: str) -> None:
+    """Tokens that share one would be read with the scale of the last."""
+    named = dict(zip(("k_cache", "v_cache", "k_scale", "v_scale"), pool(E4M3, "token"), strict=True))
+    k = torch.randn(1, 2, 8)
+    with pytest.raises(ValueError, match=f"{name} needs memory of its own"):
+        shared = named[name][:, :1].expand(-1, 4, -1)
+        lz.sync.append_kv(k, k, slot_mapping=torch.tensor([0]), **(named | {name: shared}))
+    both = {"k_scale": named[name], "v_scale": named[name]}
+    with pytest.raises(ValueError, match="v_scale needs memory of its own, for it is written, got k_scale"):
+        lz.sync.append_kv(k, k, slot_mapping=torch.tensor([0]), **(named | both))
 
 
 @pytest.mark.parametrize("name", ["ckv_scale", "kpe_scale"])
