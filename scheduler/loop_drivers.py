@@ -158,7 +158,7 @@ class LoopDrivers:
             return None
         from layerzero.scheduler.trio_driver import current_loop
 
-        return current_loop(self.by_loop)
+        return current_loop()
 
     def _open(self, loop: Any) -> LoopDriver:
         with self._lock:

@@ -232,13 +232,16 @@ class TrioDriver(LoopDriver):
         return False
 
 
-def current_loop(drivers: dict[Any, LoopDriver]) -> TrioLoop | None:
-    """The loop of the running trio run, among those of `known` drivers or new; None where no run is here."""
+_LOOP: trio.lowlevel.RunVar[TrioLoop] = trio.lowlevel.RunVar("layerzero")
+
+
+def current_loop() -> TrioLoop | None:
+    """The loop of the running trio run, made at its first use; None where no run is here."""
     try:
-        token = trio.lowlevel.current_trio_token()
+        return _LOOP.get()
+    except LookupError:
+        loop = TrioLoop()
+        _LOOP.set(loop)
+        return loop
     except RuntimeError:
         return None
-    for loop in drivers:
-        if isinstance(loop, TrioLoop) and loop._token is token:
-            return loop
-    return TrioLoop()

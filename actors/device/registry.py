@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from layerzero._util import foreign
-from layerzero.backends.builds import check_build
 from layerzero.ops import table
 from layerzero.selection.context import SelectionOptions
 from layerzero.spec.call_spec import CallSpec
@@ -217,7 +216,10 @@ class Registry:
             raise KeyError(f"no kernel is named {kernel_id!r}")
         try:
             with foreign.outside():
-                check_build(kernel)
+                if kernel.distributions:
+                    from layerzero.backends.builds import check_build  # torch's own kernels go without
+
+                    check_build(kernel)
                 loaded = kernel.load()
         # An interrupt in the middle of an import says nothing of the kernel.
         except BaseException as error:

@@ -40,17 +40,22 @@ class HostArena:
     def create(cls, needed: int) -> tuple[HostArena, int]:
         """A new arena with its descriptor, which the caller passes on and closes."""
         size = room_for(needed)
-        if hasattr(os, "memfd_create"):
+        sealed = hasattr(os, "memfd_create")
+        if sealed:
             descriptor = os.memfd_create("layerzero", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(descriptor, size)
-            import fcntl  # where there are files in memory, there is this
-
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        else:  # a system without files in memory: one without a name
+        else:  # a Python without files in memory: one without a name, which cannot be sealed
             with tempfile.TemporaryFile() as file:
-                file.truncate(size)
                 descriptor = os.dup(file.fileno())
-        return cls(descriptor, size), descriptor
+        try:
+            os.ftruncate(descriptor, size)
+            if sealed:
+                import fcntl  # where there are files in memory, there is this
+
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(descriptor, size), descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def write(self, offset: int, tensor: Tensor) -> None:
         """Put a tensor's elements there, in order of its shape."""
@@ -60,7 +65,7 @@ class HostArena:
 
     def read(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor of its own with what is there."""
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")  # whatever the caller's default is
         ctypes.memmove(tensor.data_ptr(), self._address + offset, tensor.nbytes)
         return tensor
 
@@ -70,7 +75,7 @@ class HostArena:
         for size in shape:
             count *= size
         if not count:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
 
     def before_send(self) -> None:

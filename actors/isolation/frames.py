@@ -89,7 +89,10 @@ class Frame:
     __slots__ = ("bytes_on", "cards", "message", "offsets", "outputs")
 
     def __init__(self, kernel: str, args: Args, outputs: Sequence[OutputSpec]) -> None:
-        """Raises: TypeError: an argument is no tensor, number, word, dtype or tuple of those."""
+        """Raises: TypeError: an argument is no tensor, number, word, dtype or tuple of those.
+
+        ValueError: they are more than a message holds.
+        """
         self.bytes_on: dict[str, int] = {}
         self.offsets: list[tuple[str, int]] = []
         device = args[0].device
@@ -106,6 +109,10 @@ class Frame:
             described.append(Output(str(device), offset, spec.dtype, tuple(spec.shape)))
         self.cards = [name for name in self.bytes_on if name != "cpu"]
         self.message = CALL + msgspec.msgpack.encode(CallOrder(kernel, encoded, described))
+        if len(self.message) > MAX_MESSAGE:
+            raise ValueError(
+                f"a call needs a message of at most {MAX_MESSAGE} bytes, got {len(self.message)}"
+            )
 
     def _take(self, device: str, count: int) -> int:
         offset = self.bytes_on.get(device, 0)

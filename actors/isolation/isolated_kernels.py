@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import msgspec
 
 from layerzero._util import log
+from layerzero._util.fork_safety import renew_after_fork
 from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.descriptions import rename_kernels
 from layerzero.actors.isolation.worker_process import IsolatedWorker
-from layerzero.backends import PluginRequest, load_plugin_ops
+from layerzero.backends import PluginRequest, load_plugin_ops, need_own_ids
 from layerzero.health import Health
 from layerzero.observe.counters import Counters
 from layerzero.ops import table
@@ -30,7 +31,7 @@ from layerzero.spec.settings import Settings
 OWN_INTERPRETER = "process"
 CRASHES_TO_QUARANTINE = 2
 CRASH_MEMORY_S = 24 * 3600.0
-# What a call costs beyond the kernel on an idle machine: benchmarks/isolation.py, 2 cores of an AMD EPYC.
+# What a call costs beyond the kernel, an estimate; benchmarks/isolation.py measures it.
 CALL_US = 45.0
 # Operands and outputs are written and read once more.
 _COPIES = 2.0
@@ -79,6 +80,11 @@ class Isolation:
         ] = {}  # backend, place, a kernel's name there: its id here
         self._devices: list[_Device] = []
         self._crashes: dict[str, list[float]] = {}
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child no thread has the lock."""
+        self._lock = threading.Lock()
 
     def attach(self, device: _Device) -> None:
         """Tell this device's health of workers that end."""
@@ -94,7 +100,7 @@ class Isolation:
     def prepared(self, kernel: Kernel) -> Kernel:
         """The kernel as this process has it: itself, or one of the same name that runs in a worker."""
         place = self.place_of(kernel)
-        if place is None or kernel.descriptor or kernel.backend == "reference":
+        if place is None or kernel.isolated or kernel.descriptor or kernel.backend == "reference":
             return kernel
         order = frames.LoadOrder(kernel.id, kernel.op, self._plugins_here(), kernel.origin)
         return self._isolated(kernel, place, order)
@@ -143,16 +149,18 @@ class Isolation:
                 self._workers[backend, place] = worker
             return worker
 
-    def plugins_elsewhere(self) -> list[Kernel]:
+    def plugins_elsewhere(self, here: Sequence[Kernel]) -> list[Kernel]:
         """The kernels of plugins that the settings take from other environments, as workers describe them.
 
+        `here` are those of the plugins of this one.
         Raises: BackendNotAvailableError: the environment or the plugin is not there. ConfigurationError: what
-            it says is no description, or of an op that is not known here.
+            it says is no description, or of an op that is not known here, or the id of another kernel.
         """
         kernels: list[Kernel] = []
         for request in map(PluginRequest.parse, self._settings.plugins):
             if request.python:
                 kernels += self._described(request)
+        need_own_ids([*here, *kernels], self._settings.plugins)
         return kernels
 
     def _described(self, request: PluginRequest) -> list[Kernel]:

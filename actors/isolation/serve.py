@@ -100,9 +100,10 @@ class Server:
                 else:
                     reply = verbs[message[:1]](message[1:])
             except Exception as error:
+                if lost_device(error):  # this process's alone: the answer would be taken for the caller's
+                    traceback.print_exc()
+                    os._exit(1)
                 send(frames.FAULT + msgspec.msgpack.encode(_fault(error)))
-                if lost_device(error):
-                    return
             else:
                 send(frames.DONE + reply)
 

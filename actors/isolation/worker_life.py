@@ -16,6 +16,7 @@ from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.arena import Arena
 
 _SAID = 16_384
+_LONGEST_S = 1e9
 
 
 class WorkerLife:
@@ -29,24 +30,26 @@ class WorkerLife:
         if path is not None:
             variables["PYTHONPATH"] = path
         arguments = [str(theirs.fileno()), str(torch.get_num_threads())]
-        with theirs:
-            # -P: what lies in the working directory is no library.
-            self.process = subprocess.Popen(
-                [
-                    python,
-                    "-P",
-                    "-m",
-                    "layerzero.actors.isolation.serve",
-                    *arguments,
-                ],  # -P: not what lies here
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=variables,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # what a library starts ends with it
-            )
+        # No pipe: this end can be shut while another process than the worker still has the other.
+        self._output, printed = socket.socketpair()
+        with theirs, printed:
+            try:
+                self.process = subprocess.Popen(
+                    # -P: what lies in the working directory is no library.
+                    [python, "-P", "-m", "layerzero.actors.isolation.serve", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed.fileno(),
+                    stderr=subprocess.STDOUT,
+                    env=variables,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # what a library starts ends with it
+                )
+            except BaseException:
+                self.socket.close()
+                self._output.close()
+                raise
         self.arenas: dict[str, Arena] = {}
+        self.limit_s = 0.0
         self.asked = False  # whether an answer is on its way
         self.said = b""
         self.drained = threading.Event()
@@ -55,8 +58,9 @@ class WorkerLife:
 
     def limit(self, seconds: float) -> None:
         """Let every answer take at most so long."""
-        whole = int(seconds)
-        timeval = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+        self.limit_s = seconds
+        # To the system 0 is no limit, and a number that it cannot hold none at all.
+        timeval = struct.pack("@ll", *divmod(max(1, int(min(seconds, _LONGEST_S) * 1e6)), 1_000_000))
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
     def ask(self, message: bytes) -> bytes:
@@ -78,11 +82,15 @@ class WorkerLife:
 
     def drain(self) -> None:
         """Keep the end of what the process prints, until it prints no more."""
-        assert self.process.stdout is not None
-        with self.process.stdout as stream:
-            while piece := os.read(stream.fileno(), 65_536):
+        with self._output as stream:
+            while piece := stream.recv(65_536):
                 self.said = (self.said + piece)[-_SAID:]
         self.drained.set()
+
+    def wait(self) -> None:
+        """Return once the process has ended, whoever of its own still has what it printed to."""
+        with suppress(ChildProcessError):  # `end` was there before
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
 
     def end(self) -> int:
         """Kill the process and what it started; its status."""
@@ -93,6 +101,8 @@ class WorkerLife:
                     os.killpg(self.process.pid, signal.SIGKILL)
                 self._status = self.process.wait()
                 self.socket.close()
+                with suppress(OSError):  # it was drained to its end
+                    self._output.shutdown(socket.SHUT_RD)
             return self._status
 
     def last_words(self) -> str:

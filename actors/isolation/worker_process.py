@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -30,6 +31,7 @@ from layerzero.spec.reasons import Reason
 STARTED, ENDED, GAVE_UP = "isolation.worker_started", "isolation.worker_ended", "isolation.worker_gave_up"
 START_S = 300.0  # to start, to load a library, to compile
 MAX_STARTS = 5  # that fail one after another
+STEADY_S = 60.0  # one that ends earlier begins anew after a pause, which grows
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (ValueError, TypeError, IndexError, KeyError, MemoryError, ImportError, OSError,
@@ -70,7 +72,6 @@ class IsolatedWorker:
         self.hello: frames.Hello | None = None
         self.starts = 0
         self._loads: dict[str, frames.LoadOrder] = {}
-        self._closed = False
         self._reset()
         renew_after_fork(self)
 
@@ -136,12 +137,15 @@ class IsolatedWorker:
                 life = self._open()
             except Exception as error:
                 failures += 1
-                if self.starts == 0 or failures >= MAX_STARTS or self._closing.is_set():
+                if self._closing.is_set():
+                    return
+                if self.starts == 0 or failures >= MAX_STARTS:
                     self._give_up(error)
                     return
             else:
-                failures = 0
-                life.drained.wait()
+                began_s = time.monotonic()
+                life.wait()
+                failures = failures + 1 if time.monotonic() - began_s < STEADY_S else 0
                 self._end_idle(life)
             if failures and self._closing.wait(min(60.0, 0.5 * 2.0**failures)):
                 return
@@ -152,6 +156,8 @@ class IsolatedWorker:
         except OSError as error:
             raise self._unavailable(str(error)) from error
         threading.Thread(target=life.drain, name=f"layerzero-said-{self.name}", daemon=True).start()
+        if self._closing.is_set():  # `close` may have looked before there was anything to end
+            life.end()
         try:
             life.limit(START_S)
             self.hello = self._checked_hello(life)
@@ -297,7 +303,10 @@ class IsolatedWorker:
 
     def _new_arena(self, life: WorkerLife, device: str, needed: int) -> Arena:
         if device == "cpu":
-            arena, descriptor = HostArena.create(needed)
+            try:
+                arena, descriptor = HostArena.create(needed)
+            except OSError as error:  # of this process: the worker has no part in it
+                raise MemoryError(f"no shared memory of {needed} bytes: {error}") from error
             try:
                 life.asked = True
                 life.socket.send(frames.HOST_ARENA + str(arena.size).encode())
@@ -332,7 +341,8 @@ class IsolatedWorker:
     def _lost(self, life: WorkerLife, kernel: str | None, error: OSError) -> WorkerError:
         """What a request gets whose process did not answer; that is dead afterwards, and health knows."""
         reason, why, status, last_words = self._buried(life, hung=isinstance(error, BlockingIOError))
-        self._tell(kernel, reason, why, status)
+        if not self._closing.is_set():
+            self._tell(kernel, reason, why, status)
         return WorkerError(f"the process of {self.name!r} {why} under {kernel}", reason, status, last_words)
 
     def _buried(self, life: WorkerLife, *, hung: bool) -> tuple[Reason, str, int, str]:
@@ -344,7 +354,7 @@ class IsolatedWorker:
         if hung:
             return (
                 Reason.WORKER_HUNG,
-                f"gave no answer within {self._timeout_s:g} s, and was killed",
+                f"gave no answer within {life.limit_s:g} s, and was killed",
                 status,
                 last_words,
             )
@@ -375,10 +385,11 @@ class IsolatedWorker:
     def close(self) -> None:
         """End the process and its thread; a second close does nothing."""
         self._closing.set()
-        thread = self._thread
-        with self._lock:
-            life, self._life = self._life, None
-        for opened in (life, self._starting):
+        with self._changed:  # who waits for a process need not wait longer
+            thread = self._thread
+            self._failure = self._unavailable("its runtime is closed")
+            self._changed.notify_all()
+        for opened in (self._life, self._starting):  # a call that waits has the lock, and ends with it
             if opened is not None:
                 opened.end()
         if thread is not None and thread is not threading.current_thread():

@@ -111,6 +111,15 @@ def load_plugins(names: Collection[str]) -> list[Kernel]:
     here = [request.name for request in map(PluginRequest.parse, names) if not request.python]
     load_plugin_ops(here)
     kernels = [kernel for name in sorted(set(here)) for kernel in plugin_kernels(name)]
+    need_own_ids(kernels, names)
+    return kernels
+
+
+def need_own_ids(kernels: Iterable[Kernel], names: Collection[str]) -> None:
+    """Refuse kernels of the plugins in `names` that have the id of a built-in one or of each other.
+
+    Raises: ConfigurationError: by the id.
+    """
     builtin_ids = {k.id for op in {kernel.op for kernel in kernels} for k in load_builtin(op=op)}
     for kernel in kernels:
         if kernel.id in builtin_ids:
@@ -119,7 +128,6 @@ def load_plugins(names: Collection[str]) -> list[Kernel]:
                 f"two kernels are named {kernel.id!r}; ids need to be unique, also of plugins: {allowed}"
             )
         builtin_ids.add(kernel.id)
-    return kernels
 
 
 def availability(kernel: Kernel) -> list[Rejected]:

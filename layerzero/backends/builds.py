@@ -84,7 +84,7 @@ def strings_of(path: Path) -> bytes:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _string_table(data)
-    except (OSError, ValueError, struct.error, IndexError):
+    except (OSError, ValueError, struct.error, IndexError, OverflowError):
         return b""
 
 

@@ -76,15 +76,24 @@ class Runtime:
         self._device_pool: DevicePool | None = None
         self._kernels = kernels or load_builtin
         self._closers: list[Callable[[], None]] = []
-        # The backends that run in processes of their own, where there are any.
-        self.isolation: Isolation | None = open_isolation(self.settings, self.counters, self.on_close)
-        self._plugins = load_plugins(self.settings.plugins)
-        if self.isolation is not None:
-            self._plugins += self.isolation.plugins_elsewhere()
-        self._overlay_in_force = self._load_overlay()
         self._lock = threading.RLock()
         self._added_kernels: list[Kernel] = []
         self._policy_layers = PolicyLayers(self.clock)
+        # The backends that run in processes of their own, where there are any.
+        self.isolation: Isolation | None = open_isolation(self.settings, self.counters, self.on_close)
+        try:
+            self._read_files()
+        except BaseException:
+            self.close()
+            raise
+        ALL.add(self)
+
+    def _read_files(self) -> None:
+        """Have what the settings name: plugins, capabilities, policy, timeline."""
+        self._plugins = load_plugins(self.settings.plugins)
+        if self.isolation is not None:
+            self._plugins += self.isolation.plugins_elsewhere(self._plugins)
+        self._overlay_in_force = self._load_overlay()
         self._policy_layers.external = self._policy_layers.load_external(
             self.settings, self._known_kernel_ids
         )
@@ -92,7 +101,6 @@ class Runtime:
         timeline = self._open_timeline()
         if timeline is not None:
             self.on_close(timeline.finish)
-        ALL.add(self)
 
     def __repr__(self) -> str:
         opened = ", ".join(map(str, self.devices)) or "no device yet"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -85,6 +86,17 @@ def test_a_library_of_another_cuda_python_or_libc_is_named(tmp_path: Path) -> No
     (tmp_path / "_newer.so").write_bytes(newer)
     libc = {fact.what: fact for fact in facts_of("newer", [tmp_path / "_newer.so"])}["C library"]
     assert (libc.needs, libc.fits) == ("glibc >= 9.99", False)
+
+
+@pytest.mark.parametrize("where", [2**63, 2**64 - 1, 1 << 40])
+def test_a_damaged_shared_object_needs_nothing(where: int, tmp_path: Path) -> None:
+    """Its headers begin where no file ends."""
+    header = bytearray(64)
+    header[:6] = b"\x7fELF\x02\x01"
+    struct.pack_into("<Q", header, 32, where)
+    struct.pack_into("<HH", header, 54, 56, 1)
+    (tmp_path / "damaged.so").write_bytes(header)
+    assert strings_of(tmp_path / "damaged.so") == b""
 
 
 def test_what_is_no_shared_object_needs_nothing(tmp_path: Path) -> None:

@@ -283,6 +283,25 @@ def test_under_trio_a_request_is_a_task() -> None:
         trio.run(main)
 
 
+def test_a_run_of_trio_has_one_loop_however_many_devices_and_refusals(worker: Worker) -> None:
+    """Two devices share its turns; a closed one that refuses calls adds nothing to the run."""
+
+    async def main() -> None:
+        first, second = LoopDrivers(Device(), worker), LoopDrivers(Device(), worker)
+        assert first.current().loop is second.current().loop
+        first.close()
+        await turns(2)
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        closed = LoopDrivers(Device(), worker)
+        closed.close()
+        for _ in range(5):
+            with pytest.raises(RuntimeClosedError):
+                closed.current()
+        assert trio.lowlevel.current_statistics().tasks_living == tasks
+
+    trio.run(main)
+
+
 def test_a_run_leaves_nothing_with_its_driver(worker: Worker) -> None:
     """Later runs have drivers of their own, and those of ended runs are let go of."""
     fronts = LoopDrivers(Device(), worker)
