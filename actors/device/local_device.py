@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from layerzero._util.clock import Clock, MonotonicClock
+from layerzero._util.due_timer import DueTimer
 from layerzero.actors.device.kernel_calls import KernelCalls
 from layerzero.actors.device.live_checks import LiveChecks
 from layerzero.actors.device.loading import KernelLoader
 from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.actors.device.plan_compiler import PlanCompiler
-from layerzero.actors.device.plan_expiry import PlanExpiry
 from layerzero.actors.device.recovery import Recovery, validated_args
 from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.selection_inputs import SelectionInputs
 from layerzero.actors.device.table_keeper import TableKeeper
 from layerzero.actors.device.worker import Worker
 from layerzero.health import Health, QuarantineStore, Transition
-from layerzero.health.probe_timer import ProbeTimer
 from layerzero.observe.counters import Counters
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.selection.context import AgreedTerms, CostModel, SelectionContext
@@ -120,8 +119,8 @@ class LocalDevice:
         self._recovery = Recovery(calls, self.health, counters, self.hardware, refresh, again)
         self.compiler = PlanCompiler(calls, self.health, self.loader, self._recovery, counters)
         self._live_checks = LiveChecks(self.compiler, self._states, self.clock)
-        self._probe_timer = ProbeTimer(self.health, self.clock)
-        self._expiry = PlanExpiry(self.clock, lambda: self.settings.plan_ttl_s, self._drop_plans)
+        self._probe_timer = DueTimer(self.clock, self.health.next_change, self.health.tick)
+        self._expiry = DueTimer(self.clock, self._plans_expire_at, self._drop_plans)
 
     def _states(self) -> list[DispatchState]:
         return [self.snapshot, *self._policy_states.values()]
@@ -200,6 +199,9 @@ class LocalDevice:
         """Make the next snapshot after kernels or their health have changed."""
         self._advance(self.snapshot.policy)
 
+    def _plans_expire_at(self) -> float | None:
+        return None if self.settings.plan_ttl_s is None else self.clock.now() + self.settings.plan_ttl_s
+
     def _drop_plans(self) -> None:
         """Make the next snapshot with nothing remembered but what was rehearsed for captures."""
         self._advance(self.snapshot.policy, keep=False)
@@ -237,6 +239,7 @@ class LocalDevice:
         self._costs_loading = None
         self._policy_states = {}
         self.snapshot = DispatchState(self.snapshot.version + 1, self.snapshot.policy)
+        self._expiry.arm()
 
     # -- finding a plan ---------------------------------------------------------------------------
 

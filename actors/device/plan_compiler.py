@@ -15,9 +15,12 @@ from layerzero.observe.selection_events import SelectionEvents
 from layerzero.ops.op import Op
 from layerzero.selection.modes import REHEARSAL
 from layerzero.selection.plan import Plan
+from layerzero.selection.recent import Recent
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import KernelStillLoadingError, NoKernelFoundError
+
+_GUARDED = 256  # so many guarded callables are shared between plans
 
 
 class PlanMiddleware(Protocol):
@@ -53,6 +56,7 @@ class PlanCompiler:
         self._counters = counters
         self.middlewares: tuple[PlanMiddleware, ...] = ()
         self.events = SelectionEvents(counters)
+        self._guarded: Recent[tuple[str, int], Callable[..., Any]] = Recent(_GUARDED)
         self.on_decided: Callable[[CallSpec], object] | None = None
 
     def compile(self, op: Op, selection: Selection) -> Plan:
@@ -79,7 +83,17 @@ class PlanCompiler:
             call = self._recovery.probe(op, kernel.id, call, selection)
         if selection.when_warm is not None and calls.settings.warm != "off":
             self._loader.load_later(selection.when_warm, selection.request)
-        return Plan(op, with_guard(calls.device, op, call), selection, selection.request)
+        return Plan(op, self._behind_guard(op, call), selection, selection.request)
+
+    def _behind_guard(self, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call` behind the op's guard, one for all plans that run it."""
+        key = op.name, id(call)
+        guarded = self._guarded.get(key)
+        if guarded is None:
+            guarded = with_guard(self._calls.device, op, call)
+            if guarded is not call:
+                self._guarded.put(key, guarded)  # it holds `call`: nothing else has that id
+        return guarded
 
     def _refuse_to_wait(self, selection: Selection) -> None:
         """Let a kernel that is not loaded load behind the call.
@@ -101,7 +115,7 @@ class PlanCompiler:
         """The plan of a selection that every rank of a group makes: loaded before, without middlewares."""
         self._counters.add("selections", op=op.name)
         call = self._calls.callable_for(op, selection, selection.kernel)
-        return Plan(op, with_guard(self._calls.device, op, call), selection, selection.request)
+        return Plan(op, self._behind_guard(op, call), selection, selection.request)
 
 
 def unless_foreign(wrapped: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:

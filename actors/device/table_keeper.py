@@ -60,28 +60,19 @@ class TableKeeper:
     def follow(self, policy: Policy) -> None:
         """Have the table hold under a process's policy: at once where it does, else soon."""
         with self._lock:
+            self._policy = policy  # what is being solved for another one comes too late
             table = self._inputs.dispatch_table
             if table is None or table.refusal or table.is_solved_under(policy):
                 return
             if table.original.is_solved_under(policy):
                 self._inputs.dispatch_table = table.original
                 return
-            self._policy = policy
         self._solving = self._loader.run_later(lambda: self._solve_again(policy))
 
     def wait(self, timeout_s: float = 5.0) -> None:
         """Wait for the table that is being solved again, if one is."""
         if self._solving is not None:
             self._solving.wait(timeout_s)
-
-    def replace(self, before: ActiveDispatchTable, after: ActiveDispatchTable) -> bool:
-        """Put `after` in the place of `before`; False where that is no longer in force."""
-        with self._lock:
-            if self._inputs.dispatch_table is not before:
-                return False
-            self._inputs.dispatch_table = after
-        self._changed()
-        return True
 
     def _solve_again(self, policy: Policy) -> None:
         """Decide the ranges of the table under `policy`; nothing where another one came meanwhile."""
@@ -91,4 +82,9 @@ class TableKeeper:
         settings = self._inputs.settings
         options = SelectionOptions(settings.strict, settings.tie_band, settings.default_gain)
         kernels = {kernel.id: kernel for kernel in self._registry.all()}
-        self.replace(before, before.under(policy, kernels, options))
+        after = before.under(policy, kernels, options)
+        with self._lock:
+            if self._inputs.dispatch_table is not before or policy is not self._policy:
+                return
+            self._inputs.dispatch_table = after
+        self._changed()

@@ -36,10 +36,9 @@ def run_kernels(device: LocalDevice, ops: Sequence[str]) -> Iterator[KernelRun]:
     """
     calls = standard_calls(ops or None, device.hardware.platform, quick=True)
     halves = [_in_dtype(call, "bfloat16") for call in calls] if device.device.type == "cpu" else []
-    for call in dict.fromkeys(map(str, (*calls, *halves))):
-        chosen = next(each for each in (*calls, *halves) if str(each) == call)
+    for call in {str(call): call for call in (*calls, *halves)}.values():
         with torch.no_grad():
-            yield from _run_call(device, chosen)
+            yield from _run_call(device, call)
 
 
 def _in_dtype(call: Call, dtype: str) -> Call:

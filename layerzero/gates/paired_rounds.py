@@ -7,10 +7,11 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -18,7 +19,6 @@ from layerzero.gates.sign_test import Answer, SignTest
 from layerzero.spec.errors import ConfigurationError
 
 WORKER: Final = Path(__file__).with_name("pace_worker.py")
-START_S: Final = 120.0
 # A block ends before most others get the core's next turn, and is long beside a pipe's wake-up.
 BLOCK_NS: Final = 400_000
 ROUNDS: Final = 800
@@ -31,7 +31,7 @@ class PacedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A call in words, `rms_norm x=16x512:float32`; with `callers`, so many await it together."""
 
     call: str
-    callers: int = 0
+    callers: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __str__(self) -> str:
         return f"{self.call} ({self.callers} callers)" if self.callers else self.call
@@ -63,9 +63,10 @@ class PaceProcess:
             path = filter(None, (str(tree), os.environ.get("PYTHONPATH")))
             environment["PYTHONPATH"] = os.pathsep.join(path)
         pipe = subprocess.PIPE
+        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  a full pipe would stop it
         self._child = subprocess.Popen(
             [sys.executable, str(WORKER)],
-            stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=tree,
+            stdin=pipe, stdout=pipe, stderr=self._said, text=True, env=environment, cwd=tree,
         )  # fmt: skip
         self._order: dict[str, Any] = {
             "call": call.call, "callers": call.callers, "anchor": anchor, "device": device, "cpu": cpu,
@@ -113,9 +114,9 @@ class PaceProcess:
         return line
 
     def _fail(self) -> None:
-        assert self._child.stderr is not None
         self._child.wait()
-        last = self._child.stderr.read().strip().splitlines()[-1:] or ["it ended"]
+        self._said.seek(0)
+        last = self._said.read().strip().splitlines()[-1:] or ["it ended"]
         where = f" in {self.tree}" if self.tree else ""
         raise ConfigurationError(
             f"calls needs calls that run, {self.name!r}{where}: {last[0]}", call=self.name
@@ -127,6 +128,7 @@ class PaceProcess:
     def __exit__(self, *error: object) -> None:
         self._child.kill()
         self._child.communicate()
+        self._said.close()
 
 
 def compare_paces(

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
 from layerzero.gates.paired_rounds import ROUNDS, PacedCall
 from layerzero.spec.errors import ConfigurationError
@@ -50,7 +51,7 @@ class PerformanceStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     against: str = ""
     baseline: str = ""
     sha256: str = ""
-    max_age_days: float = 180.0
+    max_age_days: Annotated[float, Meta(ge=0)] = 180.0
     slower: float = 0.05
     rounds: int = ROUNDS
 
@@ -71,8 +72,8 @@ class MatrixStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class CommandStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A command whose exit status decides; the word `{python}` is this interpreter."""
 
-    command: tuple[str, ...]
-    limit_s: float = 3600.0
+    command: Annotated[tuple[str, ...], Meta(min_length=1)]
+    limit_s: Annotated[float, Meta(gt=0)] = 3600.0
 
 
 Stage = SchemaStage | ContractStage | NumericsStage | PerformanceStage | MatrixStage | CommandStage
@@ -168,6 +169,10 @@ def _stage(file: UserFile, name: str, entry: Any) -> Stage:
         stage: Stage = msgspec.convert(entry, kind)
     except msgspec.ValidationError as error:
         raise file.error(place, f"stage {name}: {error}") from error
+    if isinstance(stage, SchemaStage):
+        absolute = [pattern for pattern in stage.files if not pattern or Path(pattern).is_absolute()]
+        if absolute:
+            raise file.error(place, f"stage {name} needs files relative to its own, got {absolute[0]!r}")
     if isinstance(stage, PerformanceStage):
         _check_performance(file, stage)
     return stage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -148,6 +149,9 @@ class StageRunner:
             today=today,
         )
         only = set(stage.paced_calls)
+        if missing := only - {each.call for each in stored.paced}:
+            names = ", ".join(sorted(map(str, missing)))
+            raise ConfigurationError(f"calls needs calls that {stage.baseline} has, got {names}")
         for each in stored.paced:
             if not only or each.call in only:
                 yield each.ratio, confirm(partial(_against_anchor, each.call, each.ratio, rounds))
@@ -265,8 +269,6 @@ def _meets(version: str | None, needs: str) -> bool:
 
 def _end(child: subprocess.Popen[str]) -> None:
     """End a command and what it started."""
-    import os
-
     if hasattr(os, "killpg"):
         os.killpg(child.pid, signal.SIGKILL)
     child.kill()

@@ -175,12 +175,14 @@ def _samples(op: Op, points: Sequence[_Point], limit: int) -> list[CallSpec]:
         values[axis] = [lows[0]] if exact else grid_points(min(lows), max(highs))
     axes = tuple(values)
     chosen: dict[Sizes, None] = {tuple((axis, p.request.dims[axis]) for axis in axes): None for p in points}
-    if math.prod(map(len, values.values())) <= limit:
+    # No more can be drawn than there are: where the points leave nearly none of them, all are taken.
+    if math.prod(map(len, values.values())) <= limit + len(chosen):
         every = itertools.product(*values.values())
         chosen |= {tuple(zip(axes, sizes, strict=True)): None for sizes in every}
     else:
         draw = random.Random(len(points))  # the same samples from the same points, on every machine
-        while len(chosen) < limit + len(points):
+        most = limit + len(chosen)
+        while len(chosen) < most:
             chosen[tuple((axis, draw.choice(sizes)) for axis, sizes in values.items())] = None
     template = points[0].request
     return [template.replace(dims=dict(sizes)) for sizes in chosen]

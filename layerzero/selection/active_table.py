@@ -19,7 +19,7 @@ from layerzero.perfdb import Environment
 from layerzero.selection.context import SelectionOptions
 from layerzero.selection.decide import pick
 from layerzero.selection.dispatch_table import EVERY_OP, Bucket, DispatchTable, capabilities_hash, limits_of
-from layerzero.selection.policy.policy import Policy
+from layerzero.selection.policy.policy import Policy, PolicyVerdict
 from layerzero.selection.policy.rules import Rule
 from layerzero.selection.record import Accepted, Candidate
 from layerzero.selection.solver.families import Family, family_of
@@ -182,7 +182,11 @@ class ActiveDispatchTable:
 def _decided_again(
     bucket: Bucket, policy: Policy, kernels: Mapping[str, Kernel], options: SelectionOptions
 ) -> Bucket | None:
-    """A range decided under another policy; None where it leaves no kernel that the range has a price of."""
+    """A range decided under another policy; None where that needs a price which the range does not have.
+
+    No kernel that has one may be left, or a rule may prefer one without, as kernels have in files of older
+    formats and where they take a part of the range.
+    """
     request = CallSpec(
         op=bucket.op,
         dtype=bucket.dtype,
@@ -200,9 +204,12 @@ def _decided_again(
         if kernel is not None and verdict is not None and verdict.allowed:
             accepted = Accepted(us, 0.0, verdict.boost.apply(us), bucket.cost_source)
             pool.append(Candidate(kernel_id, kernel.backend, accepted))
-    if not pool:
+    unpriced = (k for k in kernels.values() if k.op == bucket.op and k.id not in bucket.costs)
+    if not pool or any(_is_preferred(rules.verdict(k.id, k.backend)) for k in unpriced):
         return None
     chosen, why = pick(pool, kernels, options)
+    if chosen.accepted is not None and chosen.accepted.total_us > bucket.costs[chosen.kernel]:
+        return None  # all that have a price are avoided
     if chosen.kernel == bucket.kernel:
         return bucket
     us = bucket.costs[chosen.kernel]
@@ -215,6 +222,10 @@ def _decided_again(
         floor_us=bucket.floor_us * scale,
         multiple=bucket.multiple * scale,
     )
+
+
+def _is_preferred(verdict: PolicyVerdict) -> bool:
+    return verdict.allowed and verdict.boost.apply(1.0) < 1.0
 
 
 def _without_upper_layers(policy: Policy) -> Iterator[tuple[Policy, tuple[Rule, ...]]]:

@@ -23,7 +23,7 @@ class Recent(Generic[K, V]):
     __slots__ = ("_older", "_room", "_without_older", "newer")
 
     def __init__(self, limit: int) -> None:
-        self._room = (limit + 1) // 2
+        self._room = max(limit // 2, min(limit, 1))
         self._without_older = limit < 2
         self.newer: dict[K, V] = {}
         self._older: dict[K, V] = {}

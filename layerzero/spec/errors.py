@@ -14,10 +14,11 @@ LayerZeroError
 │     └─ PolicyLoadError     a policy file that cannot be read        .path .line
 ├─ SelectionTimeoutError     a selection or a lock took longer than allowed
 ├─ CacheCorruptionError      a stored file does not decode to what was written   .path
-├─ BundleRefusedError        a warm-up bundle is not used, and nothing of it was written   .path .problems
-├─ PlanRefusedError          a file of plans is not used                .path .problems
+├─ FileRefusedError          a file is not used at all               .path .problems
+│  ├─ BundleRefusedError     a warm-up bundle: nothing of it was written
+│  ├─ PlanRefusedError       a file of plans
+│  └─ ReportRefusedError     a file that is no report to work with
 ├─ OverloadedError           the queue is full                         .retry_after
-├─ ReportRefusedError        a file is no report to work with   .path .problems
 ├─ DeadlineExceededError     a call's deadline passed before it ran
 ├─ ModeChangedError          torch's modes differ across an await
 ├─ DeviceLostError           the device or its process is gone        .retryable
@@ -132,8 +133,8 @@ class CacheCorruptionError(LayerZeroError):
         self.path = path
 
 
-class BundleRefusedError(LayerZeroError):
-    """A warm-up bundle is damaged, unsafe, untrusted or of another environment; nothing was written.
+class FileRefusedError(LayerZeroError):
+    """A file that a user named is not used at all.
 
     `problems` are `Rejected`, each with its reason code, the field, what it needs and what it got.
     """
@@ -144,25 +145,16 @@ class BundleRefusedError(LayerZeroError):
         self.problems = problems
 
 
-class PlanRefusedError(LayerZeroError):
-    """A file of plans is old, damaged, or of another machine, block or policy; nothing of it is used.
-
-    `problems` are `Rejected`, each with its reason code, the field, what it needs and what it got.
-    """
-
-    def __init__(self, message: str, *, path: str, problems: tuple[Any, ...], **context: Any) -> None:
-        super().__init__(message, path=path, problems=problems, **context)
-        self.path = path
-        self.problems = problems
+class BundleRefusedError(FileRefusedError):
+    """A warm-up bundle is damaged, unsafe, untrusted or of another environment; nothing was written."""
 
 
-class ReportRefusedError(LayerZeroError):
-    """A file is no report, one of another format, or cut off; `problems` are `Rejected` with their codes."""
+class PlanRefusedError(FileRefusedError):
+    """A file of plans is old, damaged, or of another machine, block or policy; nothing of it is used."""
 
-    def __init__(self, message: str, *, path: str, problems: tuple[Any, ...], **context: Any) -> None:
-        super().__init__(message, path=path, problems=problems, **context)
-        self.path = path
-        self.problems = problems
+
+class ReportRefusedError(FileRefusedError):
+    """A file is no report, one of another format, or cut off."""
 
 
 class OverloadedError(LayerZeroError):

@@ -286,6 +286,37 @@ def test_a_preference_goes_before_a_table_that_was_solved_without_it(
         assert again.kernel == "claims.rms_norm" and again.why.startswith(AHEAD) and again.table_miss is None
 
 
+@pytest.mark.parametrize(
+    "rule", ["boost: claims.*\n    factor: 0.001", "boost: quick.*\n    factor: 1000000"]
+)
+def test_a_preference_of_a_kernel_that_the_table_has_no_price_of_goes_before_it(
+    table: Path, tmp_path: Path, closing: list[Runtime], rule: str
+) -> None:
+    """Tables of older formats price their own kernel alone: such a range is left to run time."""
+    solved = DispatchTable.load(table)
+    buckets = tuple(msgspec.structs.replace(b, costs={b.kernel: b.expected_us}) for b in solved.buckets)
+    msgspec.structs.replace(solved, buckets=buckets, content=content_hash(buckets)).save(table)
+    closing.append(opened(dispatch_table=str(table)))
+    assert lz.which("rms_norm", X, WEIGHT) == "quick.rms_norm"
+    (tmp_path / "policy.yaml").write_text(f"rules:\n  - {rule}\n")
+    lz.load_policy(tmp_path / "policy.yaml")
+    closing[-1].device().table_keeper.wait()
+    assert lz.select("rms_norm", X, WEIGHT).kernel == "claims.rms_norm"
+
+
+def test_a_policy_that_is_taken_back_at_once_leaves_the_table_in_force(
+    table: Path, closing: list[Runtime]
+) -> None:
+    """What was begun for the policy in between does not come in force after it."""
+    closing.append(opened(dispatch_table=str(table)))
+    assert lz.which("rms_norm", X, WEIGHT) == "quick.rms_norm"
+    lz.add_policy(prefer="claims", op="rms_norm")
+    lz.reset_policy()
+    closing[-1].device().table_keeper.wait()
+    chosen = lz.select("rms_norm", X, WEIGHT)
+    assert chosen.kernel == "quick.rms_norm" and chosen.why.startswith(AHEAD) and chosen.table_miss is None
+
+
 async def awaited() -> None:
     """Calls that meet in a batch."""
     await asyncio.gather(*[lz.rms_norm(X, WEIGHT) for _ in range(4)])

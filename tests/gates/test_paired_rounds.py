@@ -75,3 +75,11 @@ def test_a_call_that_does_not_run_is_named() -> None:
     ):
         process.start()
     assert words in str(caught.value) and "TypeError" in str(caught.value)
+
+
+def test_a_process_that_says_much_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it prints beside its answers, more than a pipe holds, stops nothing."""
+    monkeypatch.setenv("PYTHONVERBOSE", "1")
+    with PaceProcess(PacedCall(CALL.call)) as process:
+        process.start()
+        assert process.block() > 0

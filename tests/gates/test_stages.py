@@ -20,6 +20,7 @@ from layerzero.gates.release_file import (
 )
 from layerzero.gates.stages import StageRunner
 from layerzero.ops.norm.rms_norm import rms_norm_reference
+from layerzero.perfdb.record import Environment
 from layerzero.runtime import Runtime
 from tests.gates.test_baseline import stored as stored_baseline
 from tests.kernels import kernel
@@ -148,6 +149,18 @@ def test_a_baseline_that_does_not_hold_fails_the_stage_with_its_code(
     stage = PerformanceStage(baseline="base.json")
     (finding,) = StageRunner(runtime, tmp_path).run("performance", stage).findings
     assert (finding.name, finding.code) == ("performance/baseline", "BASELINE_UNTRUSTED")
+
+
+def test_a_call_that_the_baseline_has_not_is_named(runtime: Runtime, tmp_path: Path) -> None:
+    """A call that nothing was stored of cannot be judged: it does not pass by being left out."""
+    digest = stored_baseline(
+        tmp_path / "base.json", environment=Environment.of_hardware(runtime.device().hardware)
+    )
+    stage = PerformanceStage(
+        baseline="base.json", sha256=digest, max_age_days=1e6, calls=("rope x=1x8:float32",)
+    )
+    outcome = StageRunner(runtime, tmp_path).run("performance", stage)
+    assert outcome.state == "failed" and "got rope x=1x8:float32" in outcome.findings[0].text
 
 
 def test_a_tree_that_is_none_is_named(runtime: Runtime, tmp_path: Path) -> None:

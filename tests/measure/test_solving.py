@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -54,6 +55,27 @@ def runtime_of(closing: list[Runtime], rows: list[Measurement], **more: Any) -> 
     if rows:
         publish(runtime.device("cpu"), rows)
     return runtime
+
+
+def test_a_family_that_was_measured_nearly_everywhere_is_solved(
+    tmp_path: Path,
+    closing: list[Runtime],  # noqa: F811
+) -> None:
+    """Sizes are drawn only from what there is: the measured ones leave fewer than a sample has."""
+    attention = ops_table.get("attention")
+    lengths = [size << step for step in range(6, 13) for size in (2, 3)]
+    rows = []
+    for length in lengths:
+        q, kv = torch.empty(1, 1, 1, 64), torch.empty(1, 1, length, 64)
+        case = BenchmarkCase.of_request(attention.check(attention.build(q, kv, kv)[1]))
+        rows += [
+            msgspec.structs.replace(row("a.attention", 1, us), case=case, kernel=name)
+            for name, us in (("a.attention", 90.0), ("b.attention", 80.0))
+        ]
+    runtime_of(closing, rows)
+    table = solve(tmp_path / "table.json", ops=["attention"])
+    assert {bucket.kernel for bucket in table.buckets} == {"b.attention"}
+    assert table.held_out["attention"].calls == len(lengths)
 
 
 def test_a_range_ends_where_one_kernel_takes_over(tmp_path: Path, closing: list[Runtime]) -> None:  # noqa: F811

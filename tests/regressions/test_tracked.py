@@ -16,7 +16,7 @@ from layerzero.spec.settings import Settings
 ATTENTION = ops_table.get("attention")
 CALLS = 300
 # A plan, what compares its first run, and a set of features.
-EACH = 6
+EACH = 4
 
 
 def test_a_remembered_call_leaves_few_objects_to_walk() -> None:

@@ -257,6 +257,10 @@ def test_a_table_of_no_keys_remembers_nothing(native: bool) -> None:
     async def awaited() -> None:
         await asyncio.gather(*[lz.rms_norm(x) for _ in range(4)])
 
+    async def awaited_in_turn() -> None:
+        for _ in range(6):
+            await lz.rms_norm(x)
+
     before = FAST_PATH.module
     try:
         FAST_PATH.use(FAST_PATH.load() if native else None)
@@ -269,6 +273,9 @@ def test_a_table_of_no_keys_remembers_nothing(native: bool) -> None:
         for _ in range(2):
             asyncio.run(awaited())
         assert runtime.counters.get("selections", op="rms_norm") >= decided + 2
+        decided = runtime.counters.get("selections", op="rms_norm")
+        asyncio.run(awaited_in_turn())
+        assert runtime.counters.get("selections", op="rms_norm") >= decided + 6
         assert len(runtime.device().table(ops_table.get("rms_norm")).by_key) == 0
     except BackendNotAvailableError as error:
         pytest.skip(f"nothing to compile with: {error}")

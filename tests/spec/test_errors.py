@@ -20,16 +20,17 @@ PARENTS = {
     "KernelStillLoadingError": "LayerZeroError",
     "SelectionTimeoutError": "LayerZeroError",
     "CacheCorruptionError": "LayerZeroError",
-    "BundleRefusedError": "LayerZeroError",
+    "FileRefusedError": "LayerZeroError",
+    "BundleRefusedError": "FileRefusedError",
     "BlockError": "LayerZeroError",
-    "PlanRefusedError": "LayerZeroError",
+    "PlanRefusedError": "FileRefusedError",
     "OverloadedError": "LayerZeroError",
     "DeadlineExceededError": "LayerZeroError",
     "ModeChangedError": "LayerZeroError",
     "DeviceLostError": "LayerZeroError",
     "ConsistencyError": "LayerZeroError",
     "RuntimeClosedError": "LayerZeroError",
-    "ReportRefusedError": "LayerZeroError",
+    "ReportRefusedError": "FileRefusedError",
 }
 
 

@@ -405,6 +405,19 @@ def test_what_is_remembered_grows_as_old_as_the_settings_allow() -> None:
     clock.advance(100.0)
 
 
+def test_a_forked_child_lets_plans_grow_as_old_as_its_parent() -> None:
+    """The parent's timers do not exist there: the child has its own."""
+    clock = FakeClock()
+    own = device([kernel("a.rms_norm")], Settings(plan_ttl_s=10.0), clock=clock)
+    clock._due.clear()
+    own.reset_after_fork()
+    own.launch(RMS, args())
+    kept = own.table(RMS)
+    clock.advance(11.0)
+    assert own.table(RMS) is not kept
+    own.close()
+
+
 def test_a_closed_device_refuses_and_leaves_no_thread() -> None:
     """After close every call raises, and the device's threads are gone."""
     own = flaky_device(Flaky())
