@@ -581,13 +581,13 @@ def quantize(
         granularity is tensor, row, group or block, the format's usual one where None; group_size is how many
         neighbours of a row share a scale, which divides C, or a block's side: None is the format's usual one,
         0 says that nothing is grouped. scale, in the shape and a dtype of the second result, is used as
-        given; None takes the largest magnitude of what shares the scale. tensor_scale, float32 (), is nvfp4's
-        second level, 1 where None.
+        given and needs to be positive, which is looked at on a CPU; None takes the largest magnitude of what
+        shares the scale. tensor_scale, float32 (), is nvfp4's second level, 1 where None.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
     Returns: (codes, scale): codes int8, float8 or, of four bits, uint8 (..., C / 2) with the even place in
-    the
-        low half of a byte; scale float32, float8_e8m0fnu (mxfp4, mxfp8) or float8_e4m3fn (nvfp4) of shape (),
-        (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded up.
+        the low half of a byte; scale float32, float8_e8m0fnu (mxfp4, mxfp8) or float8_e4m3fn (nvfp4) of
+        shape (), (..., 1), (..., C / group_size) or, of blocks, (..., R / group_size, C / group_size) rounded
+        up.
         Halves round to even; what lies beyond the format is clamped, never NaN. A NaN or infinity in x makes
         the scale that it shares NaN or infinite, so that what comes back is not finite.
     Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
@@ -608,14 +608,13 @@ def quantized_linear(
 ) -> Tensor:
     """Multiply each row of `x` by a quantized `weight` transposed and add `bias`.
 
-    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2, or uint8 (C, K /
-    2)
-        of a packed format; scale in a dtype of the format, of shape (), (C, 1), (C, G) or, with block_size b,
-        (C / b, K / b) rounded up, as `quantize` gives them; bias (C,) or None; format is what the dtype of
-        weight does not say; zero_point uint8 in scale's shape (int4), 8 where None; tensor_scale float32 ()
-        (nvfp4). inputs is float, where x is used as it is; dynamic, where rows of x are first rounded to
-        weight's format, with scales by row, by the format's groups, or by block_size neighbours; or int8 or
-        fp8_e4m3, to which rows are rounded with a scale each.
+    Args: x (..., K), any float dtype; weight (C, K) of int8, float8_e4m3fn or float8_e5m2, or of a packed
+        format uint8 (C, K / 2); scale in a dtype of the format, of shape (), (C, 1), (C, G) or, with
+        block_size b, (C / b, K / b) rounded up, as `quantize` gives them; bias (C,) or None; format is what
+        the dtype of weight does not say; zero_point uint8 in scale's shape (int4), 8 where None; tensor_scale
+        float32 () (nvfp4). inputs is float, where x is used as it is; dynamic, where rows of x are first
+        rounded to weight's format, with scales by row, by the format's groups, or by block_size neighbours;
+        or int8 or fp8_e4m3, to which rows are rounded with a scale each.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
     Returns: (..., C) in x's dtype; int8 products are summed exactly, others in float32.
     Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.

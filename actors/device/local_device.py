@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from layerzero._util.clock import Clock, MonotonicClock
-from layerzero._util.due_timer import DueTimer
+from layerzero._util.clock_timer import ClockTimer
 from layerzero.actors.device.kernel_calls import KernelCalls
 from layerzero.actors.device.live_checks import LiveChecks
 from layerzero.actors.device.loading import KernelLoader
@@ -119,8 +119,8 @@ class LocalDevice:
         self._recovery = Recovery(calls, self.health, counters, self.hardware, refresh, again)
         self.compiler = PlanCompiler(calls, self.health, self.loader, self._recovery, counters)
         self._live_checks = LiveChecks(self.compiler, self._states, self.clock)
-        self._probe_timer = DueTimer(self.clock, self.health.next_change, self.health.tick)
-        self._expiry = DueTimer(self.clock, self._plans_expire_at, self._drop_plans)
+        self._probe_timer = ClockTimer(self.clock, self.health.next_change, self.health.tick)
+        self._expiry = ClockTimer(self.clock, self._plans_expire_at, self._drop_plans)
 
     def _states(self) -> list[DispatchState]:
         return [self.snapshot, *self._policy_states.values()]

@@ -88,7 +88,7 @@ class WorkerLife:
         self.drained.set()
 
     def wait(self) -> None:
-        """Return once the process has ended, whoever of its own still has what it printed to."""
+        """Return once the process has ended, even where one that it started still has its output."""
         with suppress(ChildProcessError):  # `end` was there before
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
 

@@ -20,6 +20,7 @@ from layerzero.ops.op import Args, Op
 from layerzero.planner.fusions import Fusion, Joined, Take, find_fusions
 from layerzero.planner.search import Alternative, CoverProblem
 from layerzero.planner.values import (
+    READS_MEMORY,
     PlacedBlock,
     PlacedOp,
     Slot,
@@ -37,13 +38,6 @@ from layerzero.spec.errors import NoKernelFoundError
 
 # Of the formats in which fusions before an op may leave its operands, so many combinations are looked at.
 MAX_COMBINATIONS = 4
-# Operators of torch that read memory, not numbers: their operands come as they would op by op.
-_READS_MEMORY = frozenset(
-    {
-        "aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default",
-        "aten._reshape_alias.default", "aten.view.dtype", "aten.view_copy.dtype",
-    }
-)  # fmt: skip
 # What a selection may do inside a step; casts and copies are conversions between steps.
 _INSIDE = frozenset({"layout", "split"})
 
@@ -194,7 +188,7 @@ class Choices:
     def _add_torch(self, place: int, placed: PlacedOp) -> None:
         gives = {value: Take(output) for output, value in enumerate(placed.outputs)}
         combinations = self._combinations(placed.reads())
-        for formats in itertools.islice(combinations, 1 if placed.written.op in _READS_MEMORY else None):
+        for formats in itertools.islice(combinations, 1 if placed.written.op in READS_MEMORY else None):
             try:
                 results = self._block.evaluate(placed, formats)
             except (RuntimeError, TypeError, ValueError):
@@ -375,13 +369,8 @@ def _kinds(candidate: Candidate) -> set[str]:
 
 def _cast_targets(selection: Selection) -> list[str]:
     """The dtypes to which kernels that take the call would cast its operands."""
-    casts = (
-        t.after
-        for c in selection.trace
-        if c.eligible and c.accepted is not None
-        for t in c.accepted.transforms
-        if t.kind == "cast"
-    )
+    taken = (c.accepted for c in selection.trace if c.eligible and c.accepted is not None)
+    casts = (t.after for accepted in taken for t in accepted.transforms if t.kind == "cast")
     return list(dict.fromkeys(casts))
 
 
@@ -392,8 +381,7 @@ def _boosted_us(accepted: Accepted) -> float:
 
 
 def _is_wide_float(dtype: str) -> bool:
-    kind = getattr(torch, dtype)
-    return bool(kind.is_floating_point) and kind.itemsize > 1
+    return bool((kind := getattr(torch, dtype)).is_floating_point) and kind.itemsize > 1
 
 
 def _part(outputs: tuple[Any, ...], take: Take) -> Tensor:

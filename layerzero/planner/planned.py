@@ -25,7 +25,7 @@ from layerzero.planner.block import Block
 from layerzero.planner.choices import Choices, Judge
 from layerzero.planner.plan_file import SavedPlan, chosen_before, refuse_block, save_plans
 from layerzero.planner.program import HeldTensors, Program, run_op_by_op
-from layerzero.planner.record import PlanRecord, digest_of, make_record
+from layerzero.planner.record import PlanRecord, argument_key, digest_of, make_record, scope_key
 from layerzero.planner.search import BEAM, Solution, search
 from layerzero.planner.timing import measure_plans
 from layerzero.planner.tracing import TURN, trace
@@ -87,9 +87,7 @@ class _Entry:
     frozen: tuple[Tensor, ...]
 
     def is_at_hand(self, args: tuple[Any, ...]) -> bool:
-        """Whether these arguments mean this plan, outside every scope and with nothing changed; the usual
-        call, without a look at anything else.
-        """
+        """Whether these arguments mean this plan, outside every scope and with nothing changed: the usual call."""
         device = self.device
         try:
             return (
@@ -239,7 +237,7 @@ class PlannedBlock:
         device = device_of(tensors)
         bits = device.mode()
         state = context_snapshot(device, "", None)
-        key = (bits, spec, _scope_key(state, device, bits), *map(_signature, leaves))
+        key = (bits, spec, scope_key(state, device, bits), *map(argument_key, leaves))
         entry = self._entries.get(key)
         # What was rehearsed holds for the capture behind it: a kernel that is loaded in between, or a policy,
         # asks for another capture.
@@ -294,7 +292,7 @@ class PlannedBlock:
         device, bits = making.device, making.bits
         state = context_snapshot(device, "", None)
         digest = digest_of(placed)
-        key = (digest, bits, self._beam, making.measure, _scope_key(state, device, bits))
+        key = (digest, bits, self._beam, making.measure, scope_key(state, device, bits))
         decisions = _DECISIONS.setdefault(device, OrderedDict())
         saved = self._saved.get((digest, bits))
         if saved is None and making.load:
@@ -308,7 +306,7 @@ class PlannedBlock:
             warm = making.warm and attempt < _ROUNDS - 1
             judge = Judge(device, bits, partial(context_snapshot, device), warm=warm)
             state = context_snapshot(device, "", None)
-            choices = Choices(placed, judge, can_join=_can_join(placed, bits))
+            choices = Choices(placed, judge, can_join=placed.can_join(grad=bool(bits & GRAD)))
             if context_snapshot(device, "", None) is state:
                 break
         decision = self._search(placed, choices, state, saved)  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -396,26 +394,6 @@ def _aliased(tensor: Tensor) -> Tensor:
     return tensor.data.requires_grad_(tensor.requires_grad)
 
 
-def _signature(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        strides = None if leaf.is_contiguous() else leaf.stride()
-        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, strides
-    return leaf.__class__, repr(leaf) if isinstance(leaf, float) else leaf  # a NaN equals none, -0.0 is 0.0
-
-
-def _scope_key(state: DispatchState, device: LocalDevice, bits: int) -> Any:
-    """What tells plans of one context from those of another, beside the state of the process."""
-    scope = SCOPE.get()
-    autocast = torch.get_autocast_dtype(device.device.type) if bits & AUTOCAST else None
-    return None if scope is None else scope.policy.digest, state.agreed_terms, autocast
-
-
 def device_of(tensors: list[Tensor]) -> LocalDevice:
     """The device of the first tensor, the default one where there is none."""
     return context_runtime().device(tensors[0].device if tensors else None)
-
-
-def _can_join(placed: PlacedBlock, bits: int) -> bool:
-    """Whether weights may be joined ahead: not where a gradient has to flow into them."""
-    weights = (value.constant for value in placed.values if value.constant is not None)
-    return not (bits & GRAD and any(weight.requires_grad for weight in weights))

@@ -7,10 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import torch
+from torch import Tensor
 
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.calls.scope import SCOPE
 from layerzero.planner.choices import Choice, Choices, Refusal
 from layerzero.planner.search import Solution
 from layerzero.planner.values import PlacedBlock, TensorFormat, format_of
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.modes import AUTOCAST
 
 
 class PlannedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,3 +187,18 @@ def render(record: PlanRecord) -> str:
         timed = ", ".join(f"{name} {us:.1f}" for name, us in record.measured_us.items())
         lines.append(f"  measured, us: {timed}")
     return "\n".join(lines)
+
+
+def argument_key(leaf: Any) -> Any:
+    """What tells an argument of a planned block from one that needs another plan."""
+    if isinstance(leaf, Tensor):
+        strides = None if leaf.is_contiguous() else leaf.stride()
+        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, strides
+    return leaf.__class__, repr(leaf) if isinstance(leaf, float) else leaf  # a NaN equals none, -0.0 is 0.0
+
+
+def scope_key(state: DispatchState, device: LocalDevice, bits: int) -> Any:
+    """What tells plans of one context from those of another, beside the state of the process."""
+    scope = SCOPE.get()
+    autocast = torch.get_autocast_dtype(device.device.type) if bits & AUTOCAST else None
+    return None if scope is None else scope.policy.digest, state.agreed_terms, autocast

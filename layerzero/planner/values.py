@@ -17,6 +17,14 @@ from layerzero.planner.block import Block, BlockOp, Edge, map_tree
 from layerzero.spec.errors import BlockError
 from layerzero.spec.reasons import Reason, Rejected
 
+# Operators of torch that read memory, not numbers: their operands come as they would op by op.
+READS_MEMORY = frozenset(
+    {
+        "aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default",
+        "aten._reshape_alias.default", "aten.view.dtype", "aten.view_copy.dtype",
+    }
+)  # fmt: skip
+
 
 class Slot(NamedTuple):
     """Stands for a tensor of the block in a tree of arguments."""
@@ -78,6 +86,11 @@ class PlacedBlock:
     changed: frozenset[int]
     mode: FakeTensorMode
     _laid_out: dict[tuple[int, TensorFormat], Tensor] = field(default_factory=dict)
+
+    def can_join(self, *, grad: bool) -> bool:
+        """Whether weights may be joined ahead: not where a gradient has to flow into them."""
+        weights = (value.constant for value in self.values if value.constant is not None)
+        return not (grad and any(weight.requires_grad for weight in weights))
 
     def fake(self, value: int, form: TensorFormat | None = None) -> Tensor:
         """A value without numbers, in its own format or in another."""

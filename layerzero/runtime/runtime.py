@@ -35,7 +35,6 @@ from layerzero.spec.settings import READ_AT_START, SETTING_OVERRIDDEN, Settings
 if TYPE_CHECKING:
     from layerzero.actors.isolation.isolated_kernels import Isolation
     from layerzero.actors.remote.pool import DevicePool
-    from layerzero.observe.timeline import Timeline
     from layerzero.spec.capability_overlays import Overlay
 
 T = TypeVar("T")
@@ -94,13 +93,10 @@ class Runtime:
         if self.isolation is not None:
             self._plugins += self.isolation.plugins_elsewhere(self._plugins)
         self._overlay_in_force = self._load_overlay()
-        self._policy_layers.external = self._policy_layers.load_external(
-            self.settings, self._known_kernel_ids
-        )
-        self.policy: Policy = self._policy_layers.merged(self.apply_policy)
-        timeline = self._open_timeline()
-        if timeline is not None:
-            self.on_close(timeline.finish)
+        layers = self._policy_layers
+        layers.external = layers.load_external(self.settings, self._known_kernel_ids)
+        self.policy: Policy = layers.merged(self.apply_policy)
+        self._open_timeline()
 
     def __repr__(self) -> str:
         opened = ", ".join(map(str, self.devices)) or "no device yet"
@@ -124,8 +120,7 @@ class Runtime:
                 raise RuntimeClosedError("this runtime is closed; open another with layerzero.start()")
             local_device = self.devices.get(canonical)
             if local_device is None:
-                local_device = self._open(canonical)
-                self.devices[canonical] = local_device
+                local_device = self.devices[canonical] = self._open(canonical)
                 if self.freezes_gc:
                     # Opening imports the kernels' libraries: half as many objects again.
                     gc.collect()
@@ -164,18 +159,18 @@ class Runtime:
             timelines.RUNNING.attach(opened)
         return opened
 
-    def _open_timeline(self) -> Timeline | None:
-        """The timeline of the settings, begun; nothing is imported where they want none."""
+    def _open_timeline(self) -> None:
+        """Begin the timeline of the settings; nothing is imported where they want none."""
         if self.settings.timeline is None:
-            return None
+            return
         from layerzero.observe.timeline import RUNNING, Timeline
 
         if RUNNING.timeline is not None:
             log.warning(TIMELINE_BUSY, path=self.settings.timeline, runs=str(RUNNING.timeline.path))
-            return None
+            return
         timeline = Timeline(self.settings.timeline, open_devices, nvtx=self.settings.nvtx)
         timeline.start()
-        return timeline
+        self.on_close(timeline.finish)
 
     def _load_overlay(self) -> Overlay | None:
         """What the settings' file takes from the kernels; nothing is imported where there is none."""

@@ -1,4 +1,4 @@
-"""How workers end, and what is not their fault: closing, faults of this process, what a library leaves behind."""
+"""How workers end, and what is not their fault: closing, faults here, what a library leaves behind."""
 
 from __future__ import annotations
 
@@ -176,7 +176,12 @@ def test_an_alias_that_takes_the_place_of_a_kernel_is_refused_and_leaves_no_proc
     started: list[IsolatedWorker] = []
     with pytest.MonkeyPatch.context() as patch:
         begin = IsolatedWorker.start
-        patch.setattr(IsolatedWorker, "start", lambda worker: (started.append(worker), begin(worker)))
+
+        def start(worker: IsolatedWorker) -> None:
+            started.append(worker)
+            begin(worker)
+
+        patch.setattr(IsolatedWorker, "start", start)
         patch.setenv("PYTHONPATH", "")
         python = sys.executable
         for plugins in ((f"torch=mine@{python}",), ("wild", f"wild=wild@{python}")):

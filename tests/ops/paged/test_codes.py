@@ -415,12 +415,14 @@ def test_pools_beyond_those_remembered_are_noted_by_many_threads(monkeypatch: py
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_scales_that_are_written_need_memory_of_their_own(name: str) -> None:
     """Tokens that share one would be read with the scale of the last."""
-    named = dict(zip(("k_cache", "v_cache", "k_scale", "v_scale"), pool(E4M3, "token"), strict=True))
+    named: dict[str, Any] = dict(
+        zip(("k_cache", "v_cache", "k_scale", "v_scale"), pool(E4M3, "token"), strict=True)
+    )
     k = torch.randn(1, 2, 8)
     with pytest.raises(ValueError, match=f"{name} needs memory of its own"):
         shared = named[name][:, :1].expand(-1, 4, -1)
         lz.sync.append_kv(k, k, slot_mapping=torch.tensor([0]), **(named | {name: shared}))
-    both = {"k_scale": named[name], "v_scale": named[name]}
+    both: dict[str, Any] = {"k_scale": named[name], "v_scale": named[name]}
     with pytest.raises(ValueError, match="v_scale needs memory of its own, for it is written, got k_scale"):
         lz.sync.append_kv(k, k, slot_mapping=torch.tensor([0]), **(named | both))
 

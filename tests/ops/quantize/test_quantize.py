@@ -245,7 +245,7 @@ def test_a_wrong_argument_of_quantized_linear_is_named(
 @pytest.mark.parametrize(
     "given", [{"scale": torch.zeros(2, 1)}, {"scale": torch.tensor([[1.0], [-1.0]])}], ids=["zero", "less"]
 )
-def test_a_scale_without_codes_is_refused(given: dict[str, Tensor]) -> None:
+def test_a_scale_without_codes_is_refused(given: dict[str, Any]) -> None:
     """A row under a scale of zero would come back as zeros; a NaN of a row that holds one may be given."""
     x = torch.ones(2, 8)
     with pytest.raises(FormatError, match="scale needs positive numbers") as caught:

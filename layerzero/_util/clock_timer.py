@@ -1,4 +1,4 @@
-"""DueTimer: one timer for what has to happen at times that change, such as the next probe of a kernel."""
+"""ClockTimer: one timer for what has to happen at times that change, such as the next probe of a kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from layerzero._util.clock import Clock, Timer
 
 
-class DueTimer:
+class ClockTimer:
     """Calls `act()` at the clock's time `due_at()`, again and again; never where that is None."""
 
     __slots__ = ("_act", "_clock", "_due_at", "_lock", "_stopped", "_timer")
