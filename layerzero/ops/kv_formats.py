@@ -123,8 +123,8 @@ def need_valid_scale(name: str, scale: Tensor | None) -> None:
     """
     if scale is None or scale.dim() > 1 or not checks.can_read_values(scale):
         return
-    values = scale.tolist()
-    for position, value in enumerate(values if scale.dim() else (values,)):
+    values: list[float] = scale.flatten().tolist()
+    for position, value in enumerate(values):
         if not (value > 0.0 and math.isfinite(value)):
             reason = Reason.SCALE_NOT_POSITIVE if value <= 0.0 else Reason.SCALE_NOT_FINITE
             where = f" at {position}" if scale.dim() else ""

@@ -87,7 +87,7 @@ class _Entry:
     frozen: tuple[Tensor, ...]
 
     def is_at_hand(self, args: tuple[Any, ...]) -> bool:
-        """Whether these arguments mean this plan, outside every scope and with nothing changed: the usual call."""
+        """Whether these arguments mean this plan, outside every scope, with nothing changed: the usual."""
         device = self.device
         try:
             return (
