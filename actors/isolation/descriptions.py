@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from layerzero._util.files import decode_packed
 from layerzero.spec.capability import Capability
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.kernel import Efficiency, Kernel
@@ -42,7 +43,7 @@ def rename_kernels(
     Raises: ConfigurationError: it is no description of kernels.
     """
     try:
-        kernels = msgspec.msgpack.decode(described, type=list[DescribedKernel])
+        kernels = decode_packed(described, list[DescribedKernel])
         return [
             Kernel(
                 id=".".join((alias, *k.id.split(".")[1:])),

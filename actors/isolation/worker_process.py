@@ -19,6 +19,7 @@ from torch import Tensor
 
 from layerzero._util import log
 from layerzero._util.ending import join_at_exit
+from layerzero._util.files import decode_packed
 from layerzero._util.fork_safety import renew_after_fork
 from layerzero._util.version import VERSION
 from layerzero.actors.isolation import frames
@@ -184,7 +185,7 @@ class IsolatedWorker:
         return life
 
     def _checked_hello(self, life: WorkerLife) -> frames.Hello:
-        hello = msgspec.msgpack.decode(life.answer(), type=frames.Hello)
+        hello = decode_packed(life.answer(), frames.Hello)
         if (hello.protocol, hello.version) != (frames.PROTOCOL, VERSION):
             needs, got = f"layerzero-runtime {VERSION}", hello.version
             message = f"the environment of {self.python} needs {needs}, got {got}"
@@ -371,7 +372,7 @@ class IsolatedWorker:
 
     def _raised(self, reply: bytes) -> Exception:
         try:
-            fault = msgspec.msgpack.decode(reply[1:], type=frames.Fault)
+            fault = decode_packed(reply[1:], frames.Fault)
         except msgspec.MsgspecError as error:
             return WorkerError(f"the process of {self.name!r} answered with {error}", Reason.WORKER_FAILED)
         if fault.kind == BackendNotAvailableError.__name__:

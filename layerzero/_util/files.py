@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -224,12 +224,27 @@ def _read(path: Path, limit: int, flags: int, need: Callable[[Path, os.stat_resu
 def decode_json(data: bytes, type: type[_T]) -> _T:
     """The value of a file's JSON.
 
-    Raises: msgspec.MsgspecError: it is none, of another kind, or nested too deeply.
+    Raises: msgspec.MsgspecError: it is none, of another kind, not UTF-8, or nested too deeply.
     """
+    return _decoded(msgspec.json.decode, "JSON", data, type)
+
+
+def decode_packed(data: bytes, type: type[_T]) -> _T:
+    """The value of a msgpack message.
+
+    Raises: msgspec.MsgspecError: as `decode_json`.
+    """
+    return _decoded(msgspec.msgpack.decode, "msgpack", data, type)
+
+
+def _decoded(decode: Callable[..., Any], name: str, data: bytes, type: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(data, type=type)
+        value: _T = decode(data, type=type)
     except RecursionError as error:
-        raise msgspec.DecodeError("JSON is nested too deeply") from error
+        raise msgspec.DecodeError(f"{name} is nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"{name} needs UTF-8 in its texts, got another: {error}") from error
+    return value
 
 
 def set_aside(path: Path) -> Path:

@@ -96,6 +96,7 @@ def read_baseline(
     try:
         data = read_given(path)
         baseline = decode_json(data, Baseline)
+        measured = date.fromisoformat(baseline.date)
     except FileNotFoundError as error:
         raise refuse(Reason.BASELINE_DAMAGED, "file", "a baseline", "no file") from error
     except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -118,7 +119,7 @@ def read_baseline(
             f"{each.partition(' ')[0]} {getattr(environment, each.partition(' ')[0])}" for each in differing
         )
         raise refuse(Reason.BASELINE_ENVIRONMENT_DIFFERS, "environment", needed, "; ".join(differing))
-    age_days = (today - date.fromisoformat(baseline.date)).days
+    age_days = (today - measured).days
     if age_days > max_age_days:
         raise refuse(Reason.BASELINE_STALE, "date", f"at most {max_age_days:g} days", f"{age_days} days")
     return baseline

@@ -98,6 +98,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(message, field=field)
         heads, width = size("num_attention_heads"), size("hidden_size")
         latent = size("kv_lora_rank", default=0)
+        eps = values.get("rms_norm_eps") or 1e-6
+        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
+            message = f"{path}: rms_norm_eps needs a number between 0 and 1, got {quote(eps)}"
+            raise ConfigurationError(message, field="rms_norm_eps")
         return cls(
             name=str(values.get("_name_or_path") or kind),
             width=width,
@@ -108,7 +112,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             kv_heads=size("num_key_value_heads", default=heads),
             head_dim=size("head_dim", default=max(1, width // heads)),
             vocab=size("vocab_size"),
-            eps=float(values.get("rms_norm_eps") or 1e-6),
+            eps=float(eps),
             dtype=dtype,
             activation=_GATES[gate],
             experts=experts,

@@ -95,7 +95,7 @@ def read_plans(path: str | os.PathLike[str], device: LocalDevice, policy: str) -
     """
     text = read_given(path)
     try:
-        head = msgspec.json.decode(text)
+        head = decode_json(text, object)
         stated = head.get("format") if isinstance(head, dict) and "plans" in head else None
     except (ValueError, msgspec.MsgspecError) as error:
         raise _refused(path, [Rejected(Reason.PLAN_DAMAGED, "file", "JSON", str(error))]) from error

@@ -171,7 +171,7 @@ def read_report(path: str | os.PathLike[str]) -> ReportDocument:
         head = decode_json(text, _Head)
     except msgspec.ValidationError as error:
         raise refused_report(path, Reason.REPORT_FORMAT, "the record of a report", str(error)) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except msgspec.MsgspecError as error:
         raise refused_report(path, Reason.REPORT_DAMAGED, "whole JSON", str(error)) from error
     if head.kind != KIND or head.format != FORMAT:
         needs = f"{KIND!r} of format {FORMAT}"

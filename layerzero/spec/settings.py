@@ -256,6 +256,10 @@ FIELDS: tuple[str, ...] = Settings.__struct_fields__
 _HINTS: Mapping[str, Any] = get_type_hints(Settings, include_extras=True)
 
 
+# What is raised of a value that a type does not hold; the second, of bytes in a variable that are no text.
+_NOT_HELD = (msgspec.ValidationError, UnicodeEncodeError)
+
+
 def _check(settings: Settings) -> None:
     """Raise for the first field whose value its type does not hold: msgspec checks what it converts alone."""
     if settings.version != FORMAT_VERSION:
@@ -266,7 +270,7 @@ def _check(settings: Settings) -> None:
             continue
         try:
             msgspec.convert(value, hint)
-        except msgspec.ValidationError as error:
+        except _NOT_HELD as error:
             raise ConfigurationError(
                 f"{name} needs {_needs(name)}, got {quote(value)}", field=name
             ) from error
@@ -278,10 +282,10 @@ def _build(values: Mapping[str, Any]) -> Settings:
     plain = {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in values.items()}
     try:
         return msgspec.convert(plain, Settings)
-    except msgspec.ValidationError as error:
+    except _NOT_HELD as error:
         if isinstance(error.__cause__, ConfigurationError):
             raise error.__cause__ from None
-        name = path_in(str(error))
+        name = path_in(str(error)) or tuple(n for n, v in plain.items() if v == getattr(error, "object", ""))
         field = str(name[0]) if name else "settings"
         raise ConfigurationError(
             f"{field} needs {_needs(field)}, got {quote(plain.get(field))}", field=field
@@ -349,7 +353,7 @@ def _parsed(field: str, text: str, variable: str) -> Any:
         value = _BOOLEANS.get(word.lower(), word)
     try:
         return msgspec.convert(value, hint, strict=False)
-    except msgspec.ValidationError as error:
+    except _NOT_HELD as error:
         message = f"{variable} needs {_needs(field)}, got {quote(text)}"
         raise ConfigurationError(message, variable=variable, field=field) from error
 

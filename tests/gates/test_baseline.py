@@ -60,8 +60,9 @@ def test_a_baseline_that_may_not_be_compared_with_is_refused(tmp_path: Path) -> 
     for change in ({"device": "another CPU"}, {"torch": "1.0"}, {"isa": ("sse",)}):
         stored(path, environment=msgspec.structs.replace(HERE, **change))
         assert code(path) == "BASELINE_ENVIRONMENT_DIFFERS"
-    stored(path, content="0")
-    assert code(path) == "BASELINE_DAMAGED"
+    for damage in ({"content": "0"}, {"date": "today"}):
+        stored(path, **damage)
+        assert code(path) == "BASELINE_DAMAGED"
     stored(path)
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b'"ratio":2.0', b'"ratio":9.0'))

@@ -247,6 +247,18 @@ def test_any_text_in_a_variable_parses_or_is_refused_by_name(field: str, text: s
         assert isinstance(settings, Settings)
 
 
+@pytest.mark.parametrize("field", [f for f in FIELDS if f != "version"])
+def test_bytes_that_are_no_text_are_refused_by_the_name_of_their_variable(field: str) -> None:
+    """The system hands such bytes on as half characters, which no number, word or pattern holds."""
+    variable = "LAYERZERO_" + field.upper()
+    try:
+        settings = Settings.load(env={variable: "\udcd0"})
+    except ConfigurationError as error:
+        assert str(error).startswith(variable) and field in error.context["field"]
+    else:
+        assert "udcd0" in repr(getattr(settings, field))
+
+
 def test_the_process_environment_is_read_unless_rights_were_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `env` the process's variables count; under another user's rights they are ignored."""
     monkeypatch.setenv("LAYERZERO_PROBES", "7")

@@ -1,0 +1,134 @@
+"""Fuzz the parsers: `python -m tests.fuzz policy http --runs 1000000`, or `--all`.
+
+Where atheris is installed (`pip install .[stress]`), its coverage decides which inputs are kept and changed
+further; without it every input is a change of the corpus. Each target runs in a process of its own, `--jobs`
+at once. An input that breaks its target is written to `--out`, to be kept in the corpus with the mend. The
+exit status is 1 where there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import logging
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))  # where the server's parser is
+
+
+def _guided(name: str, runs: int, seed: int, out: Path) -> None:
+    """Fuzz by atheris, which ends the process."""
+    import atheris
+
+    from tests.fuzz.changes import MAX_LEN, mutated
+
+    with atheris.instrument_imports(include=["layerzero", "server", "zipfile"]):
+        from tests.fuzz.targets import CORPUS, TARGETS
+    target = TARGETS[name]
+    corpus = target.corpus()
+
+    def run(data: bytes) -> None:
+        if error := target.broken_by(data):
+            _keep(out, name, data, error)
+
+    def change(data: bytes, max_size: int, changes_seed: int) -> bytes:
+        random = Random(changes_seed)
+        if random.random() < 0.4:
+            return bytes(atheris.Mutate(data, max_size))[:max_size]
+        return mutated(data, corpus, target.words, random)[:max_size]
+
+    found = out / "corpus" / name
+    found.mkdir(parents=True, exist_ok=True)
+    options = [f"-runs={runs}", f"-seed={seed}", f"-max_len={MAX_LEN}", "-timeout=25", "-rss_limit_mb=4096"]
+    arguments = [name, *options, f"-artifact_prefix={out}/{name}-", str(found), str(CORPUS / name)]
+    atheris.Setup(arguments, run, custom_mutator=change)
+    atheris.Fuzz()
+
+
+def _plain(name: str, runs: int, seed: int, out: Path) -> None:
+    """Fuzz by changes of the corpus alone."""
+    from tests.fuzz.changes import mutated
+    from tests.fuzz.targets import TARGETS
+
+    target, random = TARGETS[name], Random(seed)
+    corpus = target.corpus()
+    for _ in range(runs):
+        data = mutated(random.choice(corpus), corpus, target.words, random)
+        if error := target.broken_by(data):
+            _keep(out, name, data, error)
+
+
+def _keep(out: Path, name: str, data: bytes, error: Exception) -> None:
+    """Write an input that broke its target, one for each kind of error and place."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    where = f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}" if place else ""
+    digest = hashlib.sha256(f"{type(error).__name__} {where}".encode()).hexdigest()[:10]
+    path = out / f"{name}-{digest}.input"
+    if not path.exists():
+        path.write_bytes(data)
+        print(f"BROKEN {name}: {type(error).__name__}: {str(error)[:200]} at {where}: {path}", flush=True)
+
+
+def _one(name: str, runs: int, seed: int, out: Path, limit_s: float) -> tuple[str, int, float, str]:
+    """A target in a process of its own: its name, its status, its seconds and the end of what it said."""
+    began_s = time.monotonic()
+    words = [sys.executable, "-m", "tests.fuzz", name, "--here", "--runs", f"{runs}", "--seed", f"{seed}"]
+    try:
+        done = subprocess.run(
+            [*words, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, errors="replace",
+            timeout=limit_s,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return name, 1, time.monotonic() - began_s, f"not through after {limit_s:g} s"
+    said = "\n".join(line for line in done.stdout.splitlines() if line.startswith("BROKEN"))
+    status = done.returncode or int(bool(said))
+    return name, status, time.monotonic() - began_s, said or (done.stderr[-2000:] if status else "")
+
+
+def main() -> int:
+    """Read the command line and fuzz; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", help="targets; `python -m tests.fuzz` prints them")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--runs", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=3600.0)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "fuzz")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.here:
+        logging.getLogger("layerzero").disabled = True
+        engine = _guided if importlib.util.find_spec("atheris") else _plain
+        engine(given.names[0], given.runs, given.seed, given.out.resolve())
+        return 0
+    from tests.fuzz.targets import TARGETS
+
+    unknown = sorted(set(given.names) - set(TARGETS))
+    if unknown or not (given.names or given.all):
+        parser.error(f"names need some of {', '.join(TARGETS)}, got {', '.join(unknown) or 'none'}")
+    names = list(TARGETS) if given.all else given.names
+    with ThreadPoolExecutor(max(1, given.jobs)) as pool:
+        rows = pool.map(lambda n: _one(n, given.runs, given.seed, given.out, given.limit_s), names)
+        status = 0
+        for name, ended, seconds, said in rows:
+            status |= ended
+            print(
+                f"{name:16} {given.runs} runs {seconds:8.1f} s {'ok' if not ended else 'BROKEN'}", flush=True
+            )
+            print(said, end="\n" if said else "")
+    return 1 if status else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

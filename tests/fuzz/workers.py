@@ -1,0 +1,70 @@
+"""Both ends of an isolated worker's socket, in this process: what it is asked, and what it answers."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+
+from layerzero.actors.isolation import frames
+from layerzero.actors.isolation.arena import HostArena
+from layerzero.actors.isolation.serve import Server
+from layerzero.actors.isolation.worker_process import IsolatedWorker
+from layerzero.spec.errors import BackendNotAvailableError
+
+
+class _Socket:
+    """Gives each request once, and keeps what is sent."""
+
+    def __init__(self, requests: list[bytes]) -> None:
+        self.requests, self.sent = iter([*requests, b""]), list[bytes]()
+
+    def recv(self, most: int) -> bytes:
+        """The next request; empty at the end."""
+        return next(self.requests)
+
+    def send(self, message: bytes) -> None:
+        """Keep an answer."""
+        self.sent.append(message)
+
+
+@cache
+def _arena() -> HostArena:
+    arena, descriptor = HostArena.create(1 << 12)
+    os.close(descriptor)
+    return arena
+
+
+def requests_to_a_worker(data: bytes) -> None:
+    """One call of a kernel that doubles; every request has one answer, done or a fault that can be read."""
+    request = data[:1] + data[1:] if data[:1] in (frames.CALL, frames.COMPILE) else frames.CALL + data
+    socket = _Socket([request, b"?" + data])
+    server = Server(cast(Any, socket))
+    server._calls["double"] = lambda x, *rest: x * 2
+    server._arenas["cpu"] = _arena()
+    server.serve()
+    assert len(socket.sent) == 2, "a request needs one answer"
+    for answer in socket.sent:
+        if answer[:1] == frames.FAULT:
+            msgspec.msgpack.decode(answer[1:], type=frames.Fault)
+        else:
+            assert answer == frames.DONE
+
+
+@cache
+def _worker() -> IsolatedWorker:
+    return IsolatedWorker("fuzzed", None, 1.0, lambda *what: None)
+
+
+def answer_of_a_worker(data: bytes) -> None:
+    """An answer and a greeting of any bytes: an error is made of the one, the other is refused as one."""
+    raised = _worker()._raised(data)
+    assert isinstance(raised, Exception)
+    life = cast(Any, SimpleNamespace(answer=lambda: data))
+    try:
+        _worker()._checked_hello(life)
+    except (BackendNotAvailableError, msgspec.MsgspecError, OSError):
+        return  # what `_open` makes the end of that process
