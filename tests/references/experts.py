@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import layerzero.sync as sync
+from layerzero.formats import QuantizedTensor
 from tests.references.definitions import Definition
 
 Inputs = dict[str, Any]
@@ -78,6 +79,17 @@ def _routing(definition: Definition, i: Inputs) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
 
 
+def in_codes(definition: Definition, made: Inputs, form: str) -> tuple[Inputs, dict[str, Any]]:
+    """The inputs with experts rounded to a format, and the same experts' codes as our call takes them."""
+    up, down = (QuantizedTensor.quantize(made[name], form) for name in ("gemm1_weights", "gemm2_weights"))
+    rounded = {"gemm1_weights": up.dequantize(), "gemm2_weights": down.dequantize()}
+    named = {
+        "w_up": up.codes, "w_down": down.codes, "up_scale": up.scale, "down_scale": down.scale, "format": form,
+        "up_tensor_scale": up.tensor_scale, "down_tensor_scale": down.tensor_scale,
+    }  # fmt: skip
+    return {**made, **rounded}, named
+
+
 def moe(definition: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
     """The routing that the reference describes, then the experts with scales as they come."""
     experts, scores = _routing(definition, i)
@@ -102,5 +114,6 @@ def moe(definition: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
             i["output2_scales_scalar"].view(-1, 1, 1).expand(-1, w_down.shape[1], 1).contiguous()
         )
         x = x.float()
-    out = sync.fused_experts(x, experts, scores, w_up, w_down, **named, **more)
+    weights = {"w_up": w_up, "w_down": w_down}
+    out = sync.fused_experts(x, experts, scores, **(weights | named | more))
     return (out.bfloat16(),)

@@ -18,10 +18,11 @@ from tests.references.definitions import Definition
 from tests.references.experts import experts_inputs, moe
 
 MAX_BYTES = 160 << 20
+# Kinds without an op, and why there is none; docs/guide/references.md says more.
 NO_OP = {
-    "dsa_paged": "sparse attention and its indexer: no op",
-    "gdn": "gated delta net: no op",
-    "mamba_ssu": "selective state update: no op",
+    "dsa_paged": "the indexer of sparse attention has no op: nothing here keeps its float8 keys",
+    "gdn": "the gated delta net has no op: nothing here keeps its state, a matrix for each head and sequence",
+    "mamba_ssu": "the selective state update has no op: nothing here keeps its state",
 }
 Inputs = dict[str, Any]
 
@@ -39,11 +40,21 @@ SMALL = Size("small", (1, 20), (1, 16))
 MEDIUM = Size("medium", (64, 129, 70, 1), (64, 16, 5, 1))
 
 
-def why_not(definition: Definition, size: Size) -> str:
+def kind_of(definition: Definition) -> str:
+    """Which of our calls a definition is; attention over chosen tokens is attention over pages of one."""
+    return "dsa_sparse" if "sparse_indices" in definition.inputs else definition.op_type
+
+
+def scale_of(definition: Definition) -> float:
+    """How much of its dtype's tolerance a result gets: both sides write rounded numbers."""
+    return 4.0 if definition.op_type == "gemm" else 2.0  # a product's reference is in half precision itself
+
+
+def why_not(definition: Definition, size: Size, most_bytes: int = MAX_BYTES) -> str:
     """Why a definition is not run; empty where it is. What was searched is named."""
-    kind = definition.op_type
+    kind = kind_of(definition)
     if kind in NO_OP:
-        return f"{kind}: {NO_OP[kind]}; searched layerzero's ops, and flashinfer needs a GPU"
+        return f"{kind}: {NO_OP[kind]}; searched layerzero's ops"
     if kind not in CALLS:
         return f"{kind}: unknown kind of op; known are {', '.join(sorted([*CALLS, *NO_OP]))}"
     axes = axes_of(definition, size)
@@ -52,8 +63,8 @@ def why_not(definition: Definition, size: Size) -> str:
         for port in definition.inputs.values()
         if port.shape
     )
-    if held > MAX_BYTES:
-        return f"needs {held >> 20} MiB in float32, above the {MAX_BYTES >> 20} MiB that a CPU run is given"
+    if held > most_bytes:
+        return f"needs {held >> 20} MiB in float32, above the {most_bytes >> 20} MiB of a run without --all"
     return ""
 
 
@@ -91,6 +102,7 @@ def inputs_of(definition: Definition, size: Size, given: Mapping[str, int] | Non
         "kv_indices": torch.randperm(spare, generator=generator)[: sum(pages)].int(),
         "kv_last_page_len": torch.tensor([(n - 1) % page + 1 for n in size.lengths], dtype=torch.int32),
         "sm_scale": axes.get("head_dim", axes.get("qk_dim", 192)) ** -0.5,
+        "sparse_indices": _picks(axes, generator) if "topk" in axes else None,
         "top_k": torch.tensor([1, 5, 40, 2][: axes["batch_size"]], dtype=torch.int32),
         "top_p": torch.tensor([0.3, 0.9, 1.0, 0.6][: axes["batch_size"]]),
     }
@@ -102,6 +114,16 @@ def inputs_of(definition: Definition, size: Size, given: Mapping[str, int] | Non
 def offsets(counts: Any) -> Tensor:
     """0 and the running sums, int32."""
     return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def _picks(axes: Mapping[str, int], generator: torch.Generator) -> Tensor:
+    """Distinct tokens of the pool for each row, fewer from row to row, and -1 behind them."""
+    rows, width, tokens = axes["num_tokens"], axes["topk"], axes["num_pages"] * axes["page_size"]
+    picks = torch.full((rows, width), -1, dtype=torch.int32)
+    for row in range(rows):
+        count = max(1, min(width, tokens) // (row + 1))
+        picks[row, :count] = torch.randperm(tokens, generator=generator)[:count].int()
+    return picks
 
 
 def _values(name: str, port: Any, axes: Mapping[str, int], generator: torch.Generator) -> Any:
@@ -129,9 +151,14 @@ def _gemm(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
     return (sync.linear(i["A"], i["B"], **more),)
 
 
-def _rmsnorm(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
+def epsilon_of(d: Definition) -> float:
+    """The epsilon that the source of a norm writes."""
     written = re.search(r"\beps\s*=\s*([0-9.]+e?-?[0-9]*)", d.reference, re.IGNORECASE)
-    eps = float(written[1]) if written else 1e-6
+    return float(written[1]) if written else 1e-6
+
+
+def _rmsnorm(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
+    eps = epsilon_of(d)
     if "residual" in i:
         return (sync.add_rms_norm(i["hidden_states"], i["residual"], i["weight"], eps=eps, **more)[0],)
     return (sync.rms_norm(i["hidden_states"], i["weight"], eps=eps, **more),)
@@ -149,9 +176,10 @@ def _table(i: Inputs, page: int) -> tuple[Tensor, Tensor]:
     table = torch.zeros(len(counts), max([1, *counts]), dtype=torch.int32)
     for row, own in enumerate(i["kv_indices"].split(counts)):
         table[row, : len(own)] = own
-    last = i.get("kv_last_page_len", torch.full((len(counts),), page))
+    last = i["kv_last_page_len"].tolist() if "kv_last_page_len" in i else [page] * len(counts)
     lens = torch.tensor([(n - 1) * page + int(m) if n else 0 for n, m in zip(counts, last, strict=True)])
-    return table, lens
+    device = i["kv_indptr"].device
+    return table.to(device), lens.to(device)
 
 
 def _base2(result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -187,6 +215,19 @@ def _mla_paged(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
+def _dsa_sparse(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
+    """Each query has the tokens that were chosen for it as pages of one token."""
+    picks = i["sparse_indices"]
+    lens = (picks >= 0).sum(-1)
+    table = picks.gather(-1, (picks < 0).int().sort(dim=-1, stable=True).indices).clamp_min(0)
+    pools = [i[name].flatten(0, 1).unsqueeze(1) for name in ("ckv_cache", "kpe_cache")]
+    return _base2(
+        sync.mla_attention(
+            i["q_nope"], i["q_pe"], *pools, table, lens, scale=i["sm_scale"], return_lse=True, **more
+        )
+    )
+
+
 def _sampling(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
     named = {"top_k": i["top_k"].long()} if "top_k" in i else {}
     named |= {"top_p": i["top_p"]} if "top_p" in i else {}
@@ -201,11 +242,13 @@ CALLS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "gqa_ragged": _ragged,
     "mla_ragged": _ragged,
     "mla_paged": _mla_paged,
+    "dsa_sparse": _dsa_sparse,
     "moe": moe,
     "sampling": _sampling,
 }
 OPS = {
     "gemm": "linear", "rmsnorm": "rms_norm", "rope": "rope", "gqa_paged": "paged_attention",
     "gqa_ragged": "ragged_attention", "mla_ragged": "ragged_attention", "mla_paged": "mla_attention",
+    "dsa_sparse": "mla_attention",
     "moe": "fused_experts", "sampling": "sample",
 }  # fmt: skip

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import layerzero as lz
+from tests.references.conftest import Asked
 from tests.references.definitions import UNSET, Definition, files, parse, workloads
-from tests.references.experts import smaller
+from tests.references.experts import in_codes, smaller
 from tests.references.measures import check_close
-from tests.references.ours import CALLS, MEDIUM, OPS, SMALL, Size, inputs_of, why_not
+from tests.references.ours import (
+    CALLS,
+    MAX_BYTES,
+    MEDIUM,
+    OPS,
+    SMALL,
+    Size,
+    inputs_of,
+    kind_of,
+    scale_of,
+    why_not,
+)
+from tests.references.truths import need_agreement, published, truths_on
 
 FILES = files()
-# A row's worst element of a product of bfloat16 numbers; every result is also held to the dtype's own table.
-SCALE = float(os.environ.get("LZ_TOLERANCE", "1"))
+EVERYTHING = 64 << 30  # with --all
 needs_definitions = pytest.mark.skipif(not FILES, reason=UNSET)
 each = pytest.mark.parametrize("path", FILES or [Path("none")], ids=lambda p: p.stem)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def runtime() -> Iterator[lz.Runtime]:
-    """A runtime whose choices do not change while they are compared."""
-    with lz.start(lz.Settings.load(warm="off", device="cpu", inference=True), scoped=True) as opened:
-        yield opened
+def opened(runtime: lz.Runtime) -> lz.Runtime:
+    """Everything here runs in it."""
+    return runtime
 
 
-def ready(path: Path, size: Size) -> tuple[Definition, dict[str, Any]]:
+def ready(path: Path, size: Size, asked: Asked) -> tuple[Definition, dict[str, Any]]:
     """A definition and inputs for it; skips with the reason where it has no op or is too large here."""
     definition = parse(path.read_text(), path.name)
-    definition = smaller(definition) if definition.op_type == "moe" else definition
-    reason = why_not(definition, size)
+    definition = smaller(definition) if definition.op_type == "moe" and not asked.everything else definition
+    reason = why_not(definition, size, EVERYTHING if asked.everything else MAX_BYTES)
     if reason:
         pytest.skip(f"{definition.name}: {reason}")
-    return definition, inputs_of(definition, size)
+    made = inputs_of(definition, size)
+    return definition, {n: v.to(asked.device) if isinstance(v, Tensor) else v for n, v in made.items()}
 
 
 @needs_definitions
@@ -51,13 +62,14 @@ def test_every_file_follows_the_schema(path: Path) -> None:
 
 @needs_definitions
 @each
-def test_results_agree(path: Path) -> None:
+def test_results_agree(path: Path, asked: Asked) -> None:
     """Shapes, dtypes and values of each output, from every backend here that takes the call."""
-    definition, inputs = ready(path, SMALL)
-    wanted = definition.compiled()(**inputs)
+    definition, inputs = ready(path, SMALL, asked)
+    wanted = published(definition, inputs)
+    assert wanted is not None
     for backend in _backends(definition):
         try:
-            got = CALLS[definition.op_type](definition, inputs, backend=backend)
+            got = CALLS[kind_of(definition)](definition, inputs, backend=backend)
         except lz.NoKernelFoundError:
             continue
         if definition.op_type == "sampling":
@@ -67,17 +79,12 @@ def test_results_agree(path: Path) -> None:
             assert one.shape == other.shape, f"{name} by {backend or 'the choice'}"
             dtype = getattr(torch, definition.outputs[name].dtype)
             assert one.dtype == dtype, f"{name} by {backend or 'the choice'}"
-        check_close(got, wanted, list(definition.outputs), SCALE * _scale(definition))
+        check_close(got, wanted, list(definition.outputs), asked.tolerance * scale_of(definition))
 
 
 def _backends(definition: Definition) -> list[str | None]:
-    found = {info.backend for info in lz.list_kernels(OPS[definition.op_type]) if info.state == "ready"}
+    found = {info.backend for info in lz.list_kernels(OPS[kind_of(definition)]) if info.state == "ready"}
     return [None, *sorted(found)]
-
-
-def _scale(definition: Definition) -> float:
-    # Both sides write rounded numbers; a product's reference is in half precision itself.
-    return 4.0 if definition.op_type == "gemm" else 2.0
 
 
 def _check_samples(definition: Definition, inputs: dict[str, Any], samples: torch.Tensor) -> None:
@@ -100,31 +107,66 @@ def _check_samples(definition: Definition, inputs: dict[str, Any], samples: torc
 
 @needs_definitions
 @each
-def test_results_repeat(path: Path) -> None:
+def test_truths_agree(path: Path, asked: Asked) -> None:
+    """The published source, plain torch, our float64 reference and, on a card, FlashInfer say the same."""
+    definition, inputs = ready(path, SMALL, asked)
+    found = {name: truth(definition, inputs) for name, truth in truths_on(asked.device).items()}
+    answers = {name: outs for name, outs in found.items() if outs is not None}
+    if definition.op_type == "sampling":
+        for drawn in answers.values():
+            _check_samples(definition, inputs, drawn[0])
+        return
+    need_agreement(answers, list(definition.outputs), asked.tolerance * scale_of(definition))
+
+
+@needs_definitions
+@each
+def test_results_repeat(path: Path, asked: Asked) -> None:
     """The same inputs (and seed) give the same bits twice."""
-    definition, inputs = ready(path, SMALL)
-    first, second = (CALLS[definition.op_type](definition, inputs) for _ in range(2))
+    definition, inputs = ready(path, SMALL, asked)
+    first, second = (CALLS[kind_of(definition)](definition, inputs) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@needs_definitions
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+@each
+def test_experts_of_four_bits_agree_in_their_codes(path: Path, form: str, asked: Asked) -> None:
+    """Where a name says four bits, its source gets the numbers that our kernels read as codes."""
+    if "fp4" not in path.stem:
+        pytest.skip(f"{path.stem}: no experts of four bits")
+    definition, inputs = ready(path, SMALL, asked)
+    rounded, codes = in_codes(definition, inputs, form)
+    wanted = published(definition, rounded)
+    assert wanted is not None and not torch.equal(rounded["gemm1_weights"], inputs["gemm1_weights"])
+    for backend in _backends(definition):
+        try:
+            got = CALLS["moe"](definition, rounded, backend=backend, **codes)
+        except lz.NoKernelFoundError:
+            continue
+        check_close(got, wanted, list(definition.outputs), asked.tolerance * scale_of(definition))
 
 
 @needs_definitions
 @pytest.mark.slow
 @each
-def test_recorded_and_larger_sizes_agree(path: Path) -> None:
+def test_recorded_and_larger_sizes_agree(path: Path, asked: Asked) -> None:
     """The smallest and the median recorded workload where their axes alone decide, else medium sequences."""
-    definition, inputs = ready(path, MEDIUM)
+    definition, inputs = ready(path, MEDIUM, asked)
     if definition.op_type == "sampling":
         pytest.skip(f"{definition.name}: samples are checked at small sizes")
     recorded = [w for w in workloads(definition) if "len_indptr" not in w]
     cases = [inputs]
     if recorded and definition.op_type in ("gemm", "rmsnorm"):
         cases = [inputs_of(definition, MEDIUM, w) for w in (recorded[0], recorded[len(recorded) // 2])]
+        cases = [{n: v.to(asked.device) for n, v in made.items()} for made in cases]
     for given in cases:
         if max(v.numel() for v in given.values() if isinstance(v, torch.Tensor)) > 40_000_000:
             pytest.skip(f"{definition.name}: the recorded workload is too large for a CPU run")
-        wanted = definition.compiled()(**given)
-        got = CALLS[definition.op_type](definition, given)
-        check_close(got, wanted, list(definition.outputs), SCALE * _scale(definition))
+        wanted = published(definition, given)
+        assert wanted is not None
+        got = CALLS[kind_of(definition)](definition, given)
+        check_close(got, wanted, list(definition.outputs), asked.tolerance * scale_of(definition))
 
 
 @needs_definitions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests import children
 from tests.references.definitions import DefinitionError, parse
 from tests.references.measures import check_close, errors
 from tests.references.ours import CALLS, MEDIUM, SMALL, axes_of, inputs_of, why_not
+from tests.references.truths import need_agreement, truths_on
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,6 +117,71 @@ def test_measures_find_what_was_planted() -> None:
     assert found.worst == (((2, 3), 1.5, 1.0), ((1, 0), 0.75, 1.0))
 
 
+def test_of_several_truths_the_odd_one_is_named() -> None:
+    """Three that agree hold; one that differs from both others is named, with how far it is apart."""
+    one = (torch.ones(2, 2),)
+    need_agreement({"a": one, "b": one, "c": one}, ["output"], 1.0)
+    with pytest.raises(AssertionError, match="b is alone.*a and b: output.*b and c: output"):
+        need_agreement({"a": one, "b": (torch.full((2, 2), 1.5),), "c": one}, ["output"], 1.0)
+    with pytest.raises(AssertionError, match="^a and b: output"):
+        need_agreement({"a": one, "b": (torch.zeros(2, 2),)}, ["output"], 1.0)
+
+
+def test_flashinfer_is_a_truth_on_a_card_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it is not asked; on a card it is wherever it is installed."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flashinfer")
+    assert list(truths_on(torch.device("cpu"))) == ["published", "torch", "float64"]
+    assert list(truths_on(torch.device("cuda")))[-1] == "flashinfer"
+
+
+def test_plain_torch_and_float64_are_truths_of_a_norm() -> None:
+    """Both say what the source says, and neither is the source."""
+    definition = parse(doubling())
+    inputs = inputs_of(definition, SMALL)
+    truths = {name: truth(definition, inputs) for name, truth in truths_on(torch.device("cpu")).items()}
+    need_agreement({name: outs for name, outs in truths.items() if outs}, ["output"], 1.0)
+    assert all(truths.values()) and len(truths) == 3
+
+
+def test_chosen_tokens_are_pages_of_one() -> None:
+    """Attention over the tokens that each query was given, wherever the padding stands."""
+    picks = torch.tensor([[5, -1, 0, 3], [-1, -1, -1, 2]], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 1, 8), (2, 1, 4), (2, 4, 8), (2, 4, 4))
+    q, q_pe, ckv, kpe = (torch.randn(shape, generator=generator) for shape in shapes)
+    given = {"q_nope": q, "q_pe": q_pe, "ckv_cache": ckv, "kpe_cache": kpe, "sparse_indices": picks}
+    out, lse = CALLS["dsa_sparse"](parse(doubling()), {**given, "sm_scale": 0.5})
+    for row in range(2):
+        own = picks[row][picks[row] >= 0].long()
+        keys, rotary = ckv.flatten(0, 1)[own], kpe.flatten(0, 1)[own]
+        scores = (q[row, 0] @ keys.T + q_pe[row, 0] @ rotary.T) * 0.5
+        torch.testing.assert_close(out[row, 0], scores.softmax(-1) @ keys)
+        torch.testing.assert_close(lse[row, 0], scores.logsumexp(-1) / math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--op-type", "rmsnorm", "--all"], "1 passed"),
+        (["--definition-name", "norm_*", "--tolerance", "3", "--on", "cpu"], "1 passed"),
+        (["--op-type", "gemm"], "--op-type needs what a definition has, got 'gemm'; kinds of ops: rmsnorm"),
+        (["--definition-name", "norm_h9"], "--definition-name needs what a definition has, got 'norm_h9'"),
+        (["--tolerance", "0"], "--tolerance needs a factor above 0, got 0"),
+    ],
+)
+def test_definitions_are_chosen_on_the_command_line(words: list[str], said: str, tmp_path: Path) -> None:
+    """Kinds and names choose, a wrong one is an error that names those there are, and nothing is ignored."""
+    folder = tmp_path / "definitions" / "rmsnorm"
+    folder.mkdir(parents=True)
+    (folder / "norm_h8.json").write_text(doubling())
+    given = ["-q", "-p", "no:cacheprovider", "tests/references/test_definitions.py", "-k", "truths", *words]
+    program = f"import os, pytest; os.chdir({str(ROOT)!r}); raise SystemExit(pytest.main({given}))"
+    variables = os.environ | {"LZ_DEFINITIONS": str(tmp_path)}
+    child = children.Child(program, folder=tmp_path, variables=variables)
+    child.process.join(children.PATIENCE_S)
+    assert said in child.out.read_text() + child.err.read_text()
+
+
 @pytest.mark.parametrize(
     ("got", "message"),
     [
@@ -155,6 +222,6 @@ def test_without_the_variable_everything_is_skipped_not_passed(tmp_path: Path) -
         return children.run(program, folder=tmp_path, variables=variables).stdout
 
     without = ran("")
-    assert "2 skipped" in without and "names no folder of definitions" in without and "passed" not in without
+    assert "skipped" in without and "names no folder of definitions" in without and "passed" not in without
     diverging = ran(str(tmp_path))
     assert "FAILED" in diverging and "worst" in diverging
