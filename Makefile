@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 SPEC := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint ruff layers mypy pyright format bench examples docs dist ci dev clean
+.PHONY: help demo test stress coverage lint ruff layers mypy pyright format bench examples docs dist ci dev clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -28,6 +28,17 @@ test: $(VENV)/.installed-test  ## set up and run the test suite
 	$(PY) -m pytest $(PYTEST_FLAGS) --ignore=tests/distributed || failed=1; \
 	$(PY) -m pytest --numprocesses=2 --dist=loadfile tests/distributed || failed=1; \
 	exit $$failed
+
+stress: $(VENV)/.installed-stress  ## every stage of the release gate's stress suite: soak, a million fuzz runs a parser, coverage
+	LZ_STRESS=1 $(PY) -m layerzero gate RELEASE.yaml --suite stress --artifacts build/stress
+
+# Folder by folder, so that one test's mistake does not cost the figures of the others; fails below the bound in pyproject.toml.
+COVERED ?= $(filter-out tests/cuda/ tests/distributed/ tests/benchmarks/ tests/docs/ tests/data/ tests/mutations/,$(wildcard tests/*/))
+coverage: $(VENV)/.installed-stress  ## lines that the tests run, at least 90 % of what needs no card
+	@$(PY) -m coverage erase
+	@failed=0; export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; for folder in $(COVERED); do \
+	    $(PY) -m coverage run -m pytest -q -p no:cacheprovider $$folder || [ $$? = 5 ] || failed=1; done; \
+	$(PY) -m coverage combine -q && $(PY) -m coverage report || failed=1; exit $$failed
 
 lint: ruff layers mypy pyright  ## ruff, mypy --strict, pyright, import order
 
@@ -82,6 +93,7 @@ $(PY):
 # the bulk that nothing here imports, and may fail: some packages hold templates and other versions' Python; what is
 # missing is compiled when it is imported.
 HELD_BY_test := demo
+HELD_BY_stress := demo test
 HELD_BY_dev := demo docs test
 BULK := site-packages/(.*/tests/|accelerate/(commands|test_utils)/|diffusers/(modular_)?pipelines/|mypy|nodejs|pip/|pygments/lexers/|ray/(data|llm|rllib|serve|train|tune)/$\
     |sympy/physics/|transformers/models/(?!auto|bert|llama))

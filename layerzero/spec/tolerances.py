@@ -28,6 +28,18 @@ PARITY_KERNEL, PARITY_LAYER, PARITY_LOGITS = 1e-5, 1e-4, 1e-3
 # format, each by its usual scales, and where its keys and values are kept in one, by token.
 PERPLEXITY = {"int8": 1.005, "fp8_e4m3": 1.02, "int4": 1.08, "nf4": 1.06, "nvfp4": 1.05, "mxfp4": 1.06}
 PERPLEXITY_KV = {"int8": 1.005, "fp8_e4m3": 1.02, "fp8_e5m2": 1.03}
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# What the sources of this project's requirements allow, absolute and relative alike, by kind of op and dtype;
+# never less than one unit in the last place of what is compared.
+SOURCES: MappingProxyType[str, MappingProxyType[torch.dtype, float]] = MappingProxyType(
+    {
+        kind: MappingProxyType(dict(zip(_DTYPES, allowed, strict=True)))
+        for kind, allowed in (
+            ("attention", (1e-3, 1e-2, 1e-5)), ("norm", (1e-3, 1e-2, 1e-6)), ("linear", (1e-3, 1e-2, 1e-6)),
+            ("rope", (1e-4, 1e-3, 1e-6)),
+        )
+    }
+)  # fmt: skip
 # Of training, after so many steps: of weights, and of the loss.
 PARITY_TRAINING = MappingProxyType({1: (1e-5, 1e-5), 5: (1e-3, 1e-2), 20: (1e-2, 1e-1)})
 # Of gradients in the first step, in later ones, and of the embedding's in later ones.
@@ -84,6 +96,21 @@ def mismatches(
             problems.append(f"rows from {start}: L2 error {error:.3g}, baseline {base:.3g} of {size:.3g}")
             break
     return problems
+
+
+def beyond_sources(kind: str, out: Tensor, truth: Tensor) -> str:
+    """Why `out` is not within `SOURCES` of `truth`, float64 and rounded as `out` is; empty where it is."""
+    rounded, allowed = truth.to(out.dtype).double(), SOURCES[kind][out.dtype]
+    unit = 2 * torch.finfo(out.dtype).eps
+    bound = torch.maximum(allowed * (1 + rounded.abs()), unit * rounded.abs())
+    over = (out.double() - rounded).abs() - bound
+    if not bool((over > 0).any()):
+        return ""
+    at = int(over.argmax())
+    got, wanted = out.flatten()[at].item(), rounded.flatten()[at].item()
+    return (
+        f"{int((over > 0).sum())} of {out.numel()} beyond {allowed:g}, the worst {got:.6g} for {wanted:.6g}"
+    )
 
 
 def rounding(truth: Tensor, dtype: torch.dtype) -> float:

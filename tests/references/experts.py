@@ -84,8 +84,8 @@ def in_codes(definition: Definition, made: Inputs, form: str) -> tuple[Inputs, d
     up, down = (QuantizedTensor.quantize(made[name], form) for name in ("gemm1_weights", "gemm2_weights"))
     rounded = {"gemm1_weights": up.dequantize(), "gemm2_weights": down.dequantize()}
     named = {
-        "w_up": up.codes, "w_down": down.codes, "up_scale": up.scale, "down_scale": down.scale, "format": form,
-        "up_tensor_scale": up.tensor_scale, "down_tensor_scale": down.tensor_scale,
+        "w_up": up.codes, "w_down": down.codes, "up_scale": up.scale, "down_scale": down.scale,
+        "format": form, "up_tensor_scale": up.tensor_scale, "down_tensor_scale": down.tensor_scale,
     }  # fmt: skip
     return {**made, **rounded}, named
 

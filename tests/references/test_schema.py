@@ -121,9 +121,9 @@ def test_of_several_truths_the_odd_one_is_named() -> None:
     """Three that agree hold; one that differs from both others is named, with how far it is apart."""
     one = (torch.ones(2, 2),)
     need_agreement({"a": one, "b": one, "c": one}, ["output"], 1.0)
-    with pytest.raises(AssertionError, match="b is alone.*a and b: output.*b and c: output"):
+    with pytest.raises(AssertionError, match=r"b is alone.*a and b: output.*b and c: output"):
         need_agreement({"a": one, "b": (torch.full((2, 2), 1.5),), "c": one}, ["output"], 1.0)
-    with pytest.raises(AssertionError, match="^a and b: output"):
+    with pytest.raises(AssertionError, match=r"^a and b: output"):
         need_agreement({"a": one, "b": (torch.zeros(2, 2),)}, ["output"], 1.0)
 
 
@@ -177,9 +177,8 @@ def test_definitions_are_chosen_on_the_command_line(words: list[str], said: str,
     given = ["-q", "-p", "no:cacheprovider", "tests/references/test_definitions.py", "-k", "truths", *words]
     program = f"import os, pytest; os.chdir({str(ROOT)!r}); raise SystemExit(pytest.main({given}))"
     variables = os.environ | {"LZ_DEFINITIONS": str(tmp_path)}
-    child = children.Child(program, folder=tmp_path, variables=variables)
-    child.process.join(children.PATIENCE_S)
-    assert said in child.out.read_text() + child.err.read_text()
+    ended = children.run(program, folder=tmp_path, variables=variables)
+    assert said in ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def plain_torch(definition: Definition, inputs: Inputs) -> Outputs | None:
 
 
 def float64(definition: Definition, inputs: Inputs) -> Outputs | None:
-    """Our own reference on the inputs in float64, rounded to the outputs' dtypes; neither draws nor packed bits."""
+    """Our own reference on the inputs in float64, rounded as the outputs are; no draws, no packed bits."""
     if definition.op_type in ("sampling", "moe"):
         return None
     wide = {n: v.double() if _is_number(v) else v for n, v in inputs.items()}
