@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,14 @@ def test_a_file_without_stages_or_suite_is_refused(tmp_path: Path) -> None:
         written(tmp_path, WHOLE[: WHOLE.index("waivers") + 30])
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_release(tmp_path / "missing.yaml")
+
+
+def test_the_stress_suite_holds_a_bound_on_coverage() -> None:
+    """K11: our own file runs a target that fails below nine lines in ten, and fuzzes every parser."""
+    root = Path(__file__).resolve().parents[2]
+    stages = read_release(root / "RELEASE.yaml").stages_of("stress")
+    commands = {name: stage.command for name, stage in stages.items() if isinstance(stage, CommandStage)}
+    assert list(commands["coverage"]) == ["make", "coverage"] and "1000000" in commands["fuzz"]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["coverage"]
+    assert project["report"]["fail_under"] >= 90
+    assert "coverage report" in (root / "Makefile").read_text()

@@ -18,7 +18,7 @@ from tests.references.definitions import Definition
 from tests.references.experts import experts_inputs, moe
 
 MAX_BYTES = 160 << 20
-# Kinds without an op, and why there is none; docs/guide/references.md says more.
+# Kinds without an op, and why there is none; docs/guide/testing.md says more.
 NO_OP = {
     "dsa_paged": "the indexer of sparse attention has no op: nothing here keeps its float8 keys",
     "gdn": "the gated delta net has no op: nothing here keeps its state, a matrix for each head and sequence",
