@@ -56,7 +56,7 @@ def test_products_with_codes_are_those_of_the_dequantized_weight(dtype: torch.dt
         torch.randn(200, 1280, device="cuda"), form, granularity=granularity, symmetric=symmetric, **sizes
     )
     given = weight.arguments()
-    for rows in (1, 3, 6, 16, 40, 130):
+    for rows in (1, 3, 6, 16, 20, 40, 100, 130):
         x = torch.randn(rows, 1288, device="cuda").to(dtype)[:, :1280]
         bias = torch.randn(200, device="cuda").to(dtype)
         truth = quantized_linear_reference(
