@@ -63,8 +63,8 @@ def tile_of(rows: int) -> int:
 
 
 def shared_bytes(tile: int) -> int:
-    """What a block has on its way: rows of a chunk, and its columns' codes."""
-    return _STAGES[tile] * _CHUNK * (2 * tile + _WIDE_COLUMNS // 2)
+    """What a block has on its way, rows of chunks and its columns' codes, behind its barriers."""
+    return 128 + _STAGES[tile] * _CHUNK * (2 * tile + _WIDE_COLUMNS // 2)
 
 
 def cut_of(rows: int, inner: int) -> Cut:

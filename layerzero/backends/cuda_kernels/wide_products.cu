@@ -7,6 +7,7 @@
 typedef unsigned long long u64;
 #define CHUNK_BYTES (ROWS * 256)
 #define COLUMNS 128
+#define BARRIER_BYTES 128
 #define BLOCKS_OF_8 (ROWS / 8)
 
 // image[tile of rows][chunk][step][half][row][lane of four], in pairs of numbers
@@ -26,6 +27,23 @@ extern "C" __global__ void arrange(const u16* x, u32* image, int rows, int inner
 
 __device__ __forceinline__ void copy_async(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+
+// By one thread: a tile of rows, copied the way that the matrix units read. A copy by threads would have to be
+// fenced, and the fence waits for all that are on their way.
+__device__ __forceinline__ void copy_tile(u32 to, const u8* from, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(CHUNK_BYTES) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "n"(CHUNK_BYTES), "r"(barrier) : "memory");
+}
+
+// Until the copy that ends a barrier's phase is there; phases are even and odd in turns.
+__device__ __forceinline__ void wait_for_tile(u32 barrier, u32 phase) {
+  u32 done;
+  do {
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
+  } while (!done);
 }
 
 // A tile of rows as the matrix units find it: 8 rows of 16 bytes lie together, 128 bytes from one such block to
@@ -74,6 +92,14 @@ __device__ __forceinline__ void multiply_group(float (&d)[BLOCKS_OF_8][4], const
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tile), "n"(ADDS));
 }
 
+// A lane's part of a chunk: numbers for the eight steps along K, their scales by column, and the scales that are
+// on their way for the chunk behind the next one.
+struct Chunk {
+  u32 a[8][4];
+  float scale[2];
+  Scales fetched[2];
+};
+
 // The operand in registers of a chunk's eight steps along K, from a lane's words of two columns.
 __device__ __forceinline__ void decode(
     u32 (&a)[8][4], const u8* own_codes, const u32 (&base)[2][2]) {
@@ -102,8 +128,12 @@ extern "C" __global__ void __launch_bounds__(256, 1) product(
   const int own_column = 16 * warp + g;
   const int chunks = inner / 128, from = chunks * part / parts, turns = chunks * (part + 1) / parts - from;
   const u8* rows_image = image + ((i64)tile * chunks + from) * CHUNK_BYTES;
-  const u32 base_address = (u32)__cvta_generic_to_shared(memory);
+  const u32 barriers = (u32)__cvta_generic_to_shared(memory), base_address = barriers + BARRIER_BYTES;
   const u32 stage_bytes = CHUNK_BYTES + 2 * 256 * 16;
+  if (threadIdx.x < STAGES)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * threadIdx.x) : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
   int column[2];
   #pragma unroll
   for (int h = 0; h < 2; ++h) column[h] = min((int)blockIdx.x * COLUMNS + own_column + 8 * h, width - 1);
@@ -111,11 +141,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) product(
   auto fetch = [&](int turn) {
     if (turn < turns) {
       const u32 stage = base_address + turn % STAGES * stage_bytes;
-      #pragma unroll
-      for (int i = 0; i < ROWS / 16; ++i) {
-        const int piece = 16 * (i * 256 + threadIdx.x);
-        copy_async(stage + piece, rows_image + (i64)turn * CHUNK_BYTES + piece);
-      }
+      if (threadIdx.x == 0)
+        copy_tile(stage, rows_image + (i64)turn * CHUNK_BYTES, barriers + turn % STAGES * 8);
       #pragma unroll
       for (int h = 0; h < 2; ++h)
         copy_async(stage + CHUNK_BYTES + (h * 256 + threadIdx.x) * 16,
@@ -123,19 +150,18 @@ extern "C" __global__ void __launch_bounds__(256, 1) product(
     }
     asm volatile("cp.async.commit_group;");
   };
-  Scales fetched[2];
-  auto fetch_scales = [&](int turn) {
+  auto fetch_scales = [&](int turn, Scales (&fetched)[2]) {
     #pragma unroll
     for (int h = 0; h < 2; ++h)
       fetched[h] = load_scales(
           scales, zeros, has_zeros, (i64)column[h] * scale_row, from + min(turn, turns - 1), t);
   };
-  auto decode_turn = [&](int turn, u32 (&a)[8][4], float (&scale)[2]) {
+  auto decode_turn = [&](int turn, Chunk& chunk) {
     u32 base[2][2];
     #pragma unroll
-    for (int h = 0; h < 2; ++h) use_scales(base[h], scale[h], fetched[h]);
-    fetch_scales(turn + 1);
-    decode(a, memory + turn % STAGES * stage_bytes + CHUNK_BYTES + threadIdx.x * 16, base);
+    for (int h = 0; h < 2; ++h) use_scales(base[h], chunk.scale[h], chunk.fetched[h]);
+    fetch_scales(turn + 2, chunk.fetched);
+    decode(chunk.a, memory + BARRIER_BYTES + turn % STAGES * stage_bytes + CHUNK_BYTES + threadIdx.x * 16, base);
   };
 
   float sums[BLOCKS_OF_8][4];
@@ -145,13 +171,11 @@ extern "C" __global__ void __launch_bounds__(256, 1) product(
     for (int i = 0; i < 4; ++i) sums[m][i] = 0.0f;
 
   // The product of a chunk, while the codes of the next one become numbers in other registers.
-  auto multiply_turn = [&](int turn, const u32 (&a)[8][4], const float (&scale)[2], u32 (&next)[8][4],
-                           float (&next_scale)[2]) {
-    // Rows of this chunk, and a lane's own codes of the next one.
+  auto multiply_turn = [&](int turn, const Chunk& chunk, Chunk& next) {
+    // A lane's own codes of the next chunk, and the rows of this one.
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 3));
-    // The matrix units read shared memory by another way than the copies have written it.
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
+    wait_for_tile(barriers + turn % STAGES * 8, turn / STAGES % 2);
+    __syncthreads();  // nobody reads what is overwritten now
     fetch(turn + STAGES - 1);
     const u64 rows_tile = descriptor(base_address + turn % STAGES * stage_bytes);
 #if SCALE == 0
@@ -160,30 +184,31 @@ extern "C" __global__ void __launch_bounds__(256, 1) product(
     float (&partial)[BLOCKS_OF_8][4] = sums;
 #endif
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    multiply_group<SCALE != 0>(partial, a[0], rows_tile);
+    multiply_group<SCALE != 0>(partial, chunk.a[0], rows_tile);
     #pragma unroll
-    for (int step = 1; step < 8; ++step) multiply_group<1>(partial, a[step], rows_tile + step * (2 * ROWS));
+    for (int step = 1; step < 8; ++step)
+      multiply_group<1>(partial, chunk.a[step], rows_tile + step * (2 * ROWS));
     asm volatile("wgmma.commit_group.sync.aligned;");
-    decode_turn(turn + 1, next, next_scale);
+    decode_turn(turn + 1, next);
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #if SCALE == 0
     #pragma unroll
     for (int m = 0; m < BLOCKS_OF_8; ++m)
       #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[m][i] += partial[m][i] * scale[i / 2];
+      for (int i = 0; i < 4; ++i) sums[m][i] += partial[m][i] * chunk.scale[i / 2];
 #endif
   };
 
-  fetch_scales(0);
+  Chunk even, odd;
+  fetch_scales(0, even.fetched);
+  fetch_scales(1, odd.fetched);
   #pragma unroll
   for (int turn = 0; turn < STAGES - 1; ++turn) fetch(turn);
   asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
-  u32 even[8][4], odd[8][4];
-  float even_scale[2], odd_scale[2];
-  decode_turn(0, even, even_scale);
+  decode_turn(0, even);
   for (int turn = 0; turn < turns; turn += 2) {
-    multiply_turn(turn, even, even_scale, odd, odd_scale);
-    if (turn + 1 < turns) multiply_turn(turn + 1, odd, odd_scale, even, even_scale);
+    multiply_turn(turn, even, odd);
+    if (turn + 1 < turns) multiply_turn(turn + 1, odd, even);
   }
 
   // Lane (g, t) has columns g and g + 8 of a warp's 16, rows 2t and 2t + 1 of each 8.
