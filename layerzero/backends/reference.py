@@ -63,7 +63,7 @@ def reference_kernel(op: Op) -> Kernel:
         f"reference.{op.name}",
         lambda: without_autocast(op.reference),
         (0.1, 0.2, 1600.0 if op.name in _EXPERTS else 30.0),
-        "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread; middle of all ops; experts one after "
+        "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread; middle of all ops; one expert after "
         "another: benchmarks/results/rows_h200.json",
         source="the op's definition: plain torch, float32 in between",
         **({"dtypes": CODED} if op.name in ("attention", "ragged_attention") else {}),
