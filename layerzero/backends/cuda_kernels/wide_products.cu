@@ -1,13 +1,22 @@
 // Up to ROWS rows at a time (16, 32, 64 or 128) times a weight of four-bit codes. `arrange` writes the rows in the
 // order in which codes come out of their words, as tiles that the matrix units load; `product` streams both
-// through shared memory, STAGES chunks of 128 of K on their way. A group of four warps has 64 columns of the
-// result. Rows are the matrix units' operand in shared memory, codes become the one in registers: those of the
-// next chunk while the matrix units have this one.
+// through shared memory, STAGES - 1 turns ahead. A group of four warps has 64 columns of the result and one chunk
+// of 128 of K in a turn; KGROUPS pairs of groups share K. Rows are the matrix units' operand in shared memory,
+// codes become the one in registers: those of the next turn while the matrix units have this one. From 64 rows on
+// two blocks read each tile of rows once for both.
 
 typedef unsigned long long u64;
 #define CHUNK_BYTES (ROWS * 256)
 #define COLUMNS 128
 #define BARRIER_BYTES 128
+#define TILE_BYTES (KGROUPS * CHUNK_BYTES)
+#define STAGE_BYTES (KGROUPS * (CHUNK_BYTES + 2 * 256 * 16))
+#define THREADS (KGROUPS * 256)
+#if SHARED_ROWS == 2
+#define TOGETHER __cluster_dims__(2, 1, 1)
+#else
+#define TOGETHER
+#endif
 #define BLOCKS_OF_8 (ROWS / 8)
 
 // image[tile of rows][chunk][step][half][row][lane of four], in pairs of numbers
@@ -29,16 +38,45 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
-// By one thread: a tile of rows, copied the way that the matrix units read. A copy by threads would have to be
-// fenced, and the fence waits for all that are on their way.
+// By one thread: a tile of rows, copied the way that the matrix units read; each of two blocks copies half of it
+// for both.
 __device__ __forceinline__ void copy_tile(u32 to, const u8* from, u32 barrier) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(CHUNK_BYTES) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(TILE_BYTES) : "memory");
+#if SHARED_ROWS == 2
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1], %2, [%3], %4;"
+               ::"r"(to + rank * (TILE_BYTES / 2)), "l"(from + rank * (TILE_BYTES / 2)), "n"(TILE_BYTES / 2),
+                 "r"(barrier), "h"((u16)3) : "memory");
+#else
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "l"(from), "n"(CHUNK_BYTES), "r"(barrier) : "memory");
+               ::"r"(to), "l"(from), "n"(TILE_BYTES), "r"(barrier) : "memory");
+#endif
 }
 
-// Until the copy that ends a barrier's phase is there; phases are even and odd in turns.
-__device__ __forceinline__ void wait_for_tile(u32 barrier, u32 phase) {
+// A point that all threads pass which share tiles of rows.
+__device__ __forceinline__ void meet() {
+#if SHARED_ROWS == 2
+  asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+  __syncthreads();
+}
+
+// One lane for each block that copies into this memory: this warp has read it. Said only where a copy waits for
+// it: what is said to a block that has ended is lost.
+__device__ __forceinline__ void say_read(u32 barrier, int lane) {
+#if SHARED_ROWS == 2
+  if (lane < 2)
+    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(lane) : "memory");
+#else
+  if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
+// Until a barrier's phase has ended; phases are even and odd in turns.
+__device__ __forceinline__ void wait_for(u32 barrier, u32 phase) {
   u32 done;
   do {
     asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
@@ -116,52 +154,65 @@ __device__ __forceinline__ void decode(
     a[2 * j + 1][2] = numbers<3>(even.x[j], b);
     a[2 * j + 1][3] = numbers<3>(odd.x[j], c);
   }
+  // Here, and not where they are used: behind the matrix units, which this is to hide.
+  #pragma unroll
+  for (int step = 0; step < 8; ++step)
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[step][i]));
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) product(
+extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) product(
     const u8* image, const u8* codes, const u8* scales, const u8* zeros, const float* second, const u16* bias,
     void* out, int rows, int width, int inner, int codes_row, int scale_row, int has_zeros, int has_second,
     int has_bias, int parts) {
   extern __shared__ __align__(128) u8 memory[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int part = blockIdx.y, tile = blockIdx.z;
+  const int warp = threadIdx.x / 32 % 8, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int kgroup = threadIdx.x / 256, part = blockIdx.y, tile = blockIdx.z;
   const int own_column = 16 * warp + g;
-  const int chunks = inner / 128, from = chunks * part / parts, turns = chunks * (part + 1) / parts - from;
-  const u8* rows_image = image + ((i64)tile * chunks + from) * CHUNK_BYTES;
+  // The host sees to it that K is a whole number of turns.
+  const int all_turns = inner / (128 * KGROUPS), first_turn = all_turns * part / parts;
+  const int turns = all_turns * (part + 1) / parts - first_turn, from = first_turn * KGROUPS;
+  const u8* rows_image = image + ((i64)tile * (inner / 128) + from) * CHUNK_BYTES;
   const u32 barriers = (u32)__cvta_generic_to_shared(memory), base_address = barriers + BARRIER_BYTES;
-  const u32 stage_bytes = CHUNK_BYTES + 2 * 256 * 16;
-  if (threadIdx.x < STAGES)
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * threadIdx.x) : "memory");
+  const u32 own_codes = TILE_BYTES + threadIdx.x % 256 * 16 + kgroup * (2 * 256 * 16);
+  if (threadIdx.x < 2 * STAGES)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                 ::"r"(barriers + 8 * threadIdx.x), "r"(threadIdx.x < STAGES ? 1 : SHARED_ROWS * (THREADS / 32))
+                 : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncthreads();
+  meet();
   int column[2];
   #pragma unroll
   for (int h = 0; h < 2; ++h) column[h] = min((int)blockIdx.x * COLUMNS + own_column + 8 * h, width - 1);
 
   auto fetch = [&](int turn) {
     if (turn < turns) {
-      const u32 stage = base_address + turn % STAGES * stage_bytes;
-      if (threadIdx.x == 0)
-        copy_tile(stage, rows_image + (i64)turn * CHUNK_BYTES, barriers + turn % STAGES * 8);
+      const u32 stage = base_address + turn % STAGES * STAGE_BYTES;
+      if (threadIdx.x == 0) {
+        const u32 filled = barriers + turn % STAGES * 8;
+        if (turn >= STAGES) wait_for(filled + STAGES * 8, (turn / STAGES - 1) % 2);
+        copy_tile(stage, rows_image + (i64)turn * TILE_BYTES, filled);
+      }
       #pragma unroll
       for (int h = 0; h < 2; ++h)
-        copy_async(stage + CHUNK_BYTES + (h * 256 + threadIdx.x) * 16,
-                   codes + (i64)column[h] * codes_row + (from + turn) * 64 + 16 * t);
+        copy_async(stage + own_codes + h * (256 * 16),
+                   codes + (i64)column[h] * codes_row + (from + turn * KGROUPS + kgroup) * 64 + 16 * t);
     }
     asm volatile("cp.async.commit_group;");
   };
   auto fetch_scales = [&](int turn, Scales (&fetched)[2]) {
+    const int chunk = from + min(turn, turns - 1) * KGROUPS + kgroup;
     #pragma unroll
     for (int h = 0; h < 2; ++h)
-      fetched[h] = load_scales(
-          scales, zeros, has_zeros, (i64)column[h] * scale_row, from + min(turn, turns - 1), t);
+      fetched[h] = load_scales(scales, zeros, has_zeros, (i64)column[h] * scale_row, chunk, t);
   };
   auto decode_turn = [&](int turn, Chunk& chunk) {
     u32 base[2][2];
     #pragma unroll
     for (int h = 0; h < 2; ++h) use_scales(base[h], chunk.scale[h], chunk.fetched[h]);
     fetch_scales(turn + 2, chunk.fetched);
-    decode(chunk.a, memory + BARRIER_BYTES + turn % STAGES * stage_bytes + CHUNK_BYTES + threadIdx.x * 16, base);
+    decode(chunk.a, memory + BARRIER_BYTES + turn % STAGES * STAGE_BYTES + own_codes, base);
   };
 
   float sums[BLOCKS_OF_8][4];
@@ -170,14 +221,10 @@ extern "C" __global__ void __launch_bounds__(256, 1) product(
     #pragma unroll
     for (int i = 0; i < 4; ++i) sums[m][i] = 0.0f;
 
-  // The product of a chunk, while the codes of the next one become numbers in other registers.
+  auto wait_for_rows = [&](int turn) { wait_for(barriers + turn % STAGES * 8, turn / STAGES % 2); };
+  // The product of a turn, whose rows are there, while the next copies begin and the codes of the next turn become numbers.
   auto multiply_turn = [&](int turn, const Chunk& chunk, Chunk& next) {
-    // A lane's own codes of the next chunk, and the rows of this one.
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 3));
-    wait_for_tile(barriers + turn % STAGES * 8, turn / STAGES % 2);
-    __syncthreads();  // nobody reads what is overwritten now
-    fetch(turn + STAGES - 1);
-    const u64 rows_tile = descriptor(base_address + turn % STAGES * stage_bytes);
+    const u64 rows_tile = descriptor(base_address + turn % STAGES * STAGE_BYTES + kgroup * CHUNK_BYTES);
 #if SCALE == 0
     float partial[BLOCKS_OF_8][4];
 #else
@@ -189,8 +236,12 @@ extern "C" __global__ void __launch_bounds__(256, 1) product(
     for (int step = 1; step < 8; ++step)
       multiply_group<1>(partial, chunk.a[step], rows_tile + step * (2 * ROWS));
     asm volatile("wgmma.commit_group.sync.aligned;");
+    fetch(turn + STAGES - 1);
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));  // a lane's own codes of the next turn
     decode_turn(turn + 1, next);
+    if (turn + 1 < turns) wait_for_rows(turn + 1);
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    if (turn + STAGES < turns) say_read(barriers + (STAGES + turn % STAGES) * 8, lane);
 #if SCALE == 0
     #pragma unroll
     for (int m = 0; m < BLOCKS_OF_8; ++m)
@@ -206,6 +257,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) product(
   for (int turn = 0; turn < STAGES - 1; ++turn) fetch(turn);
   asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
   decode_turn(0, even);
+  wait_for_rows(0);
   for (int turn = 0; turn < turns; turn += 2) {
     multiply_turn(turn, even, odd);
     if (turn + 1 < turns) multiply_turn(turn + 1, odd, even);
@@ -213,19 +265,22 @@ extern "C" __global__ void __launch_bounds__(256, 1) product(
 
   // Lane (g, t) has columns g and g + 8 of a warp's 16, rows 2t and 2t + 1 of each 8.
   asm volatile("cp.async.wait_group 0;");
-  __syncthreads();
+  meet();  // nobody writes or reads here, or says that it has, from another block
   float* shares = (float*)memory;
   #pragma unroll
   for (int m = 0; m < BLOCKS_OF_8; ++m)
     #pragma unroll
     for (int i = 0; i < 4; ++i)
-      shares[(8 * m + 2 * t + i % 2) * (COLUMNS + 4) + own_column + i / 2 * 8] = sums[m][i];
+      shares[(kgroup * ROWS + 8 * m + 2 * t + i % 2) * (COLUMNS + 4) + own_column + i / 2 * 8] = sums[m][i];
   __syncthreads();
-  for (int at = threadIdx.x; at < ROWS * COLUMNS; at += 256) {
+  for (int at = threadIdx.x; at < ROWS * COLUMNS; at += THREADS) {
     const int line = at / COLUMNS, row = tile * ROWS + line, own = at % COLUMNS;
     const int place_in_row = blockIdx.x * COLUMNS + own;
     if (row >= rows || place_in_row >= width) continue;
     float total = shares[line * (COLUMNS + 4) + own];
+#if KGROUPS == 2
+    total += shares[(ROWS + line) * (COLUMNS + 4) + own];
+#endif
     if (has_second) total *= *second;
     const i64 place = (i64)row * width + place_in_row;
     if (parts > 1) {
