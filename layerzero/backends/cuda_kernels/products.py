@@ -15,20 +15,16 @@ from layerzero.spec.call_spec import CallSpec
 
 # By format: the element, and how its scales are stored.
 _KINDS: Mapping[str, tuple[int, int]] = MappingProxyType({"int4": (0, 0), "mxfp4": (1, 1), "nvfp4": (1, 2)})
-_FEW_ROWS, _WIDE_COLUMNS, _CHUNK = 8, 128, 128
+_FEW_ROWS, _WIDE_COLUMNS, _CHUNK = 16, 128, 128
 _WIDE_THREADS, _ADD_THREADS = 256, 256
 
 
 class Tile(NamedTuple):
-    """Rows that a block has at once; its turns on their way, and how many chunks of K are a turn.
-
-    Two blocks side by side read the rows of a large tile once for both.
-    """
+    """Rows that a block has at once; its turns on their way, and how many chunks of K are a turn."""
 
     rows: int
     stages: int
     chunks: int
-    blocks: int
 
     @property
     def shared(self) -> int:
@@ -36,7 +32,7 @@ class Tile(NamedTuple):
         return 128 + self.stages * self.chunks * _CHUNK * (2 * self.rows + _WIDE_COLUMNS // 2)
 
 
-_TILES = (Tile(16, 8, 2, 1), Tile(32, 6, 2, 1), Tile(64, 8, 1, 2), Tile(128, 5, 1, 2))
+_TILES = (Tile(32, 6, 2), Tile(64, 8, 1), Tile(128, 5, 1))
 # Measured on an H200: chunks in a part of K, blocks of few rows at once, a K that wants more warps.
 _LEAST_CHUNKS, _LEAST_CHUNKS_OF_FEW, _BLOCKS_AT_ONCE, _LONG = 8, 48, 4, 8192
 
@@ -72,7 +68,7 @@ def _wide(device: torch.device, form: str, dtype: torch.dtype, group: int, name:
     return function(
         device, ("codes.cuh", "wide_products.cu"), name, tile.shared if name == "product" else 0,
         KIND=kind, SCALE=scale, HALF=HALF[dtype], GROUP=group, ROWS=tile.rows, STAGES=tile.stages,
-        KGROUPS=tile.chunks, SHARED_ROWS=tile.blocks,
+        KGROUPS=tile.chunks,
     )  # fmt: skip
 
 
@@ -169,8 +165,7 @@ def quantized_linear(
             args=[rows, image, count, inner, rows.stride(0)],
         )  # fmt: skip
         _wide(x.device, form, x.dtype, group, "product", tile)(
-            grid=(-(-blocks // tile.blocks) * tile.blocks, parts, lines),
-            block=(_WIDE_THREADS * tile.chunks, 1, 1), shared_mem=tile.shared,
+            grid=(blocks, parts, lines), block=(_WIDE_THREADS * tile.chunks, 1, 1), shared_mem=tile.shared,
             args=[image, weight, scale, *others, sums, *sizes, *steps, *flags, parts],
         )  # fmt: skip
     if parts > 1:

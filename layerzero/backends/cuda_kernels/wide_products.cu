@@ -1,9 +1,8 @@
-// Up to ROWS rows at a time (16, 32, 64 or 128) times a weight of four-bit codes. `arrange` writes the rows in the
-// order in which codes come out of their words, as tiles that the matrix units load; `product` streams both
-// through shared memory, STAGES - 1 turns ahead. A group of four warps has 64 columns of the result and one chunk
-// of 128 of K in a turn; KGROUPS pairs of groups share K. Rows are the matrix units' operand in shared memory,
-// codes become the one in registers: those of the next turn while the matrix units have this one. From 64 rows on
-// two blocks read each tile of rows once for both.
+// Up to ROWS rows at a time (32, 64 or 128) times a weight of four-bit codes. `arrange` writes the rows in the order
+// in which codes come out of their words, as tiles that the matrix units load; `product` streams both through
+// shared memory, STAGES - 1 turns ahead. A group of four warps has 64 columns of the result and one chunk of 128
+// of K in a turn; KGROUPS pairs of groups share K. Rows are the matrix units' operand in shared memory, codes
+// become the one in registers: those of the next turn while the matrix units have this one.
 
 typedef unsigned long long u64;
 #define CHUNK_BYTES (ROWS * 256)
@@ -12,11 +11,6 @@ typedef unsigned long long u64;
 #define TILE_BYTES (KGROUPS * CHUNK_BYTES)
 #define STAGE_BYTES (KGROUPS * (CHUNK_BYTES + 2 * 256 * 16))
 #define THREADS (KGROUPS * 256)
-#if SHARED_ROWS == 2
-#define TOGETHER __cluster_dims__(2, 1, 1)
-#else
-#define TOGETHER
-#endif
 #define BLOCKS_OF_8 (ROWS / 8)
 
 // image[tile of rows][chunk][step][half][row][lane of four], in pairs of numbers
@@ -38,41 +32,11 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
-// By one thread: a tile of rows, copied the way that the matrix units read; each of two blocks copies half of it
-// for both.
+// By one thread: a tile of rows, copied the way that the matrix units read.
 __device__ __forceinline__ void copy_tile(u32 to, const u8* from, u32 barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(TILE_BYTES) : "memory");
-#if SHARED_ROWS == 2
-  u32 rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-               "[%0], [%1], %2, [%3], %4;"
-               ::"r"(to + rank * (TILE_BYTES / 2)), "l"(from + rank * (TILE_BYTES / 2)), "n"(TILE_BYTES / 2),
-                 "r"(barrier), "h"((u16)3) : "memory");
-#else
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "n"(TILE_BYTES), "r"(barrier) : "memory");
-#endif
-}
-
-// A point that all threads pass which share tiles of rows.
-__device__ __forceinline__ void meet() {
-#if SHARED_ROWS == 2
-  asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-  __syncthreads();
-}
-
-// One lane for each block that copies into this memory: this warp has read it. Said only where a copy waits for
-// it: what is said to a block that has ended is lost.
-__device__ __forceinline__ void say_read(u32 barrier, int lane) {
-#if SHARED_ROWS == 2
-  if (lane < 2)
-    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(lane) : "memory");
-#else
-  if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-#endif
 }
 
 // Until a barrier's phase has ended; phases are even and odd in turns.
@@ -91,21 +55,14 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
 }
 
 // The registers of a group's sums, named and bound, by how many a lane has of them.
-#define R8 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define R16 R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define R64 R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define B4(m) "+f"(d[m][0]), "+f"(d[m][1]), "+f"(d[m][2]), "+f"(d[m][3])
-#define B8 B4(0), B4(1)
-#define B16 B8, B4(2), B4(3)
+#define B16 B4(0), B4(1), B4(2), B4(3)
 #define B32 B16, B4(4), B4(5), B4(6), B4(7)
 #define B64 B32, B4(8), B4(9), B4(10), B4(11), B4(12), B4(13), B4(14), B4(15)
-#if ROWS == 16
-#define REGISTERS R8
-#define OTHERS "{%8,%9,%10,%11}, %12, %13"
-#define BOUND B8
-#define SHAPE "m64n16k16"
-#elif ROWS == 32
+#if ROWS == 32
 #define REGISTERS R16
 #define OTHERS "{%16,%17,%18,%19}, %20, %21"
 #define BOUND B16
@@ -161,7 +118,7 @@ __device__ __forceinline__ void decode(
     for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[step][i]));
 }
 
-extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) product(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) product(
     const u8* image, const u8* codes, const u8* scales, const u8* zeros, const float* second, const u16* bias,
     void* out, int rows, int width, int inner, int codes_row, int scale_row, int has_zeros, int has_second,
     int has_bias, int parts) {
@@ -177,11 +134,10 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) product(
   const u32 own_codes = TILE_BYTES + threadIdx.x % 256 * 16 + kgroup * (2 * 256 * 16);
   if (threadIdx.x < 2 * STAGES)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
-                 ::"r"(barriers + 8 * threadIdx.x), "r"(threadIdx.x < STAGES ? 1 : SHARED_ROWS * (THREADS / 32))
+                 ::"r"(barriers + 8 * threadIdx.x), "r"(threadIdx.x < STAGES ? 1 : THREADS / 32)
                  : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  meet();
+  __syncthreads();
   int column[2];
   #pragma unroll
   for (int h = 0; h < 2; ++h) column[h] = min((int)blockIdx.x * COLUMNS + own_column + 8 * h, width - 1);
@@ -241,7 +197,8 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) product(
     decode_turn(turn + 1, next);
     if (turn + 1 < turns) wait_for_rows(turn + 1);
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    if (turn + STAGES < turns) say_read(barriers + (STAGES + turn % STAGES) * 8, lane);
+    if (lane == 0)  // this warp has read the tile
+      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barriers + (STAGES + turn % STAGES) * 8) : "memory");
 #if SCALE == 0
     #pragma unroll
     for (int m = 0; m < BLOCKS_OF_8; ++m)
@@ -265,7 +222,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) product(
 
   // Lane (g, t) has columns g and g + 8 of a warp's 16, rows 2t and 2t + 1 of each 8.
   asm volatile("cp.async.wait_group 0;");
-  meet();  // nobody writes or reads here, or says that it has, from another block
+  __syncthreads();
   float* shares = (float*)memory;
   #pragma unroll
   for (int m = 0; m < BLOCKS_OF_8; ++m)
