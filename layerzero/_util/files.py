@@ -239,12 +239,12 @@ def decode_packed(data: bytes, type: type[_T]) -> _T:
 
 def _decoded(decode: Callable[..., Any], name: str, data: bytes, type: type[_T]) -> _T:
     try:
-        value: _T = decode(data, type=type)
+        decoded: _T = decode(data, type=type)
     except RecursionError as error:
         raise msgspec.DecodeError(f"{name} is nested too deeply") from error
     except UnicodeDecodeError as error:
         raise msgspec.DecodeError(f"{name} needs UTF-8 in its texts, got another: {error}") from error
-    return value
+    return decoded
 
 
 def set_aside(path: Path) -> Path:

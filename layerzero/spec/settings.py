@@ -256,8 +256,7 @@ FIELDS: tuple[str, ...] = Settings.__struct_fields__
 _HINTS: Mapping[str, Any] = get_type_hints(Settings, include_extras=True)
 
 
-# What is raised of a value that a type does not hold; the second, of bytes in a variable that are no text.
-_NOT_HELD = (msgspec.ValidationError, UnicodeEncodeError)
+_NOT_HELD = (msgspec.ValidationError, UnicodeEncodeError)  # the second, of bytes that are no text
 
 
 def _check(settings: Settings) -> None:
@@ -271,9 +270,8 @@ def _check(settings: Settings) -> None:
         try:
             msgspec.convert(value, hint)
         except _NOT_HELD as error:
-            raise ConfigurationError(
-                f"{name} needs {_needs(name)}, got {quote(value)}", field=name
-            ) from error
+            message = f"{name} needs {_needs(name)}, got {quote(value)}"
+            raise ConfigurationError(message, field=name) from error
 
 
 def _build(values: Mapping[str, Any]) -> Settings:
@@ -287,17 +285,15 @@ def _build(values: Mapping[str, Any]) -> Settings:
             raise error.__cause__ from None
         name = path_in(str(error)) or tuple(n for n, v in plain.items() if v == getattr(error, "object", ""))
         field = str(name[0]) if name else "settings"
-        raise ConfigurationError(
-            f"{field} needs {_needs(field)}, got {quote(plain.get(field))}", field=field
-        ) from error
+        message = f"{field} needs {_needs(field)}, got {quote(plain.get(field))}"
+        raise ConfigurationError(message, field=field) from error
 
 
 def _refuse_unknown(values: Mapping[str, Any], what: str) -> None:
     for name in values:
         if name not in FIELDS:
-            raise ConfigurationError(
-                f"unknown {what} {quote(name)}: {suggestion(str(name), FIELDS)}", field=str(name)
-            )
+            message = f"unknown {what} {quote(name)}: {suggestion(str(name), FIELDS)}"
+            raise ConfigurationError(message, field=str(name))
 
 
 def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:

@@ -106,10 +106,10 @@ def beyond_sources(kind: str, out: Tensor, truth: Tensor) -> str:
     over = (out.double() - rounded).abs() - bound
     if not bool((over > 0).any()):
         return ""
-    at = int(over.argmax())
-    got, wanted = out.flatten()[at].item(), rounded.flatten()[at].item()
+    worst = int(over.argmax())
+    got, right = out.flatten()[worst].item(), rounded.flatten()[worst].item()
     return (
-        f"{int((over > 0).sum())} of {out.numel()} beyond {allowed:g}, the worst {got:.6g} for {wanted:.6g}"
+        f"{int((over > 0).sum())} of {out.numel()} beyond {allowed:g}, as {got:.6g} for {right:.6g}"
     )
 
 
