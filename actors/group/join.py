@@ -8,7 +8,7 @@ every other rank obeys (`follow`), or compares its own batch with, before the fi
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -140,6 +140,27 @@ class RankHandle:
 
         return step
 
+    @property
+    def device(self) -> LocalDevice:
+        """This rank's device."""
+        return self._group.device
+
+    def need_same(self, values: Mapping[str, str]) -> None:
+        """Compare `values` with every other rank's before the first collective; every rank calls this.
+
+        Raises: ConsistencyError, with the reason RANKS_DIFFER: a rank has another value. DeviceLostError: one
+            gave none in time.
+        """
+        self._group.need_same(values)
+
+    def failure_reason(self) -> str | None:
+        """Why the rank group has failed, after a moment for a rank that broke a collective to say it."""
+        return self._group.failure_reason()
+
+    def when_failed(self, notify: Callable[[str], None]) -> None:
+        """Call `notify(why)` once when the rank group fails, on the thread that noticed; now if it has."""
+        self._group.when_failed(notify)
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether every rank has the rows of `tensor`, so that a call with it waits for no device."""
         return self._results.find(tensor) is not None
@@ -152,7 +173,7 @@ class RankHandle:
                 self._results.keep(self._steps.sequence.number, out)
         except BaseException as error:
             # A rank that left breaks the others' collectives, whose error does not say why it left.
-            if isinstance(error, RuntimeError) and (why := self._group.failure_reason()) is not None:
+            if isinstance(error, RuntimeError) and (why := self.failure_reason()) is not None:
                 raise DeviceLostError(f"the rank group failed in {name}: {why}", retryable=False) from error
             # Other ranks are in the same step: it is unknown whether they wait in a collective of it.
             self._group.fail(f"{name} raised {type(error).__name__}: {error}"[:300])

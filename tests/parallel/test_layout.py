@@ -1,0 +1,87 @@
+"""A layout and a pipeline of one rank, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not declared
+
+import layerzero as lz
+from layerzero import parallel
+
+
+@pytest_asyncio.fixture
+async def member() -> AsyncIterator[Any]:
+    """The one rank of a rank group."""
+    async with (
+        lz.start(lz.Settings(device="cpu"), scoped=True),
+        lz.rank_group(1, rank=0, store=HashStore(), epoch=0) as joined,
+    ):
+        yield joined
+
+
+def test_sizes_that_are_not_the_groups_are_refused() -> None:
+    """By name, before anything is made."""
+    member: Any = type("Member", (), {"ranks": 6, "rank": 0})()
+    for tp, pp in ((2, 2), (0, 6), (6, -1)):
+        with pytest.raises(ValueError, match=rf"tp \* pp needs to be .* 6 ranks, got {tp} \* {pp}"):
+            parallel.Layout(member, tp=tp, pp=pp)
+    member.need_same = lambda values: None
+    with pytest.raises(lz.ConfigurationError, match=r"default group of torch\.distributed with the 6"):
+        parallel.Layout(member, tp=2, pp=3)
+
+
+def test_a_sum_over_ranks_refuses_what_wants_a_gradient() -> None:
+    """No gradient is lost without a word."""
+    group = parallel.TensorGroup(0, 2)
+    for call in (group.reduce, group.gather_columns):
+        with pytest.raises(RuntimeError, match="needs tensors without a gradient"):
+            call(torch.ones(2, 2, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.ones(2, 3, 4)}, r"x needs shape \(N, C\), got \(2, 3, 4\)"),
+        ({"scores": torch.ones(3, 2)}, r"scores needs shape \(2, T\), for x's rows, got \(3, 2\)"),
+        ({"w_down": torch.ones(1, 4, 6)}, "w_up and w_down need as many experts"),
+    ],
+)
+def test_arguments_of_experts_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    """By name, on the rank that has them."""
+    given = {
+        "x": torch.ones(2, 4), "experts": torch.zeros(2, 2, dtype=torch.int32), "scores": torch.ones(2, 2),
+        "w_up": torch.ones(2, 12, 4), "w_down": torch.ones(2, 4, 6),
+    } | change  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        parallel.expert_parallel_moe(parallel.TensorGroup(), **given)
+
+
+@pytest.mark.asyncio
+async def test_one_stage_is_a_function_of_the_group(member: Any) -> None:
+    """Callers get their rows, `finish` has run on them, and an error of it is theirs."""
+    layout = parallel.Layout(member)
+    pipeline = parallel.Pipeline(layout)
+
+    def finish(results: torch.Tensor, rows: torch.Tensor, words: list[str]) -> torch.Tensor:
+        if "bad" in words:
+            raise ValueError("a bad word")
+        return results + len(words)
+
+    step = pipeline.batched(
+        lambda x, rows, words, counts: rows * sum(counts),
+        name="step",
+        carries=lambda rows: torch.empty(rows, 2),
+        returns=lambda rows, words: rows,
+        finish=finish,
+    )
+    assert torch.equal(await step(1, torch.ones(3, 2), "good"), torch.full((3, 2), 4.0))
+    assert pipeline.stats.steps == 1 and pipeline.stats.sent_bytes == 0
+    with pytest.raises(ValueError, match="a bad word"):
+        await step(2, torch.ones(1, 2), "bad")
+    with pytest.raises(lz.ConfigurationError, match="batches needs at least 1"):
+        parallel.Pipeline(layout, batches=-1)
