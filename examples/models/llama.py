@@ -143,10 +143,7 @@ class Layer:
     async def forward(
         self, ops: Ops, normed: Tensor, x: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """(normed, x), each (T, C): the residual stream `x`, and it normed for the next layer.
-
-        Of both a rank has what `shares` leaves it.
-        """
+        """(normed, x), each (T, C) or a rank's rows: the residual stream `x`, and it normed for the next."""
         shares, rows = self.shares, len(metadata.positions)
         normed = shares.gather_rows(normed, rows)
         qkv = await project(ops, normed, self.w_qkv, self.b_qkv)

@@ -6,12 +6,16 @@ their answers, weighed, and one row comes back. Two exchanges of rows, and one o
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from layerzero import sync
 from layerzero.parallel.tensor import TensorGroup
+
+Activation = Literal["swiglu", "geglu", "geglu_tanh", "reglu"]
 
 
 def expert_parallel_moe(
@@ -22,7 +26,7 @@ def expert_parallel_moe(
     w_up: Tensor,
     w_down: Tensor,
     *,
-    activation: str = "swiglu",
+    activation: Activation = "swiglu",
 ) -> Tensor:
     """`fused_experts` where each rank of `group` has its own rows and its own experts; every rank calls it.
 
@@ -41,9 +45,9 @@ def expert_parallel_moe(
         return sync.fused_experts(x, experts, scores, w_up, w_down, activation=activation)
     owner = experts.long().div(local, rounding_mode="floor")
     # One line for each pair of a rank and a row of ours that it gets, the ranks in order.
-    wanted = torch.zeros(group.ranks + 1, len(x), dtype=torch.bool, device=x.device)
-    wanted.scatter_(0, owner.where((experts >= 0) & (owner < group.ranks), group.ranks).t(), True)
-    ranks, rows = wanted[: group.ranks].nonzero(as_tuple=True)
+    goes_to = torch.zeros(group.ranks + 1, len(x), dtype=torch.bool, device=x.device)
+    goes_to.scatter_(0, owner.where((experts >= 0) & (owner < group.ranks), group.ranks).t(), True)
+    ranks, rows = goes_to[: group.ranks].nonzero(as_tuple=True)
     sent = ranks.bincount(minlength=group.ranks)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group.group)
@@ -55,12 +59,12 @@ def expert_parallel_moe(
         dist.all_to_all_single(arriving, tensor.contiguous(), theirs, ours, group=group.group)
         return arriving
 
-    there, chosen, weights = exchange(x[rows]), exchange(experts[rows]), exchange(scores[rows])
-    if len(there):
-        there = sync.fused_experts(
-            there, chosen, weights, w_up, w_down, activation=activation, first_expert=first
+    arrived, chosen, weights = exchange(x[rows]), exchange(experts[rows]), exchange(scores[rows])
+    if len(arrived):
+        arrived = sync.fused_experts(
+            arrived, chosen, weights, w_up, w_down, activation=activation, first_expert=first
         )
-    answers = exchange(there, back=True)
+    answers = exchange(arrived, back=True)
     # Added rank by rank: the same sum whatever the rows of other callers are.
     out = torch.zeros_like(x)
     for part, of_rows in zip(answers.split(counts[0]), rows.split(counts[0]), strict=True):

@@ -50,7 +50,7 @@ class Layout:
         self.stage, tensor_rank = divmod(member.rank, tp)
         rows = [range(stage * tp, (stage + 1) * tp) for stage in range(pp)]
         columns = [range(first, tp * pp, tp) for first in range(tp)]
-        group = _group_of(member.rank, rows if tp > 1 else [])
+        group = dist.group.WORLD if tp == member.ranks > 1 else _group_of(member.rank, rows if tp > 1 else [])
         self.tensor = TensorGroup(tensor_rank, tp, group, sequence=sequence)
         self.chain = _group_of(member.rank, columns if pp > 1 else [])
         self.returning = _group_of(member.rank, [(0, (pp - 1) * tp)] if pp > 1 else [])
@@ -81,9 +81,5 @@ def _is_default_group(member: RankHandle) -> bool:
 
 def _group_of(rank: int, groups: list[range] | list[tuple[int, int]]) -> dist.ProcessGroup | None:
     """The one of `groups` that has `rank`; every rank makes all of them, as torch.distributed needs it."""
-    own = None
-    for ranks in groups:
-        group = dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
-        if rank in ranks:
-            own = group
-    return own
+    process_groups = [dist.new_group(list(ranks)) for ranks in groups]
+    return next((group for group, ranks in zip(process_groups, groups, strict=True) if rank in ranks), None)

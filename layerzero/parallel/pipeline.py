@@ -27,6 +27,7 @@ from torch import Tensor
 from layerzero.actors.device.worker import Worker
 from layerzero.calls.functions import split_rows, takes_counts
 from layerzero.parallel.layout import Layout
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.spec.errors import ConfigurationError, DeviceLostError
 
 StageFunction = Callable[..., Tensor]
@@ -166,6 +167,8 @@ class Pipeline:
             for number in range(self.batches)
         ]
         under_way: set[int | str] = set()
+        device = self.layout.member.device
+        assert isinstance(device, ScheduledDevice)  # of a runtime
 
         async def step(request: int | str, *args: Any, **options: Any) -> Any:
             if request in under_way:
@@ -175,7 +178,7 @@ class Pipeline:
             under_way.add(request)
             try:
                 flight, index = await crowd.launch(request, *args, **options)
-                return await flight.result(index, self.layout.member.device.loop_drivers.current().loop)
+                return await flight.result(index, device.loop_drivers.current().loop)
             finally:
                 crowd.callers -= 1
                 under_way.discard(request)

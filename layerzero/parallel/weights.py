@@ -142,7 +142,7 @@ def stage_weights(get: GetWeight, layout: Layout, layers: int, *, like: Tensor, 
     `layers` counts the whole model's. The stage's layers begin at 0 for it, and its last norm is the one
     that the next stage begins with. `tied` says that the table of tokens is the head, too.
     """
-    own = layout.layers(layers)
+    stage = layout.layers(layers)
     has_weight = {
         "model.embed_tokens.weight": layout.first or (layout.last and tied),
         "lm_head.weight": layout.last,
@@ -152,10 +152,10 @@ def stage_weights(get: GetWeight, layout: Layout, layers: int, *, like: Tensor, 
         if not has_weight.get(name, True):
             return like.new_empty(0)
         if name == "model.norm.weight" and not layout.last:
-            return get(f"model.layers.{own.stop}.input_layernorm.weight", shape)
+            return get(f"model.layers.{stage.stop}.input_layernorm.weight", shape)
         parts = name.split(".")
         if parts[1] == "layers":
-            parts[2] = str(int(parts[2]) + own.start)
+            parts[2] = str(int(parts[2]) + stage.start)
         return get(".".join(parts), shape)
 
     return piece

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ async def in_layout(tp: int, pp: int, sequence: bool = False) -> dict[str, Any]:
         return {**said, "ran": part.ran, "steps": stats.steps, "sent": stats.sent_bytes}
 
 
-async def full(_: Any = None) -> dict[str, Any]:
+async def full() -> dict[str, Any]:
     """The last stage gives nothing before rank 0 has begun a batch for every stage."""
     async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as member:
         layout = parallel.Layout(member, pp=RANKS)
@@ -129,7 +130,7 @@ async def full(_: Any = None) -> dict[str, Any]:
 
         def gated(number: int) -> None:
             if RANK == 0 and number == RANKS:
-                store.set("all stages have work", b"1")
+                store.set("all stages have work", "1")
             elif layout.last and number == 1:
                 store.wait(["all stages have work"])
 
@@ -138,7 +139,7 @@ async def full(_: Any = None) -> dict[str, Any]:
         if RANK:
             await member.follow()
             return {"ran": part.ran}
-        tasks = [asyncio.create_task(step(n, request_ids(n))) for n in range(REQUESTS)]
+        tasks = [asyncio.ensure_future(step(n, request_ids(n))) for n in range(REQUESTS)]
         while len(part.ran) < RANKS:  # noqa: ASYNC110  the first batches begin on a worker's thread
             await asyncio.sleep(0.001)
         with_name: list[str] = []
@@ -158,7 +159,7 @@ async def full(_: Any = None) -> dict[str, Any]:
         return {"worst": max(offs), "results": len(offs), "cancelled": cancelled, "refused": with_name}
 
 
-async def dies(_: Any = None) -> dict[str, Any]:
+async def dies() -> dict[str, Any]:
     """A stage in the middle dies without a word in its second step."""
     async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as member:
         layout = parallel.Layout(member, pp=RANKS)
@@ -168,7 +169,7 @@ async def dies(_: Any = None) -> dict[str, Any]:
         if RANK:
             await member.follow()
             return {}
-        tasks = [asyncio.create_task(step(n, request_ids(n))) for n in range(REQUESTS)]
+        tasks = [asyncio.ensure_future(step(n, request_ids(n))) for n in range(REQUESTS)]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         try:
             await step("later", request_ids(0))
@@ -178,21 +179,21 @@ async def dies(_: Any = None) -> dict[str, Any]:
         return {"kinds": kinds, "under_way": len(pipeline._flights)}
 
 
-async def other_checkpoint(_: Any = None) -> dict[str, Any]:
+async def other_checkpoint() -> dict[str, Any]:
     """Rank 1 brings another file of the same names and shapes; no process group is made."""
     folder = Path(os.environ["CHECKPOINTS"]) / ("other" if RANK == 1 else "same")
     made: list[Any] = []
-    dist.new_group = lambda *ranks, **options: made.append(ranks)  # type: ignore[assignment]
+    dist.new_group = lambda *ranks, **options: made.append(ranks)
     async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as member:
         weights = parallel.FolderWeights(folder)
         try:
-            parallel.Layout(member, tp=RANKS, same={"checkpoint": weights.digest})
+            parallel.Layout(member, pp=RANKS, same={"checkpoint": weights.digest})
         except lz.ConsistencyError as error:
             return {"made": len(made), "said": str(error), "reason": error.context["reason"]}
     return {"made": len(made)}
 
 
-async def experts(_: Any = None) -> dict[str, Any]:
+async def experts() -> dict[str, Any]:
     """Every rank has its own rows, rank 1 none, and two of the experts; one row chose an expert twice."""
     count, hidden = 2 * RANKS, 24
     rows = numbers(RANKS * 5, WIDE)
@@ -213,9 +214,7 @@ SCENARIOS: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
     "other checkpoint": other_checkpoint,
     "experts": experts,
     **{
-        f"{tp} x {pp}{' sequence' * sequence}": lambda tp=tp, pp=pp, sequence=sequence: in_layout(
-            tp, pp, sequence
-        )
+        f"{tp} x {pp}{' sequence' * sequence}": partial(in_layout, tp, pp, sequence)
         for tp, pp, sequence in itertools.product((1, 2, 4), (1, 2, 4), (False, True))
     },
 }

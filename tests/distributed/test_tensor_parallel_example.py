@@ -33,7 +33,9 @@ def right(out: Path, ranks: int) -> None:
     assert said["collectives"] == ("nccl" if torch.cuda.device_count() >= ranks else "gloo")
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(3, ["--stages"]), (4, ["--stages", "2", "--sequence"])], ids=["stages", "both"])
+@pytest.mark.parametrize(
+    ("ranks", "how"), [(3, ["--stages"]), (4, ["--stages", "2", "--sequence"])], ids=["stages", "both"]
+)
 def test_sharded_texts_are_those_of_one_process(ranks: int, how: list[str], tmp_path: Path) -> None:
     """Eight requests, sampled with their seeds: the same tokens from shards or stages as from the whole."""
     out = tmp_path / "tp.json"
