@@ -141,9 +141,9 @@ class RankHandle:
         return step
 
     @property
-    def device(self) -> LocalDevice:
-        """This rank's device."""
-        return self._group.device
+    def group(self) -> RankGroup:
+        """This rank's membership, which knows its device and whether it has failed."""
+        return self._group
 
     def need_same(self, values: Mapping[str, str]) -> None:
         """Compare `values` with every other rank's before the first collective; every rank calls this.
@@ -152,14 +152,6 @@ class RankHandle:
             gave none in time.
         """
         self._group.need_same(values)
-
-    def failure_reason(self) -> str | None:
-        """Why the rank group has failed, after a moment for a rank that broke a collective to say it."""
-        return self._group.failure_reason()
-
-    def when_failed(self, notify: Callable[[str], None]) -> None:
-        """Call `notify(why)` once when the rank group fails, on the thread that noticed; now if it has."""
-        self._group.when_failed(notify)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether every rank has the rows of `tensor`, so that a call with it waits for no device."""
@@ -173,7 +165,7 @@ class RankHandle:
                 self._results.keep(self._steps.sequence.number, out)
         except BaseException as error:
             # A rank that left breaks the others' collectives, whose error does not say why it left.
-            if isinstance(error, RuntimeError) and (why := self.failure_reason()) is not None:
+            if isinstance(error, RuntimeError) and (why := self._group.failure_reason()) is not None:
                 raise DeviceLostError(f"the rank group failed in {name}: {why}", retryable=False) from error
             # Other ranks are in the same step: it is unknown whether they wait in a collective of it.
             self._group.fail(f"{name} raised {type(error).__name__}: {error}"[:300])

@@ -128,7 +128,7 @@ class Pipeline:
         self._returns = Worker("layerzero-pipeline")
         self._stream: Any = None  # of the results that come back, where they do on a GPU
         self._lost: Exception | None = None
-        layout.member.when_failed(self._fail)
+        layout.member.group.when_failed(self._fail)
 
     def batched(
         self,
@@ -167,7 +167,7 @@ class Pipeline:
             for number in range(self.batches)
         ]
         under_way: set[int | str] = set()
-        device = self.layout.member.device
+        device = self.layout.member.group.device
         assert isinstance(device, ScheduledDevice)  # of a runtime
 
         async def step(request: int | str, *args: Any, **options: Any) -> Any:
@@ -236,28 +236,38 @@ class Pipeline:
         self, flight: _Flight, function: _Function, columns: Sequence[Any], counts: list[int]
     ) -> None:
         """On the thread of the results: take a step's in, the steps in order."""
-        device = self.layout.member.device
+        device = self.layout.member.group.device
         inference = device.settings.inference is not False
         results: list[Any] = []
         error: Exception | None = None
         try:
             with self._on_stream(), torch.inference_mode(inference):
-                out = function.returns(*columns, counts=counts)
-                dist.recv(out, group=self.layout.returning, group_src=1)
+                out = self._receive(function.returns(*columns, counts=counts), function.name)
                 finished = function.finish(out, *columns, counts=counts)
                 if self._stream is not None:
                     self._stream.synchronize()
                 results = split_rows(function.name, finished, counts)
         except Exception as raised:
             error = raised
-            if isinstance(raised, RuntimeError) and (why := self.layout.member.failure_reason()) is not None:
-                error = _lost(why)
-                error.__cause__ = raised
         self._land(flight, results, error)
+
+    def _receive(self, out: Tensor, name: str) -> Tensor:
+        """What the last stage gives of the next step.
+
+        Raises: DeviceLostError: nothing came, and nothing will: the next results would be another step's.
+        """
+        group = self.layout.member.group
+        try:
+            dist.recv(out, group=self.layout.returning, group_src=1)
+        except RuntimeError as error:
+            why = group.failure_reason() or f"the last stage gave nothing of {name}: {error}"[:300]
+            group.fail(why)
+            raise _lost(why) from error
+        return out
 
     def _on_stream(self) -> Any:
         """A block on the stream of the results, where rank 0's device is a GPU."""
-        device = self.layout.member.device.device
+        device = self.layout.member.group.device.device
         if device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return torch.cuda.stream(self._stream)

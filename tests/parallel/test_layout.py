@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 import pytest_asyncio
 import torch
@@ -12,6 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 import layerzero as lz
 from layerzero import parallel
+from layerzero.parallel import pipeline as pipeline_module
 
 
 @pytest_asyncio.fixture
@@ -85,3 +88,55 @@ async def test_one_stage_is_a_function_of_the_group(member: Any) -> None:
         await step(2, torch.ones(1, 2), "bad")
     with pytest.raises(lz.ConfigurationError, match="batches needs at least 1"):
         parallel.Pipeline(layout, batches=-1)
+
+
+class OtherStage:
+    """The second of two stages, in this process: it adds 1 to what it is sent, and may stop."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+        self.hangs = False
+
+    def isend(self, tensor: torch.Tensor, **to: Any) -> Any:
+        """Take a tensor at once."""
+        self.sent.append(tensor)
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(self, out: torch.Tensor, **source: Any) -> None:
+        """Give back what was sent first."""
+        if self.hangs:
+            raise RuntimeError("timed out waiting for 20000ms for recv operation to complete")
+        out.copy_(self.sent.pop(0) + 1)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_results_that_do_not_come_end_the_group(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """After a step without an answer the next answer would be another step's: nothing is run any more."""
+    stage = OtherStage()
+    monkeypatch.setattr(pipeline_module, "dist", stage)
+
+    async def main() -> None:
+        async with (
+            lz.start(lz.Settings(device="cpu"), scoped=True),
+            lz.rank_group(1, rank=0, store=HashStore(), epoch=0) as member,
+        ):
+            layout: Any = SimpleNamespace(
+                member=member, stages=2, stage=0, first=True, last=False, chain=None, returning=None,
+                tensor=parallel.TensorGroup(),
+            )  # fmt: skip
+            step = parallel.Pipeline(layout).batched(
+                lambda x, rows: rows * 2,
+                name="step",
+                carries=lambda rows: torch.empty(rows, 2),
+                returns=lambda rows: torch.empty_like(rows),
+            )
+            assert (await step(1, torch.full((2, 2), 3.0))).tolist() == [[7.0, 7.0]] * 2
+            stage.hangs = True
+            with pytest.raises(lz.DeviceLostError, match="the last stage gave nothing of step: timed out"):
+                await step(2, torch.ones(1, 2))
+            stage.hangs = False
+            with pytest.raises(lz.DeviceLostError):
+                await step(3, torch.ones(1, 2))
+            assert member.failure is not None and len(stage.sent) == 1
+
+    anyio.run(main, backend=backend)
