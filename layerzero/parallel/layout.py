@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -81,5 +81,5 @@ def _is_default_group(member: RankHandle) -> bool:
 
 def _group_of(rank: int, groups: list[range] | list[tuple[int, int]]) -> dist.ProcessGroup | None:
     """The one of `groups` that has `rank`; every rank makes all of them, as torch.distributed needs it."""
-    process_groups = [dist.new_group(list(ranks)) for ranks in groups]
+    process_groups: list[Any] = [dist.new_group(list(ranks)) for ranks in groups]
     return next((group for group, ranks in zip(process_groups, groups, strict=True) if rank in ranks), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +58,7 @@ def test_a_sum_over_ranks_refuses_what_wants_a_gradient() -> None:
 )
 def test_arguments_of_experts_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
     """By name, on the rank that has them."""
-    given = {
+    given: dict[str, Any] = {
         "x": torch.ones(2, 4), "experts": torch.zeros(2, 2, dtype=torch.int32), "scores": torch.ones(2, 2),
         "w_up": torch.ones(2, 12, 4), "w_down": torch.ones(2, 4, 6),
     } | change  # fmt: skip
@@ -109,6 +111,38 @@ class OtherStage:
         out.copy_(self.sent.pop(0) + 1)
 
 
+def two_stages(member: Any) -> Any:
+    """The first of two stages of one rank each, as a pipeline's step; the second is an `OtherStage`."""
+    layout: Any = SimpleNamespace(
+        member=member, stages=2, stage=0, first=True, last=False, chain=None, returning=None,
+        tensor=parallel.TensorGroup(),
+    )  # fmt: skip
+    return parallel.Pipeline(layout).batched(
+        lambda x, rows: rows * 2,
+        name="step",
+        carries=lambda rows: torch.empty(rows, 2),
+        returns=lambda rows: torch.empty_like(rows),
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_group_that_fails_answers_who_waits(member: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead stage in the middle leaves the last one, and rank 0 behind it, waiting: callers do not."""
+    stage, released = OtherStage(), threading.Event()
+    monkeypatch.setattr(pipeline_module, "dist", stage)
+    monkeypatch.setattr(stage, "recv", lambda out, **source: released.wait(60))
+    try:
+        waiting = asyncio.ensure_future(two_stages(member)(1, torch.ones(1, 2)))
+        while not stage.sent:  # noqa: ASYNC110  it is sent on a worker's thread
+            await asyncio.sleep(0.001)
+        member.group.fail("rank 1 is gone")
+        with pytest.raises(lz.DeviceLostError, match="in its stages: rank 1 is gone"):
+            await asyncio.wait_for(waiting, 30)
+        assert not released.is_set()
+    finally:
+        released.set()
+
+
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_results_that_do_not_come_end_the_group(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """After a step without an answer the next answer would be another step's: nothing is run any more."""
@@ -120,16 +154,7 @@ def test_results_that_do_not_come_end_the_group(monkeypatch: pytest.MonkeyPatch,
             lz.start(lz.Settings(device="cpu"), scoped=True),
             lz.rank_group(1, rank=0, store=HashStore(), epoch=0) as member,
         ):
-            layout: Any = SimpleNamespace(
-                member=member, stages=2, stage=0, first=True, last=False, chain=None, returning=None,
-                tensor=parallel.TensorGroup(),
-            )  # fmt: skip
-            step = parallel.Pipeline(layout).batched(
-                lambda x, rows: rows * 2,
-                name="step",
-                carries=lambda rows: torch.empty(rows, 2),
-                returns=lambda rows: torch.empty_like(rows),
-            )
+            step = two_stages(member)
             assert (await step(1, torch.full((2, 2), 3.0))).tolist() == [[7.0, 7.0]] * 2
             stage.hangs = True
             with pytest.raises(lz.DeviceLostError, match="the last stage gave nothing of step: timed out"):
