@@ -35,7 +35,7 @@ from generate import SamplingParams, generate, load_tokenizer
 from models.llama import FOLDER, GetWeight, Llama, LlamaConfig, kv_pool, weights_of
 from rich.console import Console
 from rich.table import Table
-from tensor_parallel.llama import shard_of
+from tensor_parallel.llama import VOCABULARY, shard_of
 from torch import Tensor
 
 import layerzero as lz
@@ -160,7 +160,7 @@ class TargetShard:
         shares = Layout(member, tp=member.ranks).tensor
         shard_config = shard_of(config, shares)
         cache = kv_pool(shard_config, like.device, like.dtype, 256, 16)
-        self.model = Llama(shard_config, shard_weights(get, shares), cache)
+        self.model = Llama(shard_config, shard_weights(get, shares, whole=VOCABULARY), cache)
         for layer in self.model.layers:
             layer.shares = shares
         self.texts: dict[int, list[int]] = {}
