@@ -62,9 +62,8 @@ def recommend(
     except LayerZeroError as error:
         raise click.UsageError(str(error)) from error
     except click.UsageError as error:
-        if "--device" in error.message:
-            error.message += f"; or the name of a table: {', '.join(sorted(tables))}"
-        raise
+        hint = f"; or the name of a table: {', '.join(sorted(tables))}" if "--device" in error.message else ""
+        raise click.UsageError(f"{error.message}{hint}") from error
     title = f"{found.engine} for {found.model} on {found.device}: {rows} rows, {context} tokens before them"
     parts = [part for advice in found.flags for part in _parts_of(advice)]
     output.show(json_, msgspec.to_builtins(found), title, *parts, found.command)

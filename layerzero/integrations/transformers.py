@@ -20,7 +20,15 @@ import layerzero.sync as sync
 from layerzero._util import log
 from layerzero.calls.blocking import context_device
 from layerzero.integrations.patches import loss
-from layerzero.integrations.patches.modules import TAKEN, Patch, apply, has_record, need_parts, substitutes
+from layerzero.integrations.patches.modules import (
+    TAKEN,
+    Patch,
+    apply,
+    has_own_attention,
+    has_record,
+    need_parts,
+    substitutes,
+)
 from layerzero.integrations.patches.substitute import PARTS, PatchTable, Verdicts
 
 NAME = "layerzero"
@@ -119,7 +127,7 @@ def _patch_attention(model: Any, patch: Patch, verdicts: Verdicts) -> None:
         config = getattr(module, "config", model.config)
         if _asks(module) and isinstance(getattr(config, "_attn_implementation", None), PatchedName):
             verdicts.add("attention", module, "attention")
-        elif not any(_asks(part) for part in list(module.modules())[1:]):
+        elif not any(_asks(part) or has_own_attention(part) for part in module.modules()):
             verdicts.add("attention", module, None, "it does not ask transformers' attention interface")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from layerzero._util.strict_yaml import quote
-from layerzero.measure.calls import Call, Operand, tensor
+from layerzero.measure.calls import Call, Operand, Plain, tensor
 from layerzero.measure.model_calls import ModelConfig, model_calls
 from layerzero.report.call_maps import FreshChooser
 from layerzero.report.engine_flags import ENGINES, FP8_CACHE, Choice, Flag
@@ -136,7 +136,7 @@ def serving_calls(model: ModelConfig, load: Load) -> Iterator[tuple[str, float, 
 
 def _as_engines_page(decode: Call) -> Call:
     """The same step with tables and lengths of 32 bits, as both engines keep them."""
-    narrow = {
+    narrow: dict[str, Operand | Plain] = {
         name: msgspec.structs.replace(value, dtype="int32")
         for name, value in decode.args.items()
         if isinstance(value, Operand) and value.dtype == "int64"
@@ -146,7 +146,7 @@ def _as_engines_page(decode: Call) -> Call:
 
 def _coded(decode: Call) -> Call:
     """The same step over pages of eight bits."""
-    pools = {
+    pools: dict[str, Operand | Plain] = {
         name: msgspec.structs.replace(value, dtype=FP8_CACHE)
         for name, value in decode.args.items()
         if isinstance(value, Operand) and name in ("k_cache", "v_cache")
