@@ -109,6 +109,11 @@ def _patch_attention(model: Any, patch: Patch, verdicts: Verdicts) -> None:
     """Have every configuration of the model name our implementation, where its code asks for one."""
     _register()
     before = [(config, config._attn_implementation) for config in _configs(model)]
+    if any(getattr(config, "output_attentions", False) for config, _ in before):
+        for module in model.modules():
+            if _asks(module):
+                verdicts.add("attention", module, None, "its configuration asks for attention's weights")
+        return
     if any(_asks(module) for module in model.modules()):
         model.set_attn_implementation(NAME)
     for config, original in before:

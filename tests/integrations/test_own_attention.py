@@ -85,6 +85,30 @@ def test_gradients_are_the_models_own(family: str) -> None:
         torch.testing.assert_close(grads[1][name], theirs, atol=2e-5, rtol=1e-3, msg=name)
 
 
+@pytest.mark.parametrize("family", ["deberta", "deberta_first"])
+@torch.no_grad()
+def test_deberta_without_biases_of_positions_is_served(family: str) -> None:
+    """Padded queries, which see nothing, weigh all keys alike, as the model's own do."""
+    model = models.build(family, relative_attention=False, pos_att_type=[])
+    given = models.text(9, 4)
+    before = model(**given).logits
+    with models.counting() as calls:
+        torch.testing.assert_close(lz.patch(model)(**given).logits, before, atol=1e-6, rtol=1e-4)
+    assert calls["attention"] == 2
+
+
+@torch.no_grad()
+def test_a_model_that_is_configured_to_give_weights_of_attention_gives_them() -> None:
+    """Its attention stays its own, and the table says why; before, the weights were left out."""
+    model = models.build("bert", attn_implementation="eager", output_attentions=True)
+    before = model(**models.text(9, 4)).attentions
+    table = lz.patch_table(lz.patch(model))
+    after = model(**models.text(9, 4)).attentions
+    assert len(after) == len(before) == 2
+    torch.testing.assert_close(after, before, atol=1e-6, rtol=1e-4)
+    assert table.ops("attention") == set() and "asks for attention's weights" in str(table)
+
+
 def test_another_formula_under_deberatas_name_stays_the_models_own() -> None:
     """Heads that are mixed, a class that computes something else: each says why."""
     model = models.build("deberta_first", talking_head=True)

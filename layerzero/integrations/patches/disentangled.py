@@ -75,11 +75,11 @@ def attend(
     if module.relative_attention and has_bias:
         added = getattr(module, bias_of)(q, k, relative, module.pos_dropout(embeddings), factor)
     q, k, v = (x.reshape(batch, heads, *x.shape[-2:]) for x in (q, k, v))
-    seen = mask.bool()
-    if isinstance(added, Tensor):
-        seen = added.reshape(batch, heads, *added.shape[-2:]).masked_fill(~seen, torch.finfo(q.dtype).min)
+    # Not a mask of booleans: queries that see no key weigh all of them alike.
+    bias = added.reshape(batch, heads, *added.shape[-2:]) if isinstance(added, Tensor) else q.new_zeros(())
+    bias = bias.masked_fill(~mask.bool(), torch.finfo(q.dtype).min)
     dropout = float(module.dropout.p) if module.training else 0.0
-    out: Tensor = attention(q, k, v, attn_mask=seen, scale=scale, dropout_p=dropout)
+    out: Tensor = attention(q, k, v, attn_mask=bias, scale=scale, dropout_p=dropout)
     return out.transpose(1, 2).reshape(batch, q.shape[2], -1)
 
 
@@ -118,8 +118,8 @@ def substitute(module: nn.Module) -> DisentangledForward | str:
 
 def _small(module: nn.Module) -> nn.Module:
     """The module with two heads of four features."""
-    parameters = {
-        name: probe.numbers(_WIDTH, seed=3) for name, p in module._parameters.items() if p is not None
+    parameters: dict[str, Tensor | None] = {
+        name: probe.numbers(_WIDTH, seed=3) for name in module._parameters
     }
     children: dict[str, nn.Module] = {}
     for number, (name, part) in enumerate(module._modules.items()):
@@ -131,7 +131,7 @@ def _small(module: nn.Module) -> nn.Module:
                 small.bias = nn.Parameter(probe.numbers(rows, seed=24 + number), requires_grad=False)
         elif part is not None:
             children[name] = nn.Identity()
-    double = probe.stand_in(module, parameters, children)
+    double = probe.stand_in(module, {**parameters}, children)
     sizes = {"num_attention_heads": _HEADS, "attention_head_size": _WIDTH // _HEADS, "all_head_size": _WIDTH}
     double.__dict__.update(sizes)
     return double
