@@ -109,7 +109,7 @@ def test_a_model_that_is_configured_to_give_weights_of_attention_gives_them() ->
     assert table.ops("attention") == set() and "asks for attention's weights" in str(table)
 
 
-def test_another_formula_under_deberatas_name_stays_the_models_own() -> None:
+def test_another_formula_under_debertas_name_stays_the_models_own() -> None:
     """Heads that are mixed, a class that computes something else: each says why."""
     model = models.build("deberta_first", talking_head=True)
     rows = {row.module: row for row in lz.patch_table(lz.patch(model)).rows if row.part == "attention"}
