@@ -35,11 +35,12 @@ from generate import SamplingParams, generate, load_tokenizer
 from models.llama import FOLDER, GetWeight, Llama, LlamaConfig, kv_pool, weights_of
 from rich.console import Console
 from rich.table import Table
-from tensor_parallel.run import shard_of, shard_weights
+from tensor_parallel.llama import VOCABULARY, shard_of
 from torch import Tensor
 
 import layerzero as lz
 from layerzero.kvcache import PagedSequence
+from layerzero.parallel import Layout, shard_weights
 from layerzero.speculative.tensor_parallel import TensorParallelTarget
 
 PROMPTS = (
@@ -156,11 +157,12 @@ class TargetShard:
     """One rank's heads and columns of the target, with pages of its own for every sequence."""
 
     def __init__(self, member: Any, config: LlamaConfig, get: GetWeight, like: Tensor) -> None:
-        shard_config = shard_of(config, member.ranks)
+        shares = Layout(member, tp=member.ranks).tensor
+        shard_config = shard_of(config, shares)
         cache = kv_pool(shard_config, like.device, like.dtype, 256, 16)
-        self.model = Llama(shard_config, shard_weights(get, member.rank, member.ranks), cache)
+        self.model = Llama(shard_config, shard_weights(get, shares, whole=VOCABULARY), cache)
         for layer in self.model.layers:
-            layer.all_reduce = self._all_reduce
+            layer.shares = shares
         self.texts: dict[int, list[int]] = {}
         self.target = TensorParallelTarget(
             member,
@@ -172,10 +174,6 @@ class TargetShard:
             device=like.device,
             on_tokens=lambda number, tokens: self.texts.setdefault(number, []).extend(tokens),
         )
-
-    def _all_reduce(self, partial: Tensor) -> Tensor:
-        dist.all_reduce(partial)
-        return partial
 
     def _forward(self, sequences: Sequence[Any], ids: Tensor, counts: Sequence[int]) -> Tensor:
         spans = [sequence.extend(count) for sequence, count in zip(sequences, counts, strict=True)]

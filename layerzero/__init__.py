@@ -144,6 +144,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 _MODULES = {
     "kvcache": "layerzero.kvcache",
     "metrics": "layerzero.api.metrics",
+    "parallel": "layerzero.parallel",
     "speculative": "layerzero.speculative",
     "sync": "layerzero.sync",
 }

@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from layerzero import kvcache as kvcache
+from layerzero import parallel as parallel
 from layerzero import speculative as speculative
 from layerzero import sync as sync
 from layerzero.actors.group.cluster import remote_rank_group as remote_rank_group

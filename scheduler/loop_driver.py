@@ -207,6 +207,7 @@ class LoopDriver:
                 self.batcher.expected_callers.forget(caller)
             if self.batcher.at_once is not None:
                 self.batcher.at_once.live.discard(id(caller))
+            self._runs.task_ended |= caller.late_s is None  # after one call
         self._on_callers_changed()
         if not self._callers and self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
@@ -249,7 +250,7 @@ class LoopDriver:
         self._callers_changed = False
         batcher = self.batcher
         now_s = self.loop.time()
-        if self._runs.yields_to_readers(now_s):
+        if self._runs.yields(now_s):
             self.schedule_tick()
             return
         batcher.on_turn(now_s)
@@ -336,8 +337,7 @@ class LoopDriver:
             raise
 
     def resume(self, calls: Sequence[PendingCall]) -> None:
-        """Send the callers of pending calls on that have ended elsewhere; what they submit comes at one
-        time."""
+        """Send callers on whose pending calls have ended elsewhere; what they submit comes at one time."""
         self._now_s = self.loop.time()
         try:
             self._wake(iter(calls))

@@ -8,7 +8,7 @@ every other rank obeys (`follow`), or compares its own batch with, before the fi
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -139,6 +139,19 @@ class RankHandle:
                 under_way.discard(request)
 
         return step
+
+    @property
+    def group(self) -> RankGroup:
+        """This rank's membership, which knows its device and whether it has failed."""
+        return self._group
+
+    def need_same(self, values: Mapping[str, str]) -> None:
+        """Compare `values` with every other rank's before the first collective; every rank calls this.
+
+        Raises: ConsistencyError, with the reason RANKS_DIFFER: a rank has another value. DeviceLostError: one
+            gave none in time.
+        """
+        self._group.need_same(values)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether every rank has the rows of `tensor`, so that a call with it waits for no device."""

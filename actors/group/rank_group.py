@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import msgspec
@@ -32,6 +32,7 @@ from layerzero.actors.group.plan import (
 )
 from layerzero.selection.dispatch import DispatchState
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, PolicyValidationError
+from layerzero.spec.reasons import Reason
 
 
 class RankGroup:
@@ -61,6 +62,8 @@ class RankGroup:
         self._states: dict[str, DispatchState] = {}
         self._costs = device.costs
         self._ended = self._closed = False
+        self._comparisons = 0
+        self._on_failure: list[Callable[[str], None]] = []
 
     # -- joining and agreeing ---------------------------------------------------------------------
 
@@ -138,6 +141,34 @@ class RankGroup:
                 retryable=True,
             )
         return msgspec.json.decode(data, type=RankProfile)
+
+    def need_same(self, values: Mapping[str, str]) -> None:
+        """Compare `values` with every rank's, in the store: no collective is used.
+
+        Raises: ConsistencyError, on every rank: one has others. DeviceLostError: one gave none in time.
+        """
+        self._comparisons += 1
+        prefix = f"rank_group/{self.epoch}/same/{self._comparisons}"
+        self._store.set(f"{prefix}/{self.rank}", msgspec.json.encode(values))
+        values_by_rank: list[dict[str, str]] = []
+        for rank in range(self.ranks):
+            encoded = self._store.get(f"{prefix}/{rank}", self.timeout_s)
+            if encoded is None:
+                raise DeviceLostError(
+                    f"rank {rank} did not say its {', '.join(values)} within {self.timeout_s:g} s",
+                    retryable=True,
+                )
+            values_by_rank.append(msgspec.json.decode(encoded))
+        for name in dict.fromkeys(name for one in values_by_rank for name in one):
+            votes = {rank: str(one.get(name)) for rank, one in enumerate(values_by_rank)}
+            others = [rank for rank, vote in votes.items() if vote != votes[0]]
+            if others:
+                raise ConsistencyError(
+                    f"{name} needs to be rank 0's {votes[0]!r} on every rank, got "
+                    + ", ".join(f"{votes[rank]!r} on rank {rank}" for rank in others),
+                    votes=votes,
+                    reason=Reason.RANKS_DIFFER,
+                )
 
     def propose(self, plan: AgreedPlan) -> AgreedPlan:
         """On rank 0: agree on another plan with the followers, who answer in `agree`.
@@ -296,12 +327,23 @@ class RankGroup:
                 return
             self._ended = True
             self.failure = why
+            to_notify = list(self._on_failure)
         log.warning("rank_group.failed", rank=self.rank, epoch=self.epoch, why=why)
         self.device.counters.add("rank_group_failures", rank=str(self.rank))
         if isinstance(self.channel, FollowerChannel):
             self.channel.fail(f"rank {self.rank} cannot follow: {why}")
         if self.config.on_failure is not None:
             self.config.on_failure(why)
+        for notify in to_notify:
+            notify(why)
+
+    def when_failed(self, notify: Callable[[str], None]) -> None:
+        """Call `notify(why)` once when the rank group fails, on the thread that noticed; now if it has."""
+        with self._lock:
+            self._on_failure.append(notify)
+            why = self.failure
+        if why is not None:
+            notify(why)
 
     @contextmanager
     def fail_on_error(self) -> Iterator[None]:

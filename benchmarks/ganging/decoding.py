@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from generating import by_hand
 from models.llama import SampleArgs
-from tensor_parallel.run import TensorParallelLlama
+from tensor_parallel.llama import TensorParallelLlama
 from torch import Tensor
 
 import layerzero as lz

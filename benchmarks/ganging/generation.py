@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from generating import by_hand
 from models.llama import BLOCKING, Llama, SampleArgs, kv_pool, run_sync
+from tensor_parallel.llama import shard_of
 from tensor_parallel.pipeline import PipelineLlama
-from tensor_parallel.run import shard_of
 from torch import Tensor
 
 import layerzero as lz
 from benchmarks.ganging.rank import Rank, compiled, plant_attention
+from layerzero.parallel import TensorGroup
 
 Point = tuple[int, int]  # requests, context
 ROUNDS = 3
@@ -59,7 +60,7 @@ def warmed(me: Rank, runtime: lz.Runtime, heads: int, rows: tuple[int, ...] = (1
     """Load and compile what a model with 1/`heads` of the heads asks for; the attention that it gets."""
     me.left_out = me.leave_out()
     plant_attention(runtime)
-    own = replace(shard_of(me.config, heads), num_hidden_layers=1)
+    own = replace(shard_of(me.config, TensorGroup(0, heads)), num_hidden_layers=1)
     model = Llama(own, me.weights(), _pool(me, own, pages_of(me)))
     for (n, context), each in itertools.product(points(me), rows):
         for _ in range(2):

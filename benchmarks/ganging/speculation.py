@@ -17,7 +17,7 @@ from generate import SamplingParams
 from generate import generate as plainly
 from models.llama import Llama, kv_pool
 from speculate import SequenceDecoder, TargetShard, speculate_request, start_generation
-from tensor_parallel.run import TensorParallelLlama
+from tensor_parallel.llama import TensorParallelLlama
 
 import layerzero as lz
 from benchmarks.ganging.generation import _timed, interleaved, warmed

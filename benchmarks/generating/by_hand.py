@@ -123,13 +123,13 @@ def step(cache: Paged | Contiguous, ids: Tensor) -> Tensor:
         qkv = linear(normed, layer.w_qkv, layer.b_qkv)
         q, k, v = qkv.unflatten(-1, (-1, config.head_dim)).split(layer.split, dim=1)
         mixed = cache.attend(index, layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        x = x + layer.all_reduce(linear(mixed.flatten(1), layer.w_o, layer.b_o))
+        x = x + layer.shares.reduce(linear(mixed.flatten(1), layer.w_o, layer.b_o))
         gate, up = linear(
             rms_norm(x, (config.hidden_size,), layer.post_attention_norm, config.rms_norm_eps),
             layer.w_up,
             layer.b_up,
         ).chunk(2, dim=-1)
-        x = x + layer.all_reduce(linear(silu(gate) * up, layer.w_down, layer.b_down))
+        x = x + layer.shares.reduce(linear(silu(gate) * up, layer.w_down, layer.b_down))
         normed = rms_norm(x, (config.hidden_size,), layer.next_norm, config.rms_norm_eps)
     return linear(normed, model.lm_head)
 

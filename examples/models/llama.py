@@ -21,11 +21,12 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.kvcache import AttentionMetadata, KVCacheSpec, PagedCache, PagedSequence, TokenRange
+from layerzero.parallel import GetWeight as GetWeight
+from layerzero.parallel import TensorGroup
 from models.llama_config import LlamaConfig as LlamaConfig
 from models.sampling import SampleArgs as SampleArgs
 from models.sampling import adjusted_rows, note_logprobs
 from models.sampling import sample_tokens as sample_tokens
-from models.weights import GetWeight as GetWeight
 from models.weights import Weight, feed_forward, joined, project, quantized_weights_of
 from models.weights import weights_of as weights_of
 
@@ -80,17 +81,13 @@ BLOCKING = Ops(**{name: _as_coroutine(getattr(lz.sync, name)) for name in _NAMES
 # -- the model ------------------------------------------------------------------------------------------
 
 
-def _identity(rows: Tensor) -> Tensor:
-    return rows
-
-
 class Layer:
     """One decoder layer: its weights, and its pages of keys and values.
 
-    `all_reduce` makes the sums of a layer whose heads and columns are spread over several ranks.
+    `shares` makes the sums of a layer whose heads and columns are spread over several ranks.
     """
 
-    all_reduce: Callable[[Tensor], Tensor] = staticmethod(_identity)
+    shares = TensorGroup()
 
     def __init__(
         self,
@@ -146,7 +143,9 @@ class Layer:
     async def forward(
         self, ops: Ops, normed: Tensor, x: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """(normed, x), each (T, C): the residual stream `x`, and it normed for the next layer."""
+        """(normed, x), each (T, C) or a rank's rows: the residual stream `x`, and it normed for the next."""
+        shares, rows = self.shares, len(metadata.positions)
+        normed = shares.gather_rows(normed, rows)
         qkv = await project(ops, normed, self.w_qkv, self.b_qkv)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
         q, k = await ops.rope(q, k, metadata.positions, self.cos, self.sin)
@@ -161,10 +160,10 @@ class Layer:
             cu_seqlens_q=metadata.cu_seqlens_q,
             **scales,
         )
-        out = self.all_reduce(await project(ops, mixed.flatten(1), self.w_o, self.b_o))
+        out = shares.reduce(await project(ops, mixed.flatten(1), self.w_o, self.b_o))
         normed, x = await ops.add_rms_norm(out, x, self.post_attention_norm, eps=self.eps)
-        out = await feed_forward(ops, normed, self.w_up, self.w_down, self.b_up, self.b_down)
-        out = self.all_reduce(out)
+        normed = shares.gather_rows(normed, rows)
+        out = shares.reduce(await feed_forward(ops, normed, self.w_up, self.w_down, self.b_up, self.b_down))
         normed, x = await ops.add_rms_norm(out, x, self.next_norm, eps=self.eps)
         return normed, x
 
@@ -181,6 +180,8 @@ class Layer:
 
 class Llama:
     """A Llama over one paged cache; `per` is what one await covers: an op, a layer or a whole step."""
+
+    shares = vocabulary = TensorGroup()  # of the ranks that share its layers; its table and its head
 
     def __init__(self, config: LlamaConfig, get: GetWeight, cache: PagedCache, per: Per = "step") -> None:
         """`get(name, shape)` gives the weight that Hugging Face's Llama has under `name`."""
@@ -270,11 +271,22 @@ class Llama:
         metadata: AttentionMetadata,
     ) -> Tensor:
         """The logits (B, V) of each sequence's last row among `ids` (T,)."""
-        x = await ops.embedding(ids, self.embed_tokens)
+        x = await self.embed(ops, ids)
         normed = await ops.rms_norm(x, self.input_norm, eps=self.config.rms_norm_eps)
         for layer in layers:
             normed, x = await layer(normed, x, metadata)
-        return await project(ops, normed[metadata.logits_indices], self.lm_head)
+        return await self.head(ops, normed, metadata)
+
+    async def embed(self, ops: Ops, ids: Tensor) -> Tensor:
+        """The residual stream (T, C) that the tokens `ids` (T,) begin with."""
+        if self.vocabulary.ranks > 1:
+            return self.vocabulary.embedding(ids, self.embed_tokens)
+        return self.shares.keep_rows(await ops.embedding(ids, self.embed_tokens))
+
+    async def head(self, ops: Ops, normed: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """The logits (B, V) of each sequence's last row among `normed` (T, C)."""
+        rows = self.shares.gather_rows(normed, len(metadata.positions))[metadata.logits_indices]
+        return self.vocabulary.gather_columns(await project(ops, rows, self.lm_head))
 
     async def forward_all_positions(self, ids: Tensor, span: TokenRange) -> Tensor:
         """The logits (n, V) after each of the tokens `ids` (n,), as a verified draft needs them."""

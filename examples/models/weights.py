@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional
 
 import layerzero as lz
 from layerzero.formats import QuantizedTensor
+from layerzero.parallel import FolderWeights, GetWeight
 
-GetWeight = Callable[[str, tuple[int, ...]], Any]
+weights_of = FolderWeights  # of a Hugging Face folder, each by its name and the shape that it must have
 # One matrix, or several one below the other that share no scales.
 Weight = Tensor | QuantizedTensor | tuple[Tensor | QuantizedTensor, ...]
 
@@ -68,27 +68,6 @@ async def feed_forward(
         return out
     gate, up = (await project(ops, x, w_up, b_up)).chunk(2, -1)
     return await project(ops, functional.silu(gate) * up, w_down, b_down)
-
-
-def weights_of(folder: Path, device: torch.device | str, dtype: torch.dtype) -> GetWeight:
-    """How to get the weights of a Hugging Face folder, each by its name and with the shape it must have."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    else:
-        with safe_open(str(folder / "model.safetensors"), framework="pt") as weights:
-            file_of = dict.fromkeys(weights.keys(), "model.safetensors")
-    opened = {name: safe_open(str(folder / name), framework="pt") for name in set(file_of.values())}
-
-    def get(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in file_of:
-            raise ValueError(f"folder needs the weight {name}, got none in {folder}")
-        weight: Tensor = opened[file_of[name]].get_tensor(name)  # type: ignore[no-untyped-call]
-        if weight.shape != shape:
-            raise ValueError(f"{name} needs shape {shape}, got {tuple(weight.shape)} in {folder}")
-        return weight.to(device, dtype)
-
-    return get
 
 
 def quantized_weights_of(folder: Path, device: torch.device | str, dtype: torch.dtype) -> GetWeight | None:

@@ -12,16 +12,42 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Several
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
-from models.llama import Llama, SampleArgs, sample_tokens
+from models.llama import GetWeight, Llama, LlamaConfig, SampleArgs, kv_pool, sample_tokens
 from torch import Tensor
 
 import layerzero as lz
 from layerzero.kvcache import AttentionMetadata, TokenRange
 from layerzero.ops.host_copies import to_device_with_host_copy
+from layerzero.parallel import Layout, TensorGroup, shard_weights
+
+PAGES = 1024
+VOCABULARY = ("embed_tokens", "lm_head")
+
+
+def shard_of(config: LlamaConfig, group: TensorGroup) -> LlamaConfig:
+    """The shape of one rank's share, with the whole vocabulary; fewer key heads than ranks are repeated.
+
+    Raises: ValueError: the ranks do not divide it.
+    """
+    kv_heads = config.num_key_value_heads
+    repeated = kv_heads < group.ranks and group.ranks % kv_heads == 0
+    return replace(
+        config,
+        num_attention_heads=group.split("num_attention_heads", config.num_attention_heads),
+        num_key_value_heads=1 if repeated else group.split("num_key_value_heads", kv_heads),
+        intermediate_size=group.split("intermediate_size", config.intermediate_size),
+    )
+
+
+def same_checkpoint(get: GetWeight) -> dict[str, str]:
+    """What `Layout` compares between ranks of the weights that `get` gives, where they come from a folder."""
+    digest = getattr(get, "digest", None)
+    return {} if digest is None else {"checkpoint": digest}
 
 
 class RankSequence:
@@ -41,8 +67,6 @@ class RankSequence:
 class RankLlama(Llama):
     """A part of a Llama on one rank: `step` and `sample_next` are steps of the group, which rank 0 leads."""
 
-    every_rank_has_logits = True
-
     def join(
         self,
         member: Any,
@@ -56,11 +80,8 @@ class RankLlama(Llama):
 
         `buckets` and `graphs` are those of `lz.StepRunner`: collectives of NCCL can be captured.
         """
-        self._member, self._buckets, self._graphs = member, buckets, graphs
-        with self.cache.sequence(1) as probe:
-            self._block_tables = probe.block_tables
-        self._sequences: dict[int, RankSequence] = {}  # on a follower, by their first page
-        self._known_pages: dict[int, list[int]] = {}  # on rank 0: pages that all know, by the first of them
+        self._buckets, self._graphs = buckets, graphs
+        self.attach(member)
         self._batched_logits = member.batched(
             self._logits_on_rank, name=f"{name} logits", alike=alike, unsent=("spans",)
         )
@@ -73,6 +94,14 @@ class RankLlama(Llama):
         )
         # Made here, so that the rows of padding have the same pages on every rank.
         self._greedy_runner, self._logits_runner = self.runners
+
+    def attach(self, member: Any) -> None:
+        """Keep the pages of the sequences that rank 0 opens, as every rank of `member`'s group does."""
+        self._member = member
+        with self.cache.sequence(1) as probe:
+            self._block_tables = probe.block_tables
+        self._sequences: dict[int, RankSequence] = {}  # on a follower, by their first page
+        self._known_pages: dict[int, list[int]] = {}  # on rank 0: pages that all know, by the first of them
 
     @cached_property
     def runners(self) -> tuple[lz.StepRunner, lz.StepRunner]:
@@ -164,13 +193,58 @@ class RankLlama(Llama):
 
     def greedy_step(self, metadata: AttentionMetadata, ids: Tensor) -> Tensor:
         """The likeliest token (B,) of each sequence after the rows `ids` (T,), rank 0's on every rank."""
-        logits = self.logits_step(metadata, ids)
-        if self._member.rank and not self.every_rank_has_logits:
-            return self._of_rank0(ids.new_zeros(len(logits)))
-        return self._of_rank0(lz.sync.sample(logits, temperature=0.0, seed=0))
+        return self._of_rank0(super().greedy_step(metadata, ids))
 
     def _of_rank0(self, tokens: Tensor) -> Tensor:
         """Rank 0's `tokens`, on the device."""
         if self._member.ranks > 1:
             dist.broadcast(tokens, 0)
         return tokens
+
+
+class TensorParallelLlama(RankLlama):
+    """One rank's share of a Llama: some heads and some inner channels of each layer."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        get: GetWeight,
+        member: Any,
+        like: Tensor,
+        pages: int = PAGES,
+        buckets: Several[int] | None = None,
+        graphs: bool | None = None,
+        *,
+        sequence: bool = False,
+    ) -> None:
+        """`like` has the dtype and the device of the weights; `join` says what the others are.
+
+        With `sequence` the ranks share the rows of the norms, the table of tokens and the head, too.
+        Raises: ConsistencyError: another rank has another checkpoint. ValueError: the ranks divide no size.
+        """
+        layout = Layout(member, tp=member.ranks, sequence=sequence, same=same_checkpoint(get))
+        self.share_out(config, get, layout.tensor, like, pages, vocabulary=sequence)
+        self.join(member, "share", buckets=buckets, graphs=graphs)
+
+    def share_out(
+        self,
+        config: LlamaConfig,
+        get: GetWeight,
+        group: TensorGroup,
+        like: Tensor,
+        pages: int,
+        *,
+        vocabulary: bool = False,
+        of_stage: Callable[[GetWeight], GetWeight] = lambda get: get,
+    ) -> None:
+        """Make the model of one rank of `group`; `of_stage` names the weights of its layers alone."""
+        shard = shard_of(config, group)
+        if vocabulary:
+            shard = replace(shard, vocab_size=group.split("vocab_size", config.vocab_size))
+        part = shard_weights(
+            get, group, kv_heads=config.num_key_value_heads, whole=() if vocabulary else VOCABULARY
+        )
+        super().__init__(shard, of_stage(part), kv_pool(shard, like.device, like.dtype, pages, 16))
+        self.shares, self.vocabulary = group, group if vocabulary else self.vocabulary
+        for layer in self.layers:
+            layer.shares = group

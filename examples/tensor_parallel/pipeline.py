@@ -1,102 +1,117 @@
 """Pipeline stages of a Llama: each rank has some of the layers, and hands its rows to the next.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel/run.py --stages
+    torchrun --nproc-per-node 4 examples/tensor_parallel/run.py --stages 2     # of two ranks each
 
-What a stage chooses does not depend on its rank: its ops see whole heads and whole columns.
+What a stage chooses does not depend on its rank: its ops see whole heads and whole columns, or those of its
+share where several ranks are one stage.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from models.llama import BLOCKING, GetWeight, LlamaConfig, kv_pool, run_sync
+from models.llama import BLOCKING, GetWeight, LlamaConfig, run_sync, sample_tokens
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.kvcache import AttentionMetadata
-from tensor_parallel.llama import RankLlama
-
-PAGES = 1024
+from layerzero.parallel import Layout, Pipeline, stage_weights
+from tensor_parallel.llama import PAGES, TensorParallelLlama, same_checkpoint
 
 
-def layers_of(layers: int, rank: int, ranks: int) -> range:
-    """Which layers a rank has: as many as the others, or one more.
-
-    Raises: ValueError: there are fewer layers than ranks.
-    """
-    if not 1 <= ranks <= layers:
-        raise ValueError(f"ranks needs 1 to {layers} stages, one layer each at least, got {ranks}")
-    return range(rank * layers // ranks, (rank + 1) * layers // ranks)
-
-
-def stage_weights(get: GetWeight, layer_range: range, config: LlamaConfig, like: Tensor) -> GetWeight:
-    """`get` under the names that a Llama of the layers `own` alone asks for; nothing for what others hold."""
-    first, last = layer_range.start == 0, layer_range.stop == config.num_hidden_layers
-    has_weight = {
-        "model.embed_tokens.weight": first or (last and config.tie_word_embeddings),
-        "lm_head.weight": last,
-    }
-
-    def piece(name: str, shape: tuple[int, ...]) -> Any:
-        if not has_weight.get(name, True):
-            return like.new_empty(0)
-        if name == "model.norm.weight" and not last:
-            return get(f"model.layers.{layer_range.stop}.input_layernorm.weight", shape)
-        parts = name.split(".")
-        if parts[1] == "layers":
-            parts[2] = str(int(parts[2]) + layer_range.start)
-        return get(".".join(parts), shape)
-
-    return piece
-
-
-class PipelineLlama(RankLlama):
-    """One rank's layers of a Llama; the logits of a step come back to rank 0."""
-
-    every_rank_has_logits = False
+class PipelineLlama(TensorParallelLlama):
+    """One rank's layers of a Llama, or its share of them; what the last stage gives comes back to rank 0."""
 
     def __init__(
-        self, config: LlamaConfig, get: GetWeight, member: Any, like: Tensor, pages: int = PAGES
+        self,
+        config: LlamaConfig,
+        get: GetWeight,
+        member: Any,
+        like: Tensor,
+        pages: int = PAGES,
+        *,
+        tp: int = 1,
+        sequence: bool = False,
     ) -> None:
-        """`like` has the dtype and the device of the weights.
+        """`tp` ranks share each stage; the others as for `TensorParallelLlama`.
 
-        Raises: ValueError: there are fewer layers than ranks.
+        Raises: ConsistencyError: another rank has another checkpoint. ValueError: there are fewer layers than
+            stages, or the ranks of a stage divide no size.
         """
-        layer_range = layers_of(config.num_hidden_layers, member.rank, member.ranks)
-        stage_config = replace(config, num_hidden_layers=len(layer_range))
-        super().__init__(
-            stage_config,
-            stage_weights(get, layer_range, config, like),
-            kv_pool(stage_config, like.device, like.dtype, pages, 16),
+        self.layout = layout = Layout(
+            member, tp=tp, pp=member.ranks // tp, sequence=sequence, same=same_checkpoint(get)
         )
-        self.rank, self.final = member.rank, member.ranks - 1
-        # What passes from stage to stage is sent and received: no graph holds that.
-        self.join(member, "stage", alike=False, graphs=False)
+        layers, tied = config.num_hidden_layers, config.tie_word_embeddings
+        of_stage = partial(stage_weights, layout=layout, layers=layers, like=like, tied=tied)
+        stage = replace(config, num_hidden_layers=len(layout.layers(layers)))
+        self.share_out(stage, get, layout.tensor, like, pages, vocabulary=sequence, of_stage=of_stage)
+        self._like, self._words = like, config.vocab_size
+        self.pipeline = Pipeline(layout)
+        self.attach(member)
+        self._batched_logits = self.pipeline.batched(
+            self._logits_on_stage,
+            name="stage logits",
+            carries=self._carried,
+            returns=self._returned,
+            unsent=("spans",),
+        )
+        self._batched_tokens = self.pipeline.batched(
+            self._tokens_on_stage,
+            name="stage tokens",
+            carries=self._carried,
+            returns=self._returned,
+            finish=self._drawn,
+            unsent=("spans", "draws"),
+        )
 
-    def logits_step(self, metadata: AttentionMetadata, ids: Tensor) -> Tensor:
-        """What every rank runs; rank 0 gets the logits (B, V) of each sequence's last row."""
-        like, config, rows = self.input_norm, self.config, len(ids)
-        if self.rank:
-            received = torch.empty(2, rows, config.hidden_size, dtype=like.dtype, device=like.device)
-            dist.recv(received, self.rank - 1)
-            normed, x = received.unbind()
-        else:
-            x = lz.sync.embedding(ids, self.embed_tokens)
-            normed = lz.sync.rms_norm(x, self.input_norm, eps=config.rms_norm_eps)
+    def _carried(self, rows: int) -> Tensor:
+        """The residual stream of so many rows, or a rank's own of them."""
+        return self._like.new_empty(self.shares.share_of_rows(rows), self.config.hidden_size)
+
+    def _returned(self, ids: Tensor, *columns: Any, counts: list[int]) -> Tensor:
+        """Tokens (B,) where all of them are greedy, else logits (B, V)."""
+        greedy = columns[5] if len(columns) > 5 else [False]
+        return ids.new_empty(len(counts)) if all(greedy) else self._like.new_empty(len(counts), self._words)
+
+    def _logits_on_stage(
+        self,
+        x: Tensor | None,
+        ids: Tensor,
+        spans: list[Any],
+        firsts: list[int],
+        starts: list[int],
+        pages: list[list[int]],
+        counts: list[int],
+    ) -> Tensor:
+        metadata = self.cache.attention_metadata(self._ranges(spans, firsts, starts, pages, counts))
+        x = run_sync(self.embed(BLOCKING, ids)) if x is None else x
+        normed = lz.sync.rms_norm(x, self.input_norm, eps=self.config.rms_norm_eps)
         for layer in self.layers:
             normed, x = run_sync(layer.forward(BLOCKING, normed, x, metadata))
-        if self.rank < self.final:
-            dist.send(torch.stack([normed, x]), self.rank + 1)
-            logits = torch.empty(
-                len(metadata.seq_lens), config.vocab_size, dtype=like.dtype, device=like.device
-            )
-            if self.rank == 0:
-                dist.recv(logits, self.final)
-        else:
-            logits = lz.sync.linear(normed[metadata.logits_indices], self.lm_head)
-            if self.rank:
-                dist.send(logits, 0)
-        return logits
+        return run_sync(self.head(BLOCKING, normed, metadata)) if self.layout.last else x
+
+    def _tokens_on_stage(
+        self,
+        x: Tensor | None,
+        ids: Tensor,
+        spans: list[Any],
+        firsts: list[int],
+        starts: list[int],
+        pages: list[list[int]],
+        draws: list[Any],
+        greedy: list[bool],
+        counts: list[int],
+    ) -> Tensor:
+        out = self._logits_on_stage(x, ids, spans, firsts, starts, pages, counts)
+        if self.layout.last and all(greedy):
+            return lz.sync.sample(out, temperature=0.0, seed=0)
+        return out
+
+    def _drawn(self, results: Tensor, *columns: Any) -> Tensor:
+        draws, greedy = columns[5:7]
+        if all(greedy):
+            return results
+        with self._member.using_model("draw"):  # which no other rank chooses for
+            return sample_tokens(results, draws)

@@ -5,6 +5,7 @@
     rank: NCCL
     torchrun --nproc-per-node 2 examples/tensor_parallel/run.py --stages     # layers instead of heads and
     columns
+    torchrun --nproc-per-node 4 examples/tensor_parallel/run.py --stages 2 --sequence     # both
     python examples/tensor_parallel/run.py --cluster auto --ranks 2     # devices of a Ray cluster
 
 Rank 0 has the requests: each is a coroutine that runs `generation.generate`, as with one device. What meets
@@ -55,13 +56,9 @@ from models.llama import (
 from torch import Tensor
 
 import layerzero as lz
-from tensor_parallel.llama import RankLlama
+from tensor_parallel.llama import PAGES, TensorParallelLlama
 from tensor_parallel.pipeline import PipelineLlama
 
-# Which axis of a weight is shared out: rows of what makes heads and columns, columns of what takes them.
-ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-COLUMNS = ("o_proj", "down_proj")
-PAGES = 1024
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
     num_attention_heads=32, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5,
@@ -73,69 +70,6 @@ PROMPTS = (
     "The king said unto them,",
     "Blessed are they that",
 )
-
-
-def shard_of(config: LlamaConfig, ranks: int) -> LlamaConfig:
-    """The shape of one rank's share.
-
-    Raises: ValueError: heads or inner channels do not divide.
-    """
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % ranks:
-            count = getattr(config, name)
-            raise ValueError(f"ranks needs a divisor of the model's {count} {name}, got {ranks}")
-    heads, kv_heads, inner = (
-        config.num_attention_heads // ranks,
-        config.num_key_value_heads // ranks,
-        config.intermediate_size // ranks,
-    )
-    return replace(config, num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=inner)
-
-
-def shard_weights(get: GetWeight, rank: int, ranks: int) -> GetWeight:
-    """`get`, which gives this rank's piece of what is shared out and the whole of everything else."""
-
-    def piece(name: str, shape: tuple[int, ...]) -> Tensor:
-        part, kind = name.rsplit(".", 2)[-2:]
-        axis = 0 if part in ROWS else 1 if part in COLUMNS else -1
-        if axis < 0 or (kind == "bias" and part in COLUMNS):
-            weight = get(name, shape)
-            # A bias is added once, whichever rank adds the partial sums up.
-            return torch.zeros_like(weight) if kind == "bias" and part in COLUMNS and rank else weight
-        whole = tuple(size * ranks if index == axis else size for index, size in enumerate(shape))
-        own: Tensor = get(name, whole).chunk(ranks, axis)[rank].contiguous()
-        return own
-
-    return piece
-
-
-class TensorParallelLlama(RankLlama):
-    """One rank's share of a Llama: some heads and some inner channels of each layer."""
-
-    def __init__(
-        self,
-        config: LlamaConfig,
-        get: GetWeight,
-        member: Any,
-        like: Tensor,
-        pages: int = PAGES,
-        buckets: Sequence[int] | None = None,
-        graphs: bool | None = None,
-    ) -> None:
-        """`like` has the dtype and the device of the weights; `RankLlama.join` says what the others are."""
-        shard_config = shard_of(config, member.ranks)
-        super().__init__(
-            shard_config,
-            shard_weights(get, member.rank, member.ranks),
-            kv_pool(shard_config, like.device, like.dtype, pages, 16),
-        )
-        for layer in self.layers:
-            layer.all_reduce = self._all_reduce
-        self.join(member, "share", buckets=buckets, graphs=graphs)
-
-    def _all_reduce(self, partial: Tensor) -> Tensor:
-        dist.all_reduce(partial)
-        return partial
 
 
 async def generate_all(model: Llama, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
@@ -194,9 +128,7 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
     prompts = [tokenizer.encode(PROMPTS[n % len(PROMPTS)]).ids for n in range(options.requests)]
     async with lz.start(lz.Settings(device=str(device), inference=True)):
         async with lz.rank_group(timeout_s=120.0) as member:
-            model: RankLlama = (
-                PipelineLlama(config, get, member, like) if options.stages else _shard(options, member, like)
-            )
+            model = _part(options, member, like)
             token_lists: list[list[int]] = []
             speeds: dict[str, float] = {}
             if member.rank:
@@ -206,7 +138,7 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
                 started = time.perf_counter()
                 token_lists = await generate_all(model, prompts, options.tokens)
                 speeds["rank_group"] = _speed(token_lists, started)
-        if isinstance(model, TensorParallelLlama):
+        if not options.stages:
             generate_by_hand(model, prompts, 4)
             started = time.perf_counter()
             hand = generate_by_hand(model, prompts, options.tokens)
@@ -228,11 +160,23 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
     return compare(record, options, token_lists, expected, speeds)
 
 
-def _shard(options: argparse.Namespace, member: Any, like: Tensor) -> TensorParallelLlama:
+def _part(options: argparse.Namespace, member: Any, like: Tensor) -> TensorParallelLlama:
+    """This rank's part of the model: layers, heads and columns, or both.
+
+    Raises: ValueError: the stages do not divide the ranks. What the models raise.
+    """
+    if options.stages:
+        stages = member.ranks if options.stages < 0 else options.stages
+        if member.ranks % stages:
+            raise ValueError(f"--stages needs a divisor of the {member.ranks} ranks, got {stages}")
+        tp, weights = member.ranks // stages, config_and_weights(options, like)
+        return PipelineLlama(*weights, member, like, tp=tp, sequence=options.sequence)
     captured = options.captured or options.collectives == "nccl"
     buckets = sorted({1, options.requests}) if captured else None
     weights = config_and_weights(options, like)
-    return TensorParallelLlama(*weights, member, like, buckets=buckets, graphs=captured)
+    return TensorParallelLlama(
+        *weights, member, like, buckets=buckets, graphs=captured, sequence=options.sequence
+    )
 
 
 def compare(
@@ -270,7 +214,7 @@ def build_shard(options: argparse.Namespace, member: Any) -> TensorParallelLlama
     if options.device == "cpu":
         torch.set_num_threads(1)
     like = torch.empty(0, device=options.device, dtype=getattr(torch, options.dtype))
-    return _shard(options, member, like)
+    return _part(options, member, like)
 
 
 async def continue_text(
@@ -336,7 +280,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--stages", action="store_true", help="share the layers out, not each one's heads")
+    parser.add_argument(
+        "--stages", type=int, nargs="?", const=-1, default=0,
+        help="share the layers out: one stage a rank, or so many, whose ranks share heads and columns",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sequence", action="store_true", help="share out the rows of norms and the vocabulary, too"
+    )
     parser.add_argument(
         "--captured", action="store_true", help="run decoding steps as graphs do, without a GPU too"
     )

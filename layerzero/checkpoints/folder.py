@@ -81,14 +81,24 @@ class TensorFolder:
 
         Raises: FormatError: there is none of that name.
         """
-        if name not in self._file_of:
-            raise FormatError(str(self.path), f"the tensor {name}", "none", Reason.CHECKPOINT_FORMAT_MISMATCH)
-        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        tensor: Tensor = self._file(name).get_tensor(name)
         return tensor
+
+    def slice(self, name: str) -> Any:
+        """A tensor of which only what is indexed is read, as safetensors gives it.
+
+        Raises: FormatError: there is none of that name.
+        """
+        return self._file(name).get_slice(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
-        return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
+        return tuple(self.slice(name).get_shape())
+
+    def _file(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise FormatError(str(self.path), f"the tensor {name}", "none", Reason.CHECKPOINT_FORMAT_MISMATCH)
+        return self._files[self._file_of[name]]
 
 
 def _opened(path: Path) -> Any:

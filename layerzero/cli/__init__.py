@@ -49,6 +49,10 @@ COMMANDS = {
         "warmup",
         "Say whether a fresh process would serve MANIFEST without compiling; compiles nothing itself",
     ),
+    "recommend": (
+        "recommend",
+        "Print the flags that ENGINE should serve a model with, each with its reason and what others lose",
+    ),
     "report": (
         "judging.report",
         "Write one HTML page about this machine to PATH, complete in itself: it opens without a network",

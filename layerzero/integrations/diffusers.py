@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-import layerzero.sync as sync
 from layerzero.integrations.patches.modules import Patch, apply, has_record, need_parts, substitutes
-from layerzero.integrations.patches.rewire import reads, rebind
+from layerzero.integrations.patches.rewire import rebind
+from layerzero.integrations.patches.sdpa import replacements, scaled_dot_product_attention
 from layerzero.integrations.patches.substitute import PARTS, PatchTable, Verdicts
 
 NAME = "layerzero"
@@ -63,44 +62,10 @@ def attention(
     if attn_mask is not None and attn_mask.ndim == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    out = _Functional.scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return out.transpose(1, 2)
-
-
-class _Functional:
-    """`torch.nn.functional`, whose attention is the op."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(functional, name)
-
-    @staticmethod
-    def scaled_dot_product_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """torch's function by `lz.sync.attention`; a traced call, and operands of a subclass, by torch's."""
-        plain = all(type(x) is Tensor and x.device.type != "meta" for x in (query, key, value))
-        if torch.compiler.is_compiling() or not plain:
-            return functional.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        queries, keys = query.shape[-2], key.shape[-2]
-        if is_causal and queries != keys:
-            # torch counts both from the first, the op from the last.
-            attn_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
-            is_causal = False
-        out: Tensor = sync.attention(
-            query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p
-        )
-        return out
 
 
 def register() -> Any:
@@ -121,8 +86,8 @@ def register() -> Any:
 def processor_class(kind: Any) -> type | None:
     """Processors of the class `kind` whose attention is the op; None where they do not call torch's."""
     call: Any = kind.__call__
-    replaced = {name: _Functional() for name in reads(call) if call.__globals__.get(name) is functional}
-    if not replaced or "scaled_dot_product_attention" not in reads(call):
+    replaced = replacements(call)
+    if not replaced:
         return None
     ours = rebind(call, replaced)
 
@@ -141,7 +106,7 @@ def patch(model: Any, parts: Iterable[str] = PARTS) -> Any:
     verdicts, done = Verdicts(), Patch(PatchTable(type(model).__name__, ()), chosen)
     if "attention" in chosen:
         _patch_attention(model, done, verdicts)
-    done.substitutes += substitutes(model, chosen, verdicts)
+    done.substitutes += substitutes(model, chosen - {"attention"}, verdicts)
     done.table = PatchTable(type(model).__name__, verdicts.rows())
     apply(model, done)
     return model

@@ -20,7 +20,15 @@ import layerzero.sync as sync
 from layerzero._util import log
 from layerzero.calls.blocking import context_device
 from layerzero.integrations.patches import loss
-from layerzero.integrations.patches.modules import TAKEN, Patch, apply, has_record, need_parts, substitutes
+from layerzero.integrations.patches.modules import (
+    TAKEN,
+    Patch,
+    apply,
+    has_own_attention,
+    has_record,
+    need_parts,
+    substitutes,
+)
 from layerzero.integrations.patches.substitute import PARTS, PatchTable, Verdicts
 
 NAME = "layerzero"
@@ -101,6 +109,11 @@ def _patch_attention(model: Any, patch: Patch, verdicts: Verdicts) -> None:
     """Have every configuration of the model name our implementation, where its code asks for one."""
     _register()
     before = [(config, config._attn_implementation) for config in _configs(model)]
+    if any(getattr(config, "output_attentions", False) for config, _ in before):
+        for module in model.modules():
+            if _asks(module):
+                verdicts.add("attention", module, None, "its configuration asks for attention's weights")
+        return
     if any(_asks(module) for module in model.modules()):
         model.set_attn_implementation(NAME)
     for config, original in before:
@@ -119,7 +132,7 @@ def _patch_attention(model: Any, patch: Patch, verdicts: Verdicts) -> None:
         config = getattr(module, "config", model.config)
         if _asks(module) and isinstance(getattr(config, "_attn_implementation", None), PatchedName):
             verdicts.add("attention", module, "attention")
-        elif not any(_asks(part) for part in list(module.modules())[1:]):
+        elif not any(_asks(part) or has_own_attention(part) for part in module.modules()):
             verdicts.add("attention", module, None, "it does not ask transformers' attention interface")
 
 

@@ -33,7 +33,7 @@ NOBODY = "no kernel takes the call"
 _Key = tuple[BenchmarkCase, Launch]
 
 
-class _Chooser:
+class Chooser:
     """Decides measured calls as one machine would."""
 
     def __init__(self, device: LocalDevice) -> None:
@@ -48,25 +48,44 @@ class _Chooser:
         return self._device.table(ops_table.get(request.op)).recompute(request)
 
 
-class _TableChooser(_Chooser):
-    """Decides as a machine of a table's class would, with every library installed."""
+class FreshChooser(Chooser):
+    """Decides as a machine with every library installed would, by what calls are said to cost there."""
 
-    def __init__(self, table: ShippedTable, policy: Policy) -> None:
-        self.hardware = hardware_of(table.provenance.environment)
-        kernels = {kernel.id: kernel for kernel in load_builtin()}
+    def __init__(self, hardware: Hardware, costs: CostModel, policy: Policy) -> None:
+        self.hardware = hardware
+        self._costs = costs
         self._policy = policy
         self._kernels: dict[str, tuple[Kernel, ...]] = {}
-        for kernel in kernels.values():
+        for kernel in load_builtin():
             self._kernels[kernel.op] = (*self._kernels.get(kernel.op, ()), kernel)
+
+    @classmethod
+    def of_table(cls, table: ShippedTable, policy: Policy) -> FreshChooser:
+        """A machine of a table's class."""
+        hardware = hardware_of(table.provenance.environment)
         rows = [SourcedMeasurement(row, SHIPPED) for row in table.rows]
-        self._costs: CostModel = MeasuredCosts(rows, kernels, self.hardware)
+        kernels = {kernel.id: kernel for kernel in load_builtin()}
+        return cls(hardware, MeasuredCosts(rows, kernels, hardware), policy)
 
     def choose(self, request: CallSpec) -> Selection:
-        """As a device of that class, fresh from installation."""
+        """As a device fresh from installation.
+
+        Raises: NoKernelFoundError: no kernel takes the call.
+        """
         op, kernels = ops_table.get(request.op), self._kernels.get(request.op, ())
-        bucketed = KeyMaker(op, kernels, ()).bucket(request)
         context = SelectionContext(kernels, self.hardware, self._policy)
-        return decide(op, request, context, bucketed=bucketed, cost=self._costs)
+        return decide(op, request, context, bucketed=self._bucket(request), cost=self._costs)
+
+    def prices(self, request: CallSpec) -> dict[str, tuple[float, str]]:
+        """Every kernel's microseconds for a call, whether it takes it or not, and where they come from."""
+        bucketed = self._bucket(request)
+        work = ops_table.get(request.op).work(bucketed)
+        kernels = self._kernels.get(request.op, ())
+        return {kernel.id: self._costs(kernel, work, bucketed, self.hardware) for kernel in kernels}
+
+    def _bucket(self, request: CallSpec) -> CallSpec:
+        op = ops_table.get(request.op)
+        return KeyMaker(op, self._kernels.get(request.op, ()), ()).bucket(request)
 
 
 def hardware_of(environment: Environment) -> Hardware:
@@ -83,12 +102,12 @@ def map_of_device(device: LocalDevice) -> CallMap:
     device.wait_for_costs()
     path = perfdb_path(device.settings)
     rows = read_rows(path, Environment.of_hardware(device.hardware)) if path and path.is_file() else []
-    return _map_of(OWN, True, rows, _Chooser(device))
+    return _map_of(OWN, True, rows, Chooser(device))
 
 
 def map_of_table(table: ShippedTable, name: str, policy: Policy) -> CallMap:
     """The measurements of a shipped table, chosen over as its machine would."""
-    return _map_of(f"table {name}", False, table.rows, _TableChooser(table, policy))
+    return _map_of(f"table {name}", False, table.rows, FreshChooser.of_table(table, policy))
 
 
 def tables_for(hardware: Hardware, every: bool) -> list[tuple[str, ShippedTable]]:
@@ -100,7 +119,7 @@ def tables_for(hardware: Hardware, every: bool) -> list[tuple[str, ShippedTable]
     return [(names[table.content], table) for table in fitting]
 
 
-def _map_of(source: str, is_own: bool, rows: Iterable[Measurement], chooser: _Chooser) -> CallMap:
+def _map_of(source: str, is_own: bool, rows: Iterable[Measurement], chooser: Chooser) -> CallMap:
     kernels, texts = TextList(), TextList()
     calls = [
         _measured_call(case, launch, timed, chooser, kernels, texts)
@@ -126,7 +145,7 @@ def _by_call(rows: Iterable[Measurement]) -> dict[_Key, dict[str, Measurement]]:
 
 
 def _measured_call(
-    case: BenchmarkCase, launch: Launch, rows: Mapping[str, Measurement], chooser: _Chooser,
+    case: BenchmarkCase, launch: Launch, rows: Mapping[str, Measurement], chooser: Chooser,
     kernels: TextList, texts: TextList,
 ) -> MeasuredCall:  # fmt: skip
     request = request_of(case, chooser.hardware)

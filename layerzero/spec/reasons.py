@@ -175,6 +175,7 @@ class Reason(StrEnum):
         Category.MODE,
         "is none of the implementations that torch's sdpa_kernel leaves switched on",
     )
+    RANKS_DIFFER = "RANKS_DIFFER", Category.MODE, "is not on every rank what it is on rank 0"
     TP_INVARIANCE_REQUIRED = "TP_INVARIANCE_REQUIRED", Category.MODE, "is not invariant to the group's size"
 
     BACKEND_MISSING = "BACKEND_MISSING", Category.BACKEND, "its library is not installed"

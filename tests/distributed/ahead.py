@@ -22,7 +22,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from generate import SamplingParams, generate  # noqa: E402
 from models import llama  # noqa: E402
-from tensor_parallel.run import TensorParallelLlama  # noqa: E402
+from tensor_parallel.llama import TensorParallelLlama  # noqa: E402
 
 import layerzero as lz  # noqa: E402
 from layerzero.actors.group.channel import LeaderChannel  # noqa: E402

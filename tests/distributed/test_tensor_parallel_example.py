@@ -19,6 +19,9 @@ pytest.importorskip("tokenizers", reason="the example needs tokenizers")
 
 from models import llama
 from tensor_parallel import run as tp_run
+from tensor_parallel.llama import shard_of
+
+from layerzero.parallel import TensorGroup
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel" / "run.py"
 
@@ -30,7 +33,9 @@ def right(out: Path, ranks: int) -> None:
     assert said["collectives"] == ("nccl" if torch.cuda.device_count() >= ranks else "gloo")
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(4, []), (3, ["--stages"])], ids=["4", "stages"])
+@pytest.mark.parametrize(
+    ("ranks", "how"), [(3, ["--stages"]), (4, ["--stages", "2", "--sequence"])], ids=["stages", "both"]
+)
 def test_sharded_texts_are_those_of_one_process(ranks: int, how: list[str], tmp_path: Path) -> None:
     """Eight requests, sampled with their seeds: the same tokens from shards or stages as from the whole."""
     out = tmp_path / "tp.json"
@@ -72,10 +77,11 @@ def test_ranks_with_a_gpu_each_meet_through_nccl(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_share_that_does_not_divide_is_refused() -> None:
-    """Three ranks cannot share eight heads; the message says what would."""
+    """Three ranks cannot share eight heads; the message says what would. Key heads may be repeated."""
     whole = llama.LlamaConfig.read(llama.FOLDER)
     with pytest.raises(ValueError, match="ranks needs a divisor of the model's 8 num_attention_heads, got 3"):
-        tp_run.shard_of(whole, 3)
+        shard_of(whole, TensorGroup(0, 3))
+    assert shard_of(whole, TensorGroup(0, 8)).num_key_value_heads == 1
 
 
 def test_a_stage_of_a_pipeline_chooses_as_one_process_does(tmp_path: Path) -> None:

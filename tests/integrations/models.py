@@ -49,6 +49,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", _SIZES),
     "deberta": ("DebertaV2ForMaskedLM", "DebertaV2Config", {
         **_SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8}),
+    "deberta_first": ("DebertaForMaskedLM", "DebertaConfig", {
+        **_SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8}),
     "t5": ("T5ForConditionalGeneration", "T5Config", {
         "vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
         "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}),
@@ -60,7 +62,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "clip": ("CLIPModel", "CLIPConfig", {
         "text_config": {**_SIZES, "eos_token_id": 2}, "vision_config": _VISION, "projection_dim": 16}),
 }  # fmt: skip
-_OTHERS = ("bert", "roberta", "deberta", "t5", "bart", "whisper", "vit", "clip")
+_OTHERS = ("bert", "roberta", "deberta", "deberta_first", "t5", "bart", "whisper", "vit", "clip")
 CAUSAL = FAMILIES.keys() - set(_OTHERS)
 SEQ2SEQ = frozenset({"t5", "bart"})
 
@@ -111,7 +113,7 @@ def answer(model: Any, family: str, side: str = "left", **more: Any) -> Tensor:
     logits: Tensor = output.logits
     return (
         logits[batch["attention_mask"].bool()]
-        if family in CAUSAL | {"bert", "roberta", "deberta"}
+        if family in CAUSAL | {"bert", "roberta", "deberta", "deberta_first"}
         else logits
     )
 

@@ -31,12 +31,13 @@ SERVED: dict[str, dict[str, int]] = {
     "cohere": {"attention": 2, "layer_norm": 3, "rope": 2, "mlp": 2},
     "gpt2": {"attention": 2, "layer_norm": 5},
     "opt": {"attention": 2, "layer_norm": 5},
-    "falcon": {"layer_norm": 3, "rope": 2},
+    "falcon": {"attention": 2, "layer_norm": 3, "rope": 2, "mlp": 2},
     "mixtral": {"attention": 2, "rms_norm": 5, "rope": 2},
     "deepseek_v3": {"attention": 2, "rms_norm": 9, "mlp": 2},
     "bert": {"attention": 2, "layer_norm": 6},
     "roberta": {"attention": 2, "layer_norm": 6},
-    "deberta": {"layer_norm": 6},
+    "deberta": {"attention": 2, "layer_norm": 6},
+    "deberta_first": {"attention": 2, "layer_norm": 6},
     "t5": {"attention": 6, "rms_norm": 12, "mlp": 4},
     "bart": {"attention": 6, "layer_norm": 12},
     "whisper": {"attention": 6, "layer_norm": 12},
@@ -179,7 +180,7 @@ def parts_of(family: str) -> Any:
     return model, {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "falcon"])
 def test_twenty_steps_of_training_are_equal(family: str) -> None:
     """Losses and weights after 20 steps of AdamW, with and without checkpoints; no logits are computed."""
     results: list[tuple[Tensor, list[Tensor]]] = []
@@ -333,7 +334,7 @@ def test_the_table_says_what_was_not_replaced_and_why() -> None:
     (experts,) = [row for row in mixtral.rows if row.part == "mlp"]
     assert experts.module == "MixtralExperts" and "experts are chosen before it" in experts.why
     deberta = lz.patch_table(lz.patch(models.build("deberta")))
-    assert deberta.ops("attention") == set() and deberta.ops("norm") == {"layer_norm"}
+    assert deberta.ops("attention") == {"attention"} and deberta.ops("norm") == {"layer_norm"}
     with pytest.raises(ValueError, match="this GPT2LMHeadModel is not"):
         lz.patch_table(models.build("gpt2"))
 

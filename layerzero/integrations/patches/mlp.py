@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class MlpForward(Substitute):
 
     def _obstacle(self, x: Any, linears: list[Any]) -> str:
         """Why this call is not for the op; empty where it is."""
-        if any(type(linear) is not nn.Linear for linear in linears):
+        if not all(is_linear(linear) for linear in linears):
             return "projections"
         if has_hooks(linears) or getattr(self.module, "_is_fsdp_managed_module", False):
             return "hooks"
@@ -84,7 +85,7 @@ class MlpForward(Substitute):
         """Give each projection a weight of its own again, too."""
         super().remove()
         ups: list[Any] = [self.module._modules[name] for name in self.up]
-        if len(ups) == 2 and all(type(linear) is nn.Linear for linear in ups):
+        if len(ups) == 2 and all(is_linear(linear) for linear in ups):
             first, second = (linear.weight for linear in ups)
             if type(first) in PLAIN and type(second) in PLAIN and _joint(first, second) is not None:
                 for weight in (first, second):
@@ -125,7 +126,7 @@ def is_mlp(module: nn.Module) -> bool:
 def substitute(module: nn.Module) -> MlpForward | str:
     """The block on our op, or why it has none."""
     linears: dict[str, Any] = {name: part for name, part in module._modules.items() if _projects(part)}
-    strange = sorted({type(part).__name__ for part in linears.values() if type(part) is not nn.Linear})
+    strange = sorted({type(part).__name__ for part in linears.values() if not is_linear(part)})
     if strange:
         return f"its projections are {', '.join(strange)}, not torch's Linear"
     if any(parameter is not None and parameter.dim() == 3 for parameter in module._parameters.values()):
@@ -174,6 +175,25 @@ def _projects(part: nn.Module | None) -> bool:
     return isinstance(part, nn.Linear) or (isinstance(weight, Tensor) and weight.dim() == 2) or (
         part is not None and "linear" in type(part).__name__.lower()
     )  # fmt: skip
+
+
+def is_linear(part: object) -> bool:
+    """Whether a part is torch's Linear, or of a class of it whose forward gives the same numbers."""
+    kind: Any = type(part)
+    return kind is nn.Linear or (isinstance(part, nn.Linear) and _gives_linear(kind))
+
+
+@functools.cache
+def _gives_linear(kind: Any) -> bool:
+    x = probe.numbers(3, C, seed=7)
+    plain = [_linear((F, C), bias, seed=8) for bias in (True, False)]
+    doubles = [probe.stand_in(linear, dict(linear.named_parameters())) for linear in plain]
+    for linear, double in zip(plain, doubles, strict=True):
+        double.__class__ = kind
+        double._parameters.setdefault("bias", None)
+        if not probe.same(probe.answer(linear, x), probe.answer(kind.forward, double, x)):
+            return False
+    return True
 
 
 def _linear(shape: tuple[int, int], bias: bool, seed: int) -> nn.Linear:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.integrations.patches import mlp, norm, rope
+from layerzero.integrations.patches import disentangled, mlp, norm, rope, sdpa
 from layerzero.integrations.patches.substitute import PARTS, PatchTable, Substitute, Verdicts
 
 RECORD = "_layerzero_patch"
@@ -17,8 +17,8 @@ TAKEN = "another library has replaced its forward"
 # Of each part: which modules belong to it, and the substitute of one or why it has none.
 _KINDS: dict[str, tuple[Callable[[nn.Module], bool], Callable[[nn.Module], Substitute | str]]] = {
     "norm": (norm.is_norm, norm.substitute),
-    "rope": (rope.turns, rope.substitute),
     "mlp": (mlp.is_mlp, mlp.substitute),
+    "attention": (disentangled.is_disentangled, disentangled.substitute),
 }
 
 
@@ -67,7 +67,34 @@ def substitutes(model: nn.Module, parts: Iterable[str], verdicts: Verdicts) -> l
             else:
                 verdicts.add(part, module, verdict.op, verdict.note)
                 chosen.append(verdict)
+        rewired = _rewired(module, parts, verdicts)
+        if rewired:
+            chosen.append(rope.AttentionForward(module, rewired))
     return chosen
+
+
+def _rewired(module: nn.Module, parts: Iterable[str], verdicts: Verdicts) -> frozenset[str]:
+    """The parts of a module's own forward that are functions which it calls, and ops of ours can be."""
+    found: dict[str, tuple[str | None, str]] = {}
+    if "rope" in parts and rope.turns(module):
+        found["rope"] = rope.verdict(module)
+    if "attention" in parts and calls_attention(module):
+        found["attention"] = "attention", ""
+    if "forward" in module.__dict__:
+        found = dict.fromkeys(found, (None, TAKEN))
+    for part, (op, why) in found.items():
+        verdicts.add(part, module, op, why)
+    return frozenset(part for part, (op, _) in found.items() if op is not None)
+
+
+def calls_attention(module: nn.Module) -> bool:
+    """Whether a module's forward calls torch's attention by itself."""
+    return bool(sdpa.replacements(type(module).forward))
+
+
+def has_own_attention(module: nn.Module) -> bool:
+    """Whether a module computes attention in a way of its own that a substitute serves."""
+    return calls_attention(module) or disentangled.is_disentangled(module)
 
 
 def record_of(model: nn.Module) -> Patch | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import layerzero.sync as sync
 from layerzero.calls.blocking import context_device
-from layerzero.integrations.patches import probe, rewire
+from layerzero.integrations.patches import probe, rewire, sdpa
 from layerzero.integrations.patches.rewire import reads
 from layerzero.integrations.patches.substitute import Substitute
 from layerzero.ops.rope.rope import rope_reference
@@ -97,16 +97,15 @@ class Rotation:
 
 
 class AttentionForward(Substitute):
-    """An attention module's own forward, in which the rotary function is ours."""
+    """An attention module's own forward, in which the rotary function, torch's attention or both are ours."""
 
     part, op = "rope", "rope"
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, parts: frozenset[str]) -> None:
         super().__init__(module)
-        others = [n for n in _names(module) if rotation_of(type(module).forward.__globals__.get(n)) is None]
-        self.note = f"{', '.join(others)} stays the model's own" if others else ""
+        self.parts = parts
         self.forward = type(module).forward
-        self.run = turning(type(module).forward)
+        self.run = rewired(self.forward, parts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; a traced one is left as it is."""
@@ -122,18 +121,23 @@ class AttentionForward(Substitute):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.forward = type(self.module).forward
-        self.run = turning(type(self.module).forward)
+        self.run = rewired(self.forward, self.parts)
 
 
 @functools.cache
-def turning(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`forward` with our rotation under the name of its file's; None where that is not the op's rotation."""
-    rotations = {
-        name: rotation
-        for name in reads(forward)
-        if name.startswith(PREFIX) and (rotation := rotation_of(forward.__globals__.get(name)))
-    }
-    return rewire.rebind(forward, rotations) if rotations else None
+def rewired(forward: Callable[..., Any], parts: frozenset[str]) -> Callable[..., Any] | None:
+    """`forward` with our functions under the names of its file's; None where it reads none of an op's."""
+    replaced: dict[str, Any] = {}
+    for part, of in (("rope", _rotations), ("attention", sdpa.replacements)):
+        replaced |= of(forward) if part in parts else {}
+    return rewire.rebind(forward, replaced) if replaced else None
+
+
+def _rotations(forward: Callable[..., Any]) -> dict[str, Any]:
+    """Our rotation under the names of its file's that are the op's."""
+    names = [name for name in reads(forward) if name.startswith(PREFIX)]
+    found = {name: rotation_of(forward.__globals__.get(name)) for name in names}
+    return {name: rotation for name, rotation in found.items() if rotation is not None}
 
 
 @functools.cache
@@ -174,9 +178,10 @@ def _names(module: nn.Module) -> list[str]:
     return [name for name in reads(type(module).forward) if name.startswith(PREFIX)]
 
 
-def substitute(module: nn.Module) -> AttentionForward | str:
-    """The attention module with our rotation in it, or why not."""
-    forward = type(module).forward
-    if turning(forward) is None:
-        return f"{_names(module)[0]} of its file is not the op's rotation"
-    return AttentionForward(module)
+def verdict(module: nn.Module) -> tuple[str | None, str]:
+    """The op of a module's rotation and what of it stays the model's own, or none and why."""
+    served = _rotations(type(module).forward)
+    others = [name for name in _names(module) if name not in served]
+    if not served:
+        return None, f"{others[0]} of its file is not the op's rotation"
+    return "rope", f"{', '.join(others)} stays the model's own" if others else ""

@@ -1,0 +1,304 @@
+"""Stages of a pipeline behind each other: as many batches under way as there are stages.
+
+Rank 0 decides, as in every rank group: it forms the batches, and one step message says each to every rank.
+Its part of a step ends when it has passed its rows on, and the next batch begins; what the last stage gives
+comes back on a thread of its own, and its callers wait for that alone. A caller joins the batch that fewest
+callers are in, so that those who decode keep to as many batches as there are stages, and no stage waits for
+the others longer than they differ. Every stage takes the steps in the order of their messages.
+
+Source: micro-batches that follow each other without a flush, arXiv 1806.03377, section 3.2.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from layerzero.actors.device.worker import Worker
+from layerzero.calls.functions import split_rows, takes_counts
+from layerzero.parallel.layout import Layout
+from layerzero.scheduler.scheduled_device import ScheduledDevice
+from layerzero.spec.errors import ConfigurationError, DeviceLostError
+
+StageFunction = Callable[..., Tensor]
+Finish = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class StageStats:
+    """What a stage has done: steps, seconds inside its function, bytes that it passed on.
+
+    On a GPU the seconds are those of the launches.
+    """
+
+    steps: int = 0
+    busy_s: float = 0.0
+    sent_bytes: int = 0
+
+
+class _Flight:
+    """A step on its way through the stages: `results` one a caller, or its error, once it is `done`."""
+
+    __slots__ = ("_event", "done", "error", "loop", "results")
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+        self.error: Exception | None = None
+        self.done = False
+        self.loop: Any = None  # of its callers: asyncio's or trio's, as a driver has it
+        self._event: anyio.Event | None = None
+
+    def land(self, results: list[Any], error: Exception | None) -> None:
+        """From any thread: end it; only the first end counts."""
+        if self.done:
+            return
+        self.results, self.error = results, error
+        self.done = True  # before the loop is asked for, as `result` gives the loop before it asks
+        if self.loop is not None:
+            with suppress(RuntimeError):  # it is closed, so no caller waits
+                self.loop.call_soon_threadsafe(self._announce)
+
+    def _announce(self) -> None:
+        if self._event is not None:
+            self._event.set()
+
+    async def result(self, index: int, loop: Any) -> Any:
+        """The result of caller `index`, who runs in `loop`.
+
+        Raises: its error.
+        """
+        self.loop = loop
+        if not self.done:
+            self._event = self._event or anyio.Event()
+            await self._event.wait()
+        if self.error is not None:
+            raise self.error
+        return self.results[index]
+
+
+@dataclass(slots=True, eq=False)
+class _Crowd:
+    """The callers that share batches: how many, and the group's function for them."""
+
+    launch: Callable[..., Awaitable[Any]]
+    callers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A stage's function and what passes it, see `Pipeline.batched`; all but `carries` take `counts`."""
+
+    name: str
+    run: StageFunction
+    carries: Callable[[int], Tensor]
+    returns: Callable[..., Tensor]
+    finish: Finish
+
+
+@dataclass(eq=False)
+class Pipeline:
+    """The stages of a `Layout`, on one of its ranks; every rank makes one, and gives it the same functions.
+
+    `batches` of a function are under way at once, by default as many as there are stages; one more hides the
+    time that rank 0's host takes between a result and the step after it. `stats` counts what this rank does.
+    Raises: ConfigurationError: `batches` is below 1.
+    """
+
+    layout: Layout
+    batches: int = 0
+    stats: StageStats = field(default_factory=StageStats)
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        if self.batches < 0:
+            raise ConfigurationError(f"batches needs at least 1, or 0 for one a stage, got {self.batches}")
+        self.batches = self.batches or layout.stages
+        self._flights: dict[_Flight, None] = {}
+        self._sends: deque[tuple[Any, Tensor]] = deque()  # with what they read
+        self._returns = Worker("layerzero-pipeline")
+        self._stream: Any = None  # of the results that come back, where they do on a GPU
+        self._lost: Exception | None = None
+        layout.member.group.when_failed(self._fail)
+
+    def batched(
+        self,
+        fn: StageFunction,
+        *,
+        name: str,
+        carries: Callable[[int], Tensor],
+        returns: Callable[..., Tensor],
+        finish: Finish | None = None,
+        unsent: Sequence[str] = (),
+    ) -> Callable[..., Awaitable[Any]]:
+        """`member.batched` for a function of stages: `await step(request, *args)`, on rank 0.
+
+        `fn(x, *columns)` runs on every rank; `x` is what the stage before returned, None on the first one. It
+        returns rows for the next stage or, on the last, the results. `carries(rows)` makes an empty tensor as
+        a stage passes it on for so many rows of all callers, `returns(*columns, counts=...)` one as the last
+        stage returns it: a row, or as many as they brought, for each caller. `finish(results, *columns)` runs
+        on rank 0 where they come back, before the callers have them. Both, and `fn`, take `counts`, the rows
+        of each caller, where they name it. `unsent` is `member.batched`'s.
+        Raises: ConfigurationError: another function has the name. ValueError: `unsent` names no parameter.
+            When awaited: DeviceLostError: a rank is gone, and with it what was under way. ValueError: the
+            request is under way already.
+        """
+        parameters = list(inspect.signature(fn).parameters.values())
+        finish = finish or _as_they_are
+        function = _Function(name, _counting(fn), carries, _counting(returns), _counting(finish))
+
+        def on_stage(*columns: Any, counts: list[int]) -> Any:
+            return self._step(function, columns, counts)
+
+        rest = [p for p in parameters[1:] if p.name != "counts"]
+        counted = inspect.Parameter("counts", inspect.Parameter.KEYWORD_ONLY)
+        on_stage.__signature__ = inspect.Signature([*rest, counted])  # type: ignore[attr-defined]
+        crowds = [
+            _Crowd(self.layout.member.batched(on_stage, name=f"{name} {number}", alike=False, unsent=unsent))
+            for number in range(self.batches)
+        ]
+        under_way: set[int | str] = set()
+        device = self.layout.member.group.device
+        assert isinstance(device, ScheduledDevice)  # of a runtime
+
+        async def step(request: int | str, *args: Any, **options: Any) -> Any:
+            if request in under_way:
+                raise ValueError(f"request needs to be once in the stages of {name}, got {request!r} again")
+            crowd = min(crowds, key=lambda one: one.callers)
+            crowd.callers += 1
+            under_way.add(request)
+            try:
+                flight, index = await crowd.launch(request, *args, **options)
+                return await flight.result(index, device.loop_drivers.current().loop)
+            finally:
+                crowd.callers -= 1
+                under_way.discard(request)
+
+        return step
+
+    # -- what every rank runs -----------------------------------------------------------------------
+
+    def _step(self, function: _Function, columns: Sequence[Any], counts: list[int]) -> list[Any]:
+        """This stage's part of a step; on rank 0 the flight and its own place in it, for each caller."""
+        layout = self.layout
+        x = None
+        if not layout.first:
+            x = function.carries(sum(counts))
+            dist.recv(x, group=layout.chain, group_src=layout.stage - 1)
+        began_s = time.perf_counter()
+        out = function.run(x, *columns, counts=counts)
+        self.stats.busy_s += time.perf_counter() - began_s
+        self.stats.steps += 1
+        if not layout.last:
+            _need_like("carries", out, function.carries(sum(counts)), function.name)
+            self._send(out, layout.chain, layout.stage + 1)
+        elif layout.stages > 1 and layout.tensor.rank == 0:
+            _need_like("returns", out, function.returns(*columns, counts=counts), function.name)
+            self._send(out, layout.returning, 0)
+        if layout.member.rank:
+            return [None] * len(counts)
+        return self._launched(function, columns, counts, out)
+
+    def _send(self, tensor: Tensor, group: Any, to: int) -> None:
+        """Pass `tensor` on without waiting for who takes it."""
+        tensor = tensor.contiguous()
+        self._sends.append((dist.isend(tensor, group=group, group_dst=to), tensor))
+        self.stats.sent_bytes += tensor.nbytes
+        while len(self._sends) > 2 * self.batches:  # so many steps back every stage has taken it
+            self._sends.popleft()[0].wait()
+
+    # -- what rank 0 runs ---------------------------------------------------------------------------
+
+    def _launched(
+        self, function: _Function, columns: Sequence[Any], counts: list[int], out: Tensor
+    ) -> list[tuple[_Flight, int]]:
+        flight = _Flight()
+        self._flights[flight] = None
+        if self._lost is not None:
+            self._land(flight, [], self._lost)
+        elif self.layout.stages == 1:
+            results = function.finish(out, *columns, counts=counts)
+            self._land(flight, split_rows(function.name, results, counts), None)
+        else:
+            self._returns.submit(lambda: self._return(flight, function, columns, counts))
+        return [(flight, index) for index in range(len(counts))]
+
+    def _return(
+        self, flight: _Flight, function: _Function, columns: Sequence[Any], counts: list[int]
+    ) -> None:
+        """On the thread of the results: take a step's in, the steps in order."""
+        device = self.layout.member.group.device
+        inference = device.settings.inference is not False
+        results: list[Any] = []
+        error: Exception | None = None
+        try:
+            with self._on_stream(), torch.inference_mode(inference):
+                out = self._receive(function.returns(*columns, counts=counts), function.name)
+                finished = function.finish(out, *columns, counts=counts)
+                if self._stream is not None:
+                    self._stream.synchronize()
+                results = split_rows(function.name, finished, counts)
+        except Exception as raised:
+            error = raised
+        self._land(flight, results, error)
+
+    def _receive(self, out: Tensor, name: str) -> Tensor:
+        """What the last stage gives of the next step.
+
+        Raises: DeviceLostError: nothing came, and nothing will: the next results would be another step's.
+        """
+        group = self.layout.member.group
+        try:
+            dist.recv(out, group=self.layout.returning, group_src=1)
+        except RuntimeError as error:
+            why = group.failure_reason() or f"the last stage gave nothing of {name}: {error}"[:300]
+            group.fail(why)
+            raise _lost(why) from error
+        return out
+
+    def _on_stream(self) -> Any:
+        """A block on the stream of the results, where rank 0's device is a GPU."""
+        device = self.layout.member.group.device.device
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return torch.cuda.stream(self._stream)
+
+    def _land(self, flight: _Flight, results: list[Any], error: Exception | None) -> None:
+        self._flights.pop(flight, None)
+        flight.land(results, error)
+
+    def _fail(self, why: str) -> None:
+        """The rank group has failed: no result comes any more, and none is waited for."""
+        self._lost = _lost(why)
+        for flight in list(self._flights):
+            self._land(flight, [], self._lost)
+
+
+def _lost(why: str) -> DeviceLostError:
+    return DeviceLostError(f"the rank group failed while a step was in its stages: {why}", retryable=False)
+
+
+def _as_they_are(results: Tensor, *columns: Any) -> Tensor:
+    return results
+
+
+def _counting(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, which may be given `counts` also where it does not take them."""
+    return fn if takes_counts(fn) else lambda *columns, counts: fn(*columns)
+
+
+def _need_like(argument: str, out: Tensor, like: Tensor, name: str) -> None:
+    if out.shape != like.shape or out.dtype != like.dtype:
+        raise ValueError(
+            f"{argument} needs a tensor as {name} returns it, {out.dtype} {tuple(out.shape)}, got "
+            f"{like.dtype} {tuple(like.shape)}"
+        )
