@@ -108,9 +108,7 @@ def beyond_sources(kind: str, out: Tensor, truth: Tensor) -> str:
         return ""
     worst = int(over.argmax())
     got, right = out.flatten()[worst].item(), rounded.flatten()[worst].item()
-    return (
-        f"{int((over > 0).sum())} of {out.numel()} beyond {allowed:g}, as {got:.6g} for {right:.6g}"
-    )
+    return f"{int((over > 0).sum())} of {out.numel()} beyond {allowed:g}, as {got:.6g} for {right:.6g}"
 
 
 def rounding(truth: Tensor, dtype: torch.dtype) -> float:

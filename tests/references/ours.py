@@ -220,10 +220,10 @@ def _dsa_sparse(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
     picks = i["sparse_indices"]
     lens = (picks >= 0).sum(-1)
     table = picks.gather(-1, (picks < 0).int().sort(dim=-1, stable=True).indices).clamp_min(0)
-    pools = [i[name].flatten(0, 1).unsqueeze(1) for name in ("ckv_cache", "kpe_cache")]
+    ckv, kpe = (i[name].flatten(0, 1).unsqueeze(1) for name in ("ckv_cache", "kpe_cache"))
     return _base2(
         sync.mla_attention(
-            i["q_nope"], i["q_pe"], *pools, table, lens, scale=i["sm_scale"], return_lse=True, **more
+            i["q_nope"], i["q_pe"], ckv, kpe, table, lens, scale=i["sm_scale"], return_lse=True, **more
         )
     )
 
