@@ -20,6 +20,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.api.doctor import doctor
 from layerzero.backends import load_builtin
 from layerzero.gates.baseline import BaselineRefusedError, read_baseline
+from layerzero.gates.model_parity import compare_model
 from layerzero.gates.numerics import KernelRun, default_limit, run_kernels
 from layerzero.gates.outcome import Finding, StageOutcome
 from layerzero.gates.paired_rounds import PacedCall, PairedResult, compare_paces
@@ -27,6 +28,7 @@ from layerzero.gates.release_file import (
     CommandStage,
     ContractStage,
     MatrixStage,
+    ModelsStage,
     NumericsStage,
     PerformanceStage,
     SchemaStage,
@@ -185,6 +187,20 @@ class StageRunner:
         lines = tuple(f"{name} {version or 'missing'}" for name, version in versions.items())
         return StageOutcome("", checks, 0.0, tuple(findings), lines)
 
+    def models(self, stage: ModelsStage) -> StageOutcome:
+        """Every line of each model's checklist holds."""
+        findings: list[Finding] = []
+        lines, checks = [], 0
+        for source in stage.models:
+            inside = isinstance(source, str) and (self._folder / source).is_dir()
+            compared = compare_model(str(self._folder / source) if inside else source, self.device.device)
+            asked = [item for item in compared.checklist if item.holds is not None]
+            checks += len(asked)
+            name = Path(compared.model).name
+            lines.append(f"{name}: {len(compared.rows)} comparisons")
+            findings += [Finding(f"{name}/{item.what}", item.said[:1000]) for item in asked if not item.holds]
+        return StageOutcome("", checks, 0.0, tuple(findings), tuple(lines))
+
     def command(self, stage: CommandStage) -> StageOutcome:
         """The command ends with status 0 within its limit."""
         words = [sys.executable if word == "{python}" else word for word in stage.command]
@@ -219,6 +235,7 @@ _RUNS: Mapping[type[Any], Any] = {
     NumericsStage: StageRunner.numerics,
     PerformanceStage: StageRunner.performance,
     MatrixStage: StageRunner.matrix,
+    ModelsStage: StageRunner.models,
     CommandStage: StageRunner.command,
 }
 

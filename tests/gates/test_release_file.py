@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
 from layerzero.gates.paired_rounds import PacedCall
-from layerzero.gates.release_file import CommandStage, NumericsStage, PerformanceStage, Release, read_release
+from layerzero.gates.release_file import (
+    SUITES,
+    CommandStage,
+    NumericsStage,
+    PerformanceStage,
+    Release,
+    read_release,
+)
 from layerzero.spec.errors import ConfigurationError
 
+ROOT = Path(__file__).resolve().parents[2]
 WHOLE = """
 version: 1
 suites:
@@ -93,3 +102,17 @@ def test_a_file_without_stages_or_suite_is_refused(tmp_path: Path) -> None:
         written(tmp_path, WHOLE[: WHOLE.index("waivers") + 30])
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_release(tmp_path / "missing.yaml")
+
+
+def test_the_release_of_this_project_names_what_is_there() -> None:
+    """Its baseline is the file of that hash, its folders and scripts exist, and every suite has stages."""
+    release = read_release(ROOT / "RELEASE.yaml")
+    stages = release.stages
+    performance = stages["performance"]
+    assert isinstance(performance, PerformanceStage)
+    baseline = (ROOT / performance.baseline).read_bytes()
+    assert hashlib.sha256(baseline).hexdigest() == performance.sha256
+    assert all(release.stages_of(suite) for suite in (*SUITES, "contract", "matrix", "performance"))
+    words = [word for stage in stages.values() if isinstance(stage, CommandStage) for word in stage.command]
+    paths = [word for word in words if "/" in word and not word.startswith(("-", "build/"))]
+    assert paths and all((ROOT / path).exists() for path in paths)
