@@ -120,7 +120,8 @@ class StageRunner:
         try:
             pairs = list(self._pairs(stage))
         except BaselineRefusedError as error:
-            finding = Finding("baseline", str(error.problem), error.problem.reason.value)
+            (problem,) = error.problems
+            finding = Finding("baseline", str(problem), problem.reason.value)
             return StageOutcome("", 1, 0.0, (finding,))
         lines = tuple(
             f"{r.call}: {r.answer}, {r.ratio / expected:.3f} times, {r.above} of {r.rounds} rounds above"
