@@ -92,9 +92,9 @@ class TableMisses:
 
     def _look(self) -> None:
         """Go on in the background where the process was idle since the last look."""
-        then, now = self._looked_at, self._times()
-        self._looked_at = now
-        if now[1] - then[1] <= IDLE_SHARE * (now[0] - then[0]) and self._table() is not None:
+        (clock_s, used_s), self._looked_at = self._looked_at, self._times()
+        passed_s, taken_s = self._looked_at[0] - clock_s, self._looked_at[1] - used_s
+        if taken_s <= IDLE_SHARE * passed_s and self._table() is not None:
             self._device.loader.submit(self._go_on)
 
     def _table(self) -> ActiveDispatchTable | None:

@@ -74,9 +74,9 @@ def _by_layer(rows: Sequence[Row]) -> Iterator[tuple[str, list[float]]]:
     """The differences of a model's layers, in their order."""
     places: dict[str, dict[int, float]] = {}
     for row in rows:
-        found = _LAYER.fullmatch(row.what)
-        if found:
-            places.setdefault(row.where, {})[int(found[1])] = row.difference
+        layer = _LAYER.fullmatch(row.what)
+        if layer:
+            places.setdefault(row.where, {})[int(layer[1])] = row.difference
     for where, layers in places.items():
         yield where, [layers[index] for index in sorted(layers)]
 
@@ -84,8 +84,8 @@ def _by_layer(rows: Sequence[Row]) -> Iterator[tuple[str, list[float]]]:
 def _growth(series: list[float]) -> Iterator[str]:
     grown = 0
     for index in range(1, len(series)):
-        before, now = max(series[index - 1], NOISE), series[index]
-        grown = grown + 1 if now > GROWTH * before else 0
+        before = max(series[index - 1], NOISE)
+        grown = grown + 1 if series[index] > GROWTH * before else 0
         if grown == GROWING:
             first = index - GROWING
             yield f"differences grow {GROWTH:g} times a layer or more from layer {first} on"
@@ -115,7 +115,7 @@ class ChecklistItem(msgspec.Struct, frozen=True):
 
     what: str
     holds: bool | None
-    said: str
+    evidence: str
 
 
 class ModelParity(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,12 +153,12 @@ def compare_model(source: str | Mapping[str, Any], device: torch.device | str = 
     except ValueError as error:
         raise ConfigurationError(f"{name}: {error}", model=name) from error
     table = patch_table(ours)
-    found = observe(ours, device)
+    patched = observe(ours, device)
     unpatch(ours)
     back = observe(ours, device)
-    rows = tuple(_rows(name, found, plain[1], plain[0]))
+    rows = tuple(_rows(name, patched, plain[1], plain[0]))
     flags = tuple(red_flags(rows))
-    left = [f"{row.count} {row.module} ({row.why})" for row in table.rows if row.op is None]
+    remaining = [f"{row.count} {row.module} ({row.why})" for row in table.rows if row.op is None]
     replaced = sum(row.count for row in table.rows if row.op is not None)
     count = sum(parameter.numel() for parameter in ours.parameters())
     checklist = (
@@ -166,7 +166,7 @@ def compare_model(source: str | Mapping[str, Any], device: torch.device | str = 
         ChecklistItem(
             "its parts run on our ops",
             replaced > 0,
-            f"{replaced} modules do" + (f"; its own stay {'; '.join(left)}" if left else ""),
+            f"{replaced} modules do" + (f"; its own stay {'; '.join(remaining)}" if remaining else ""),
         ),
         *(_item(rows, what, prefix) for what, prefix in _CHECKED.items()),
         ChecklistItem("no red flag", not flags, "; ".join(flags) or "none"),
@@ -190,28 +190,27 @@ _CHECKED: Final[Mapping[str, str]] = {
 
 
 def _item(rows: Sequence[Row], what: str, prefix: str) -> ChecklistItem:
-    own = [row for row in rows if row.what.startswith(prefix)]
-    if not own:
+    compared = [row for row in rows if row.what.startswith(prefix)]
+    if not compared:
         return ChecklistItem(what, None, "the model has none")
-    worst = max(own, key=lambda row: (not row.holds, row.difference / row.allowed))
-    said = (
-        f"{len(own)} compared; nearest the limit: {worst.what}, {worst.difference:.3g} of {worst.allowed:.3g}"
-    )
-    return ChecklistItem(what, all(row.holds for row in own), said)
+    worst = max(compared, key=lambda row: (not row.holds, row.difference / row.allowed))
+    nearest = f"{worst.what}, {worst.difference:.3g} of {worst.allowed:.3g}"
+    text = f"{len(compared)} compared; nearest the limit: {nearest}"
+    return ChecklistItem(what, all(row.holds for row in compared), text)
 
 
-def _rows(where: str, found: _Values, truth: _Values, plain: _Values) -> Iterator[Row]:
+def _rows(where: str, patched: _Values, truth: _Values, plain: _Values) -> Iterator[Row]:
     """Each value beside the truth; how far the model is off by itself widens the bound."""
-    for name, wanted in truth.items():
+    for name, exact in truth.items():
         if name.startswith(("generated", "top-1")):
             differing = float("inf")
-            if found[name].shape == wanted.shape:
-                differing = float((found[name] != wanted).sum())
+            if patched[name].shape == exact.shape:
+                differing = float((patched[name] != exact).sum())
             yield Row(name, where, differing, 0.5)
             continue
         allowed = next(bound for prefix, bound in _BOUNDS.items() if name.startswith(prefix))
-        allowed = max(allowed, 2 * largest(plain[name], wanted))
-        yield Row(name, where, largest(found[name], wanted), allowed)
+        allowed = max(allowed, 2 * largest(plain[name], exact))
+        yield Row(name, where, largest(patched[name], exact), allowed)
 
 
 _Values = dict[str, Tensor]
@@ -232,17 +231,17 @@ def observe(model: Any, device: torch.device | str) -> _Values:
     ids = torch.where(ids >= pad, ids + 1, ids).to(device)  # no token is the padding
     mask = torch.ones_like(ids)
     mask[-1, -PADDED:] = 0
-    more = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
+    decoder = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
     values: _Values = {}
     with torch.no_grad():
-        whole = model(input_ids=ids, output_hidden_states=True, **more)
+        whole = model(input_ids=ids, output_hidden_states=True, **decoder)
         names = ("encoder_hidden_states", "decoder_hidden_states", "hidden_states")
         states = [state for name in names for state in getattr(whole, name, None) or ()]
         for number, state in enumerate(states[1:]):
             values[f"layer {number} output"] = state
         values["outputs"] = whole[0]
-        padded = model(input_ids=ids, attention_mask=mask, **more)[0]
-        values["outputs of a padded batch"] = padded[mask.bool()] if not more else padded
+        padded = model(input_ids=ids, attention_mask=mask, **decoder)[0]
+        values["outputs of a padded batch"] = padded[mask.bool()] if not decoder else padded
         if hasattr(whole, "logits"):
             values["top-1 tokens"] = whole.logits.argmax(-1)
         if model.can_generate():
@@ -250,14 +249,14 @@ def observe(model: Any, device: torch.device | str) -> _Values:
                 ids[:1], max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False,
                 pad_token_id=pad,
             )  # fmt: skip
-    values |= _gradients(model, ids, more)
+    values |= _gradients(model, ids, decoder)
     return {name: value.detach().cpu() for name, value in values.items()}
 
 
-def _gradients(model: Any, ids: Tensor, more: Mapping[str, Tensor]) -> _Values:
+def _gradients(model: Any, ids: Tensor, decoder: Mapping[str, Tensor]) -> _Values:
     """The gradient of every weight in one step: of the model's own loss where it has one."""
     labels = {"labels": ids} if model.can_generate() else {}
-    result = model(input_ids=ids, **more, **labels)
+    result = model(input_ids=ids, **decoder, **labels)
     (result.loss if labels else result[0].pow(2).mean()).backward()
     inputs = model.get_input_embeddings().weight
     gradients: _Values = {}
@@ -297,9 +296,10 @@ def _load(source: str | Mapping[str, Any]) -> tuple[Any, str]:
             model = kind.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
             weights = f"weights of {source}"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        said = str(error).strip().partition("\n")[0][:300]
+        first_line = str(error).strip().partition("\n")[0][:300]
         raise ConfigurationError(
-            f"model needs a folder or name of a transformers model, got {source!r}: {said}", model=str(source)
+            f"model needs a folder or name of a transformers model, got {source!r}: {first_line}",
+            model=str(source),
         ) from error
     if model.main_input_name != "input_ids":
         raise ConfigurationError(

@@ -193,13 +193,16 @@ class StageRunner:
         findings: list[Finding] = []
         lines, checks = [], 0
         for source in stage.models:
-            inside = isinstance(source, str) and (self._folder / source).is_dir()
-            compared = compare_model(str(self._folder / source) if inside else source, self.device.device)
-            asked = [item for item in compared.checklist if item.holds is not None]
-            checks += len(asked)
+            if isinstance(source, str) and (self._folder / source).is_dir():
+                source = str(self._folder / source)
+            compared = compare_model(source, self.device.device)
+            items = [item for item in compared.checklist if item.holds is not None]
+            checks += len(items)
             name = Path(compared.model).name
             lines.append(f"{name}: {len(compared.rows)} comparisons")
-            findings += [Finding(f"{name}/{item.what}", item.said[:1000]) for item in asked if not item.holds]
+            findings += [
+                Finding(f"{name}/{item.what}", item.evidence[:1000]) for item in items if not item.holds
+            ]
         return StageOutcome("", checks, 0.0, tuple(findings), tuple(lines))
 
     def command(self, stage: CommandStage) -> StageOutcome:

@@ -93,6 +93,6 @@ def test_the_status_of_a_model_is_its_checklist_s(lz: Lz, tmp_path: Path) -> Non
     done = lz("parity", str(tmp_path), "--json")
     report = json.loads(done.stdout)
     assert done.exit_code == 0 and report["passed"] and report["flags"] == []
-    assert "random weights" in report["checklist"][0]["said"]
+    assert "random weights" in report["checklist"][0]["evidence"]
     (tmp_path / "config.json").write_text("{}")
     assert lz("parity", str(tmp_path)).exit_code == 2

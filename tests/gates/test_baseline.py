@@ -38,7 +38,7 @@ def code(path: Path, sha256: str | None = None, today: date = TODAY) -> str:
     with pytest.raises(BaselineRefusedError) as caught:
         read_baseline(path, HERE, sha256=digest, max_age_days=30, today=today)
     assert str(path) in str(caught.value) and caught.value.problems[0].needs
-    return caught.value.problems[0].reason.value
+    return str(caught.value.problems[0].reason.value)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_parts_that_stay_the_model_s_own_are_said(runtime: Runtime) -> None:
         "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 64,
         "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
-    said = next(item.said for item in compare_model(gpt2).checklist if "run on our ops" in item.what)
+    said = next(item.evidence for item in compare_model(gpt2).checklist if "run on our ops" in item.what)
     assert "2 GPT2MLP" in said and "Conv1D" in said
 
 

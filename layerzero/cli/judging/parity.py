@@ -40,7 +40,7 @@ def parity(
         "rows": [asdict(row) | {"holds": row.holds} for row in compared.rows],
         "flags": compared.flags,
     }
-    rows = [(_MARKS[item.holds], item.what, item.said) for item in compared.checklist]
+    rows = [(_MARKS[item.holds], item.what, item.evidence) for item in compared.checklist]
     verdict = f"{compared.model}: {'passed' if compared.passed else 'FAILED'}"
     output.show(
         json_,
