@@ -91,7 +91,7 @@ class TableMisses:
         return self._device.clock.now(), time.process_time()
 
     def _look(self) -> None:
-        """Go on in the background where the process was idle since the last look."""
+        """Continue in the background where the process was idle since the last look."""
         (clock_s, used_s), self._looked_at = self._looked_at, self._times()
         passed_s, taken_s = self._looked_at[0] - clock_s, self._looked_at[1] - used_s
         if taken_s <= IDLE_SHARE * passed_s and self._table() is not None:
