@@ -3,7 +3,8 @@
     python benchmarks/baked.py --out benchmarks/results/baked_cpu.json
 
 Four parts, each a table in the JSON that it writes: `selection` (microseconds of finding or making a
-decision, alone and by four threads), `cold` (first calls of fresh processes with and without a warm-up),
+decision, alone and by four threads; `solver.py` has those of a dispatch table), `cold` (first calls of fresh
+processes with and without a warm-up),
 `noise` (how many choices change when measurements are disturbed) and `flips` (two tunes of this machine).
 """
 
@@ -16,7 +17,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +29,6 @@ from harness import environment, summary, write
 import layerzero as lz
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
-from layerzero.api.solve import solve
 from layerzero.api.tune import tune_blocking
 from layerzero.backends import availability, load_builtin
 from layerzero.measure.shapes import standard_calls
@@ -93,17 +92,15 @@ def decided(own: LocalDevice, calls: list[Any], threads: int) -> list[float]:
     return taken
 
 
-def selection(rounds: int, table: Path, rows: tuple[Measurement, ...]) -> list[list[Any]]:
+def selection(rounds: int, rows: tuple[Measurement, ...]) -> list[list[Any]]:
     """Rows: how the decision came about, threads, microseconds at the median and at p99."""
     calls = calls_of(300)
     plain = lz.Settings(perfdb=None, shipped_tables=False, warm="off")
-    baked = plain.replace(dispatch_table=str(table))
     found: list[list[Any]] = []
     for threads in (1, THREADS):
         ways: dict[str, Callable[[], LocalDevice]] = {
             "at run time, by estimates": lambda: device(plain),
             "at run time, by measurements": lambda: _measured(plain, rows),
-            "at run time, by a dispatch table": lambda: device(baked),
         }
         for name, make in ways.items():
             samples: list[float] = []
@@ -139,8 +136,8 @@ import json, time, torch
 import layerzero as lz
 from layerzero.measure.calls import Call
 from layerzero.ops import table
-warmed, table_path = {warmed}, {table!r}
-lz.configure(perfdb=None, shipped_tables=False, dispatch_table=table_path)
+warmed = {warmed}
+lz.configure(perfdb=None, shipped_tables=False)
 x, w, m = torch.randn(64, 256), torch.randn(256), torch.randn(512, 256)
 q = torch.randn(1, 4, 64, 32)
 asked = [("rms_norm", (x, w)), ("linear", (x, m)), ("attention", (q, q, q))]
@@ -160,16 +157,11 @@ print(json.dumps([took * 1e3, *first]))
 """
 
 
-def cold(processes: int, table: Path) -> list[list[Any]]:
+def cold(processes: int) -> list[list[Any]]:
     """Rows: how a process began, its warm-up in ms, then the first calls of three ops in microseconds."""
     found = []
-    for name, warmed, path in (
-        ("cold", False, None),
-        ("cold, with a dispatch table", False, str(table)),
-        ("warmed up", True, None),
-        ("warmed up, with a dispatch table", True, str(table)),
-    ):
-        runs = [_fresh(_COLD.format(warmed=warmed, table=path)) for _ in range(processes)]
+    for name, warmed in (("cold", False), ("warmed up", True)):
+        runs = [_fresh(_COLD.format(warmed=warmed)) for _ in range(processes)]
         found.append([name, *(round(statistics.median(column), 1) for column in zip(*runs, strict=True))])
     return found
 
@@ -247,15 +239,12 @@ def run(parts: frozenset[str], quick: bool, budget_s: float, processes: int) -> 
             standard_calls(OPS, "cpu", quick), quick=quick, repeat=repeat, budget_s=budget_s
         )
         rows = tuple(r for r in report.rows if r.case.op in OPS)
-        with tempfile.TemporaryDirectory() as folder:
-            table = Path(folder) / "dispatch_table.json"
-            solve(table, ops=OPS)
-            if "selection" in parts:
-                found = selection(1 if quick else 5, table, rows)
-                made["selection"] = (["decided", "threads", "median us", "p99 us"], found)
-            if "cold" in parts:
-                columns = ["process", "warm-up ms", *(f"first {op} us" for op in OPS)]
-                made["cold"] = (columns, cold(1 if quick else processes, table))
+        if "selection" in parts:
+            found = selection(1 if quick else 5, rows)
+            made["selection"] = (["decided", "threads", "median us", "p99 us"], found)
+        if "cold" in parts:
+            columns = ["process", "warm-up ms", *(f"first {op} us" for op in OPS)]
+            made["cold"] = (columns, cold(1 if quick else processes))
         if "noise" in parts:
             made["noise"] = (["spread", "choices", "changed", "worst"], noise(rows, 2 if quick else 20))
         if "flips" in parts:

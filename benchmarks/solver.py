@@ -280,17 +280,22 @@ print(json.dumps(first))
 
 
 def cold(processes: int, path: Path) -> list[list[Any]]:
-    """Rows: how a fresh process decides, milliseconds of its first calls of three ops, processes by turns."""
+    """Rows: how a fresh process decides, milliseconds of its first calls of three ops, processes by turns.
+
+    Modules are compiled beforehand, as they are where the package was installed.
+    """
     ways = {"decided at the call": None, "from the dispatch table": str(path)}
     runs: dict[str, list[list[float]]] = {name: [] for name in ways}
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for _ in range(processes):
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": str(path.parent / "bytecode")}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    for number in range(processes + 1):
         for name, table in ways.items():
             code = _COLD.format(table=table)
             done = subprocess.run(
                 [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables
             )
-            runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+            if number:  # the first one of each compiles
+                runs[name].append(json.loads(done.stdout.splitlines()[-1]))
     return [
         [name, processes, *(round(statistics.median(column), 2) for column in zip(*rows, strict=True))]
         for name, rows in runs.items()
@@ -345,7 +350,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file to write; tables of other parts in it stay")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--quick", action="store_true", help="just enough to see that everything runs")
-    parser.add_argument("--processes", type=int, default=5, help="fresh processes of each kind")
+    parser.add_argument("--processes", type=int, default=9, help="fresh processes of each kind")
     given = parser.parse_args()
     torch.set_num_threads(1)
     tables, good = run(given)

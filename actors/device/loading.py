@@ -13,6 +13,7 @@ from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.worker import Worker
 from layerzero.observe.counters import Counters
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.errors import ConfigurationError
 from layerzero.warmup.apart import ApartCompiler
 from layerzero.warmup.monitor import announce
 
@@ -175,9 +176,14 @@ def dispatch_table_for(
 ) -> ActiveDispatchTable | None:
     """The dispatch table of `settings`, refused where it does not hold for the device.
 
-    Raises: ConfigurationError: it does not, and the settings are strict.
+    Raises: ConfigurationError: it does not, and the settings are strict; or a next one is wanted of none.
     """
     if settings.dispatch_table is None:
+        if settings.next_dispatch_table is not None:
+            raise ConfigurationError(
+                "next_dispatch_table needs a dispatch_table whose misses it gets, got none",
+                field="next_dispatch_table",
+            )
         return None
     # A device without a table need not read the module: first calls wait for imports.
     from layerzero.selection.active_table import activate

@@ -248,8 +248,7 @@ class LocalDevice:
     ) -> Plan:
         """The plan for a call, remembered or made now.
 
-        Raises: ValueError, TypeError: an argument is wrong, by name. NoKernelFoundError: no kernel may and
-            can.
+        Raises: ValueError, TypeError: an argument is wrong. NoKernelFoundError: no kernel may and can.
         """
         if self.closed:
             raise RuntimeClosedError(f"device {self.device} is closed")
@@ -266,7 +265,9 @@ class LocalDevice:
             plan = table.by_signature[bits].get(signature)
         except TypeError:  # a trace's sizes have no hash
             plan = None
-        plan = plan or self.compiler.events.resolve(table, signature, args, bits)
+        if plan is None:
+            plan = self.compiler.events.resolve(table, signature, args, bits)
+            self.table_keeper.note_miss(self, plan, args)
         if snapshot is not None and snapshot.agreed_terms is not None:
             snapshot.agreed_terms.record_call(plan.kernel)
         return plan
@@ -370,7 +371,7 @@ class LocalDevice:
     # -- readiness and health ---------------------------------------------------------------------
 
     def warm(self, kernel_ids: Sequence[str], request: CallSpec | None = None) -> None:
-        """Load kernels now, in this thread, and compile what `request` needs; failures block them."""
+        """Load kernels in this thread, and compile what `request` needs; failures block them."""
         for kernel_id in kernel_ids:
             self.loader.load_now(kernel_id, request)
 
@@ -384,8 +385,8 @@ class LocalDevice:
     def close(self) -> None:
         """Stop the threads and timers; every later call raises RuntimeClosedError."""
         self.loader.stop()
-        self._probe_timer.stop()
-        self._expiry.stop()
+        for waiting in (self._probe_timer, self._expiry, self.table_keeper):
+            waiting.stop()
         with self._lock:
             self.closed = True
             self.snapshot = DispatchState(self.snapshot.version + 1, self.snapshot.policy)

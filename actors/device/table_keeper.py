@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 from layerzero.actors.device.loading import KernelLoader, dispatch_table_for
 from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.selection_inputs import SelectionInputs
+from layerzero.ops.op import Args
 from layerzero.selection.context import SelectionOptions
 from layerzero.selection.policy.policy import Policy
 from layerzero.spec.hardware import Hardware
 
 if TYPE_CHECKING:
+    from layerzero.actors.device.local_device import LocalDevice
+    from layerzero.actors.device.table_misses import TableMisses
     from layerzero.selection.active_table import ActiveDispatchTable
+    from layerzero.selection.plan import Plan
 
 
 class TableKeeper:
@@ -23,7 +27,7 @@ class TableKeeper:
     `changed()` is called from the background thread when a table solved again came in force.
     """
 
-    __slots__ = ("_changed", "_inputs", "_loader", "_lock", "_policy", "_registry", "_solving")
+    __slots__ = ("_changed", "_inputs", "_loader", "_lock", "_misses", "_policy", "_registry", "_solving")
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class TableKeeper:
         self._lock = threading.Lock()
         self._policy: Policy | None = None
         self._solving: threading.Event | None = None
+        self._misses: TableMisses | None = None
 
     def open(self, hardware: Hardware, policy: Policy) -> None:
         """Put the table of the settings in force, refused where it does not hold for the device.
@@ -83,8 +88,31 @@ class TableKeeper:
         options = SelectionOptions(settings.strict, settings.tie_band, settings.default_gain)
         kernels = {kernel.id: kernel for kernel in self._registry.all()}
         after = before.under(policy, kernels, options)
+        self.replace(before, after, policy)
+
+    def replace(
+        self, before: ActiveDispatchTable, after: ActiveDispatchTable, policy: Policy | None = None
+    ) -> bool:
+        """Put `after` in the place of `before`; False where another table, or `policy`, came meanwhile."""
         with self._lock:
-            if self._inputs.dispatch_table is not before or policy is not self._policy:
-                return
+            if self._inputs.dispatch_table is not before or policy not in (None, self._policy):
+                return False
             self._inputs.dispatch_table = after
         self._changed()
+        return True
+
+    def note_miss(self, device: LocalDevice, plan: Plan, args: Args) -> None:
+        """Keep a call that the table missed, where such are measured and folded in."""
+        if plan.selection.table_miss is None or self._inputs.settings.next_dispatch_table is None:
+            return
+        from layerzero.actors.device.table_misses import TableMisses  # few deployments measure
+
+        with self._lock:
+            if self._misses is None:
+                self._misses = TableMisses(device)
+        self._misses.note(plan, args)
+
+    def stop(self) -> None:
+        """Measure nothing more."""
+        if self._misses is not None:
+            self._misses.stop()

@@ -37,11 +37,12 @@ from layerzero.actors.group.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE, Scope
 from layerzero.scheduler.scheduled_device import ScheduledDevice
+from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.policy.policy import Policy, merge
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, LayerZeroError
 
 if TYPE_CHECKING:
     from layerzero.runtime import Runtime
-    from layerzero.selection.dispatch import DispatchState
 
 
 class RankHandle:
@@ -129,6 +130,12 @@ class RankHandle:
             if request in under_way:
                 raise ValueError(
                     f"request needs to be once in a step of {function_name}, got {request!r} again"
+                )
+            scope = SCOPE.get()
+            if scope is not None and scope.policy:
+                raise ConfigurationError(
+                    f"{function_name} needs the policy of a block inside the function, where every rank has "
+                    f"it, got one around the call: {'; '.join(map(str, scope.policy.rules))[:200]}"
                 )
             if send:
                 check_sendable(function.sent_args(args), function_name)
@@ -252,11 +259,19 @@ class GroupScope(Scope):
 
     __slots__ = ("_state", "_version")
 
-    def __init__(self, snapshot: DispatchState, runtime: Runtime, version: int) -> None:
+    def __init__(self, snapshot: DispatchState, runtime: Runtime | None, version: int) -> None:
         """`plan` is a number of the plan in force, below 0."""
         super().__init__(runtime=runtime)
         self._state = snapshot
         self._version = version
+
+    def nested(self, policy: Policy) -> Scope:
+        """The scope with a block's rules, which the function has on every rank: among what was agreed on."""
+        outer, terms = self._state, self._state.agreed_terms
+        assert terms is not None
+        inner = merge(outer.policy, policy)
+        state = terms.blocks.setdefault(inner.digest, DispatchState(outer.version, inner, agreed_terms=terms))
+        return GroupScope(state, self.runtime, self._version)
 
     @property
     def key(self) -> Hashable:

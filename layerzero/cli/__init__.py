@@ -36,6 +36,10 @@ COMMANDS = {
         "Run the stages of RELEASE.yaml and say whether all hold, but for what its waivers excuse",
     ),
     "kernels": ("doctor", "List the kernels and the state of each on a device"),
+    "parity": (
+        "judging.parity",
+        "Compare MODEL, a folder or name of transformers, on our ops with itself in float64, as a checklist",
+    ),
     "perfdb": (
         "tune",
         "Show what was measured on this machine: rows by op, and which of them count here",

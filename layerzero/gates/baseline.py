@@ -15,7 +15,7 @@ from layerzero._util.version import VERSION
 from layerzero.gates.paired_rounds import PacedCall, PairedResult, measure_ratio
 from layerzero.perfdb.record import Environment
 from layerzero.perfdb.table_file import content_hash, write_table_file
-from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.errors import FileRefusedError
 from layerzero.spec.reasons import Reason, Rejected
 
 FORMAT: Final = 1
@@ -43,12 +43,8 @@ class Baseline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     paced: tuple[BaselineCall, ...]
 
 
-class BaselineRefusedError(ConfigurationError):
-    """A baseline is old, cut, of another machine, or not known to be the wanted one; `problem` says which."""
-
-    def __init__(self, path: str, problem: Rejected) -> None:
-        super().__init__(f"{path}: {problem}", path=path, problem=problem)
-        self.problem = problem
+class BaselineRefusedError(FileRefusedError):
+    """A baseline is old, cut, of another machine, or not known to be the wanted one."""
 
 
 def measure_baseline(
@@ -91,7 +87,7 @@ def read_baseline(
     def refuse(
         reason: Reason, field: str, needs: str, got: str, cure: str | None = None
     ) -> BaselineRefusedError:
-        return BaselineRefusedError(os.fspath(path), Rejected(reason, field, needs, got[:200], cure))
+        return BaselineRefusedError.of(path, Rejected(reason, field, needs, got[:200], cure))
 
     try:
         data = read_given(path)

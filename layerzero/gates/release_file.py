@@ -69,6 +69,16 @@ class MatrixStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ready_ops: tuple[str, ...] = ()
 
 
+class ModelsStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Whole models hold beside themselves in float64, as `lz parity` compares them.
+
+    A model is a folder (from the release file), a name of the hub, or the fields of a configuration with its
+    `model_type`, which gets random weights.
+    """
+
+    models: Annotated[tuple[str | dict[str, Any], ...], Meta(min_length=1)]
+
+
 class CommandStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A command whose exit status decides; the word `{python}` is this interpreter."""
 
@@ -76,10 +86,12 @@ class CommandStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     limit_s: Annotated[float, Meta(gt=0)] = 3600.0
 
 
-Stage = SchemaStage | ContractStage | NumericsStage | PerformanceStage | MatrixStage | CommandStage
+Stage = (
+    SchemaStage | ContractStage | NumericsStage | PerformanceStage | MatrixStage | ModelsStage | CommandStage
+)
 BUILT_IN: Final[Mapping[str, type[Any]]] = {
     "schemas": SchemaStage, "contract": ContractStage, "numerics": NumericsStage,
-    "performance": PerformanceStage, "matrix": MatrixStage,
+    "performance": PerformanceStage, "matrix": MatrixStage, "models": ModelsStage,
 }  # fmt: skip
 
 

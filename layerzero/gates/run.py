@@ -19,7 +19,7 @@ from layerzero.gates.stages import StageRunner
 from layerzero.report.page import page_of, write_page
 from layerzero.runtime import Runtime
 
-JSON_NAME, PAGE_NAME = "gate.json", "gate.html"
+JSON_NAME, PAGE_NAME, REPORT_NAME = "gate.json", "gate.html", "{stage}_report_latest.json"
 
 
 def run_gate(
@@ -62,6 +62,9 @@ def run_gate(
         artifacts=hashes,
     )
     if folder is not None:
+        for outcome in outcomes:
+            name = REPORT_NAME.format(stage=outcome.stage)
+            put_whole(folder / name, msgspec.json.format(msgspec.json.encode(outcome), indent=1) + b"\n")
         plain = msgspec.json.format(msgspec.json.encode(report.as_plain()), indent=1)
         put_whole(folder / JSON_NAME, plain + b"\n")
         write_page(folder / PAGE_NAME, page_of(report.as_plain()))

@@ -20,6 +20,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.api.doctor import doctor
 from layerzero.backends import load_builtin
 from layerzero.gates.baseline import BaselineRefusedError, read_baseline
+from layerzero.gates.model_parity import compare_model
 from layerzero.gates.numerics import KernelRun, default_limit, run_kernels
 from layerzero.gates.outcome import Finding, StageOutcome
 from layerzero.gates.paired_rounds import PacedCall, PairedResult, compare_paces
@@ -27,6 +28,7 @@ from layerzero.gates.release_file import (
     CommandStage,
     ContractStage,
     MatrixStage,
+    ModelsStage,
     NumericsStage,
     PerformanceStage,
     SchemaStage,
@@ -118,7 +120,8 @@ class StageRunner:
         try:
             pairs = list(self._pairs(stage))
         except BaselineRefusedError as error:
-            finding = Finding("baseline", str(error.problem), error.problem.reason.value)
+            (problem,) = error.problems
+            finding = Finding("baseline", str(problem), problem.reason.value)
             return StageOutcome("", 1, 0.0, (finding,))
         lines = tuple(
             f"{r.call}: {r.answer}, {r.ratio / expected:.3f} times, {r.above} of {r.rounds} rounds above"
@@ -185,6 +188,23 @@ class StageRunner:
         lines = tuple(f"{name} {version or 'missing'}" for name, version in versions.items())
         return StageOutcome("", checks, 0.0, tuple(findings), lines)
 
+    def models(self, stage: ModelsStage) -> StageOutcome:
+        """Every line of each model's checklist holds."""
+        findings: list[Finding] = []
+        lines, checks = [], 0
+        for source in stage.models:
+            if isinstance(source, str) and (self._folder / source).is_dir():
+                source = str(self._folder / source)
+            compared = compare_model(source, self.device.device)
+            items = [item for item in compared.checklist if item.holds is not None]
+            checks += len(items)
+            name = Path(compared.model).name
+            lines.append(f"{name}: {len(compared.rows)} comparisons")
+            findings += [
+                Finding(f"{name}/{item.what}", item.evidence[:1000]) for item in items if not item.holds
+            ]
+        return StageOutcome("", checks, 0.0, tuple(findings), tuple(lines))
+
     def command(self, stage: CommandStage) -> StageOutcome:
         """The command ends with status 0 within its limit."""
         words = [sys.executable if word == "{python}" else word for word in stage.command]
@@ -219,6 +239,7 @@ _RUNS: Mapping[type[Any], Any] = {
     NumericsStage: StageRunner.numerics,
     PerformanceStage: StageRunner.performance,
     MatrixStage: StageRunner.matrix,
+    ModelsStage: StageRunner.models,
     CommandStage: StageRunner.command,
 }
 

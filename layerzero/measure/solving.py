@@ -113,15 +113,25 @@ class _Judged(msgspec.Struct, frozen=True):
     by_kernel: dict[str, float]
 
 
-def solve_op(device: SolvableDevice, op: Op, requests: Iterable[CallSpec] = ()) -> SolvedOp:
+def solve_op(
+    device: SolvableDevice,
+    op: Op,
+    requests: Iterable[CallSpec] = (),
+    *,
+    only: Collection[Family] | None = None,
+) -> SolvedOp:
     """Decide every family of an op that was measured or is asked for, each over ranges of its sizes.
 
-    `asked` are requests whose sizes bound what is decided. Every measured or asked call is warmed: a better
-    kernel is loaded and compiled before anything is decided, so that none is passed over for being cold. A
-    family whose tree loses more, at measured calls that it does not know, than one kernel for all of it or
-    of the op, gets that one kernel.
+    `requests` are asked for: their sizes bound what is decided. `only` names the families to decide. Every
+    measured or asked call is warmed: a better kernel is loaded and compiled before anything is decided, so
+    that none is passed over for being cold. A family whose tree loses more, at measured calls that it does
+    not know, than one kernel for all of it or of the op, gets that one kernel.
     """
-    families = _families(device, op, requests)
+    families = [
+        family
+        for family in _families(device, op, requests)
+        if only is None or family_of(family.points[0].request) in only
+    ]
     for family in families:
         for point in family.points:
             _warm(device, op, point.request)

@@ -98,16 +98,18 @@ def read_plans(path: str | os.PathLike[str], device: LocalDevice, policy: str) -
         head = decode_json(text, object)
         stated = head.get("format") if isinstance(head, dict) and "plans" in head else None
     except (ValueError, msgspec.MsgspecError) as error:
-        raise _refused(path, [Rejected(Reason.PLAN_DAMAGED, "file", "JSON", str(error))]) from error
+        raise PlanRefusedError.of(path, Rejected(Reason.PLAN_DAMAGED, "file", "JSON", str(error))) from error
     if stated != FORMAT:
-        raise _refused(path, [Rejected(Reason.PLAN_FORMAT, "format", str(FORMAT), str(stated))])
+        raise PlanRefusedError.of(path, Rejected(Reason.PLAN_FORMAT, "format", str(FORMAT), str(stated)))
     try:
         table = decode_json(text, PlanFile)
     except (ValueError, msgspec.MsgspecError) as error:
-        raise _refused(path, [Rejected(Reason.PLAN_DAMAGED, "file", "every field", str(error))]) from error
+        raise PlanRefusedError.of(
+            path, Rejected(Reason.PLAN_DAMAGED, "file", "every field", str(error))
+        ) from error
     if content_hash(table.plans) != table.content:
         damage = Rejected(Reason.PLAN_DAMAGED, "content", table.content[:12], content_hash(table.plans)[:12])
-        raise _refused(path, [damage])
+        raise PlanRefusedError.of(path, damage)
     problems = [
         Rejected(Reason.PLAN_ENVIRONMENT_DIFFERS, "hardware", "the machine at hand", difference)
         for difference in table.hardware.differences(Environment.of_hardware(device.hardware))
@@ -119,19 +121,14 @@ def read_plans(path: str | os.PathLike[str], device: LocalDevice, policy: str) -
     for digest in sorted({plan.policy for plan in table.plans} - {policy}):
         problems.append(Rejected(Reason.PLAN_POLICY_DIFFERS, "policy", policy[:12], digest[:12]))
     if problems:
-        raise _refused(path, problems)
+        raise PlanRefusedError.of(path, *problems)
     return table.plans
-
-
-def _refused(path: str | os.PathLike[str], problems: list[Rejected]) -> PlanRefusedError:
-    words = "; ".join(map(str, problems))
-    return PlanRefusedError(f"{os.fspath(path)}: {words}", path=os.fspath(path), problems=tuple(problems))
 
 
 def refuse_block(path: str, block: str, plans: tuple[SavedPlan, ...]) -> PlanRefusedError:
     """The refusal of a file that has no plan for a block."""
     names = ", ".join(sorted({plan.block for plan in plans})) or "none"
-    return _refused(path, [Rejected(Reason.PLAN_BLOCK_DIFFERS, "block", block, names)])
+    return PlanRefusedError.of(path, Rejected(Reason.PLAN_BLOCK_DIFFERS, "block", block, names))
 
 
 def chosen_before(saved: SavedPlan, choices: Choices, block: PlacedBlock, path: str) -> Solution:
@@ -156,5 +153,5 @@ def chosen_before(saved: SavedPlan, choices: Choices, block: PlacedBlock, path: 
         else:
             chosen.append(alternative)
     if problems:
-        raise _refused(path, problems)
+        raise PlanRefusedError.of(path, *problems)
     return Solution(tuple(chosen), saved.expected_us, saved.exact)

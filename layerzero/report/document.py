@@ -206,8 +206,7 @@ def _checked(document: ReportDocument) -> ReportDocument:
 
 def refused_report(path: str | os.PathLike[str], reason: Reason, needs: str, got: str) -> ReportRefusedError:
     """The error that says why a file is no report to work with."""
-    problem = Rejected(reason, Path(path).name, needs, got[:200])
-    return ReportRefusedError(f"{path}: {problem}", path=str(path), problems=(problem,))
+    return ReportRefusedError.of(path, Rejected(reason, Path(path).name, needs, got[:200]))
 
 
 class TextList:

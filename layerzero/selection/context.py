@@ -15,6 +15,7 @@ from layerzero.spec.reasons import Rejected
 
 if TYPE_CHECKING:
     from layerzero.selection.active_table import ActiveDispatchTable
+    from layerzero.selection.dispatch import DispatchState
 
 CostModel = Callable[[Kernel, WorkEstimate, CallSpec, Hardware], tuple[float, str]]
 
@@ -113,9 +114,10 @@ class AgreedTerms:
     `kernels` are the ids that may be chosen, `options` hold in place of this rank's settings, `modes` for
     every request; `cost` is what the ranks compared when they agreed, None where they price by estimates
     alone. `digest` is that of all ops so far with their kernels: equal on ranks that ran the same steps.
+    `blocks` are the states of blocks with a policy of their own, by its digest: they record here, too.
     """
 
-    __slots__ = ("_hash", "_kernels_run", "cost", "kernels", "modes", "options")
+    __slots__ = ("_hash", "_kernels_run", "blocks", "cost", "kernels", "modes", "options")
 
     def __init__(
         self,
@@ -129,6 +131,7 @@ class AgreedTerms:
         self.options = options
         self.modes = modes
         self.cost = cost
+        self.blocks: dict[str, DispatchState] = {}
         self._kernels_run: list[str] = []
         self._hash = hashlib.sha256()
 

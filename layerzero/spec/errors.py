@@ -30,8 +30,9 @@ Wrong arguments are `ValueError` and `TypeError`; cancellation passes through un
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from layerzero.spec.reasons import Reason
 
@@ -143,6 +144,12 @@ class FileRefusedError(LayerZeroError):
         super().__init__(message, path=path, problems=problems, **context)
         self.path = path
         self.problems = problems
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], *problems: Any) -> Self:
+        """The error whose message names the file and every problem."""
+        name = os.fspath(path)
+        return cls(f"{name}: {'; '.join(map(str, problems))}", path=name, problems=problems)
 
 
 class BundleRefusedError(FileRefusedError):

@@ -31,7 +31,6 @@ SETTING_IGNORED = "setting.ignored"
 SETTING_OVERRIDDEN = "setting.overridden"
 SETTINGS_SKIPPED = "settings.skipped"
 
-
 BATCHING = ("all", "rows", "off")
 # What only opening a runtime reads.
 READ_AT_START = (
@@ -93,6 +92,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         max_keys: distinct keys remembered for each op, those used last; 0 chooses anew for every call.
         plan_ttl_s: seconds after which what is remembered is chosen anew; None remembers it until it changes.
         dispatch_table: file of decisions that `solve` made ahead; None chooses everything at run time.
+        next_dispatch_table: file of its next version, with calls that it missed, measured in idle time.
         shipped_tables: price with the tables that come with the package, on hardware of their class.
         perfdb_days: days after which a measurement of this machine no longer counts; None keeps counting it.
     How it batches:
@@ -104,8 +104,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         max_queue_size, max_queue_bytes: the most a batcher queues.
         queue_full_policy: at that limit callers "wait", or the call is "reject"ed with `OverloadedError`.
         completion: a CUDA batch's callers are resumed when it is launched ("stream"), or when it has run
-        ("host"),
-            with at most two batches under way.
+            ("host"), with at most two batches under way.
         priority_aging_ms: waiting time that lifts a call by one priority class (milliseconds).
     How it stays healthy:
         check_rate: share of calls that are run again on the reference, away from the caller; 0 checks none.
@@ -161,6 +160,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_keys: Whole = 4096
     plan_ttl_s: AboveZero | None = None
     dispatch_table: Text | None = None
+    next_dispatch_table: Text | None = None
     shipped_tables: bool = True
     perfdb_days: Days | None = None
     batching: Literal["all", "rows", "off"] = "all"

@@ -176,8 +176,7 @@ def _quoted(infos: list[zipfile.ZipInfo]) -> str:
 
 def refusal(path: str | os.PathLike[str], problems: list[Rejected]) -> BundleRefusedError:
     """The error that refuses a bundle, with every problem by name."""
-    text = "; ".join(map(str, problems))
-    return BundleRefusedError(f"{path}: {text}", path=str(path), problems=tuple(problems))
+    return BundleRefusedError.of(path, *problems)
 
 
 def read_archive(path: str | os.PathLike[str], *, sha256: str | None = None) -> Archive:

@@ -34,6 +34,7 @@ from tests.calls.seen import (
     differentiated,
     expiring,
     fitting,
+    learning,
     loaded,
     made,
     order,
@@ -90,6 +91,10 @@ CASES: list[tuple[str, Case]] = [
     ("max_keys", Case(4096, 2, remembered)),
     ("plan_ttl_s", Case(None, 5.0, expiring)),
     ("dispatch_table", Case(None, "{folder}/table.json", which)),
+    (
+        "next_dispatch_table",
+        Case(None, "{folder}/next.json", learning, {"dispatch_table": "{folder}/table.json"}),
+    ),
     ("batching", Case("all", "off", sizes, QUEUED)),
     ("batching", Case("off", "rows", sizes, QUEUED)),
     ("inline_limit_us", Case(1e9, 0.0, where)),
@@ -204,9 +209,9 @@ def test_a_setting_takes_hold_as_if_the_runtime_had_been_opened_with_it(
     settings: dict[str, Any] = {"perfdb": None, "shipped_tables": False, "warm": "off", **case.around}
     settings = {key: given(value, folder) for key, value in settings.items()}
     before, after = given(case.before, folder), given(case.after, folder)
-    if name == "dispatch_table":
-        opened({**settings, "perfdb": f"{folder}/perfdb.sqlite"})
-        solve(after)
+    if name.endswith("dispatch_table"):
+        opened({"perfdb": f"{folder}/perfdb.sqlite", "shipped_tables": False, "warm": "off"})
+        solve(folder / "table.json")
     at = opened({**settings, name: before})
     first = case.seen(at)
 

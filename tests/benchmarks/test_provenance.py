@@ -18,7 +18,6 @@ OLDER = frozenset(
         "accuracy_cpu_avx512.json",
         "accuracy_h200.json",
         "accuracy_h200_flash_attn_2.json",
-        "baked_cpu.json",
         "embedding_demo.json",
         "embedding_demo_h200.json",
         "gang.json",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -222,6 +223,16 @@ def expiring(at: Site) -> Any:
     before = at.cpu.table(op)
     at.clock.advance(6.0)
     return at.cpu.table(op) is not before
+
+
+_MISSED = itertools.count(1)
+
+
+def learning(at: Site) -> Any:
+    """Whether a call that the dispatch table misses is kept to be measured."""
+    waiting = at.clock.waiting
+    layerzero.sync.rms_norm(torch.randn(9000 << next(_MISSED) % 2, 512), WEIGHT)
+    return at.clock.waiting - waiting
 
 
 def loaded(at: Site) -> Any:

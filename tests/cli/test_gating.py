@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from layerzero.gates import run
 from layerzero.report.document import OPENING
 from tests.cli.command import Lz
+from tests.gates.test_model_parity import LLAMA
 
 RELEASE = """
 version: 1
@@ -55,6 +58,8 @@ def test_what_a_release_keeps_is_in_one_folder(lz: Lz, tmp_path: Path) -> None:
     assert report["passed"] is True and {name for name, _ in report["artifacts"]} >= ARTIFACTS - {
         run.JSON_NAME, run.PAGE_NAME,
     }  # fmt: skip
+    contract = json.loads((folder / "contract_report_latest.json").read_text())
+    assert contract["checks"] > 0 and contract["findings"] == []
     assert OPENING in (folder / run.PAGE_NAME).read_text()
     selections = [json.loads(line) for line in (folder / "selections.jsonl").read_text().splitlines()]
     assert any(each["kernel"] and each["candidates"] for each in selections)
@@ -79,3 +84,15 @@ def test_a_baseline_is_written_and_named(lz: Lz, tmp_path: Path) -> None:
     done = lz("gate", str(path), "--json")
     report = json.loads(done.stdout)
     assert done.exit_code == 0 and "as fast" in report["stages"][0]["lines"][0]
+
+
+def test_the_status_of_a_model_is_its_checklist_s(lz: Lz, tmp_path: Path) -> None:
+    """0 where it holds, 2 for a folder that is none; a configuration alone gets random weights."""
+    pytest.importorskip("transformers", reason="models are those of transformers")
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
+    done = lz("parity", str(tmp_path), "--json")
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0 and report["passed"] and report["flags"] == []
+    assert "random weights" in report["checklist"][0]["evidence"]
+    (tmp_path / "config.json").write_text("{}")
+    assert lz("parity", str(tmp_path)).exit_code == 2

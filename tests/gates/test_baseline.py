@@ -37,8 +37,8 @@ def code(path: Path, sha256: str | None = None, today: date = TODAY) -> str:
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if sha256 is None else sha256
     with pytest.raises(BaselineRefusedError) as caught:
         read_baseline(path, HERE, sha256=digest, max_age_days=30, today=today)
-    assert str(path) in str(caught.value) and caught.value.problem.needs
-    return caught.value.problem.reason.value
+    assert str(path) in str(caught.value) and caught.value.problems[0].needs
+    return str(caught.value.problems[0].reason.value)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_an_untrusted_baseline_says_its_own_hash(tmp_path: Path) -> None:
     digest = stored(path)
     with pytest.raises(BaselineRefusedError) as caught:
         read_baseline(path, HERE, sha256="", max_age_days=30, today=TODAY)
-    assert caught.value.problem.counterfactual == f"sha256: {digest}"
+    assert caught.value.problems[0].counterfactual == f"sha256: {digest}"
 
 
 def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:

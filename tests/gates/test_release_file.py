@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from layerzero.gates.paired_rounds import PacedCall
-from layerzero.gates.release_file import CommandStage, NumericsStage, PerformanceStage, Release, read_release
+from layerzero.gates.release_file import (
+    SUITES,
+    CommandStage,
+    NumericsStage,
+    PerformanceStage,
+    Release,
+    read_release,
+)
 from layerzero.spec.errors import ConfigurationError
 
+ROOT = Path(__file__).resolve().parents[2]
 WHOLE = """
 version: 1
 suites:
@@ -105,3 +114,17 @@ def test_the_stress_suite_holds_a_bound_on_coverage() -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["coverage"]
     assert project["report"]["fail_under"] >= 90
     assert "coverage report" in (root / "Makefile").read_text()
+
+
+def test_the_release_of_this_project_names_what_is_there() -> None:
+    """Its baseline is the file of that hash, its folders and scripts exist, and every suite has stages."""
+    release = read_release(ROOT / "RELEASE.yaml")
+    stages = release.stages
+    performance = stages["performance"]
+    assert isinstance(performance, PerformanceStage)
+    baseline = (ROOT / performance.baseline).read_bytes()
+    assert hashlib.sha256(baseline).hexdigest() == performance.sha256
+    assert all(release.stages_of(suite) for suite in (*SUITES, "contract", "matrix", "performance"))
+    words = [word for stage in stages.values() if isinstance(stage, CommandStage) for word in stage.command]
+    paths = [word for word in words if "/" in word and not word.startswith(("-", "build/"))]
+    assert paths and all((ROOT / path).exists() for path in paths)

@@ -9,11 +9,11 @@ from dataclasses import asdict
 
 from layerzero.api.doctor import align_rows
 from layerzero.api.start import start
+from layerzero.gates.model_parity import Row, red_flags
 from layerzero.spec.settings import Settings
 from layerzero.spec.tolerances import need_full_float32
 from tests.parity.levels import run, suspect
 from tests.parity.model import CONFIGS
-from tests.parity.rows import Row, red_flags
 from tests.parity.truth import planted
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from layerzero.gates.model_parity import Row, largest
 from layerzero.spec.tolerances import PARITY_KERNEL, PARITY_LAYER, PARITY_LOGITS
 from tests.parity.model import CONFIGS, Config, bert, llama, llama_layer, random_llama
-from tests.parity.rows import Row, largest
 from tests.parity.training import level_5
 from tests.parity.truth import Ours, Side, Truth
 from tests.parity.weights import judged, real_models

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.gates.model_parity import Row, largest, red_flags
 from tests.parity.__main__ import main
 from tests.parity.model import CONFIGS, llama, random_llama
-from tests.parity.rows import Row, largest, red_flags
 from tests.parity.truth import Ours, Truth
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from layerzero.gates.model_parity import Row, largest
 from layerzero.spec.tolerances import (
     PARITY_EMBEDDING_GRADIENT,
     PARITY_LATER_GRADIENT,
@@ -15,7 +16,6 @@ from layerzero.spec.tolerances import (
     PARITY_TREND,
 )
 from tests.parity.model import Config, Model, llama, random_llama
-from tests.parity.rows import Row, largest
 from tests.parity.truth import Ours, Side, Truth
 
 ROWS = 24

@@ -1,1 +1,1 @@
-"""`lz report`, `lz compare` and `lz gate`: what a machine does, what two differ in, what may be released."""
+"""`lz report`, `lz compare`, `lz parity`, `lz gate`: what a machine does, what differs, what may go out."""

@@ -23,6 +23,7 @@ from layerzero.actors.group.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
 from layerzero.scheduler.loop_drivers import LoopDrivers
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError
+from tests.kernels import kernel
 
 
 class Rank:
@@ -213,6 +214,59 @@ def test_a_function_that_a_follower_lacks_is_named() -> None:
     _, errors = rank_group([leads, other])
     assert isinstance(errors[1], ConsistencyError)
     assert "needs the function 'prefill' that rank 0 runs, got decode" in str(errors[1])
+
+
+def test_a_block_s_policy_in_a_step_holds_among_the_kernels_agreed_on() -> None:
+    """Every rank follows it alike, choices are compared, and a kernel that was not agreed on stays out."""
+
+    def step(x: Tensor, seen: Rank) -> Tensor:
+        with lz.prefer("reference", op="rms_*"), lz.disable("no.such"):
+            out: Tensor = lz.sync.rms_norm(x)
+            last = lz.last_selection()
+            seen.kernels.append(last.kernel if last is not None else "")
+        return out
+
+    def own_kernel(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        return x * 0
+
+    def body(lead: bool, alike: bool = True) -> Body:
+        async def run(member: RankHandle, seen: Rank) -> None:
+            runtime = context_runtime()
+            runtime.add_kernel(kernel(f"reference.rms_norm.of_{int(lead)}", own_kernel, launch_us=0.0))
+
+            def named(x: Tensor) -> Tensor:
+                return step(x, seen) if alike or lead else lz.sync.rms_norm(x)
+
+            awaited = member.batched(named, name="step")
+            if lead:
+                for _ in range(2):
+                    await awaited("r", rows(1.0))
+            else:
+                await member.follow()
+
+        return run
+
+    ranks, errors = rank_group([body(True), body(False)])
+    assert errors == [None, None]
+    assert ranks[0].kernels == ranks[1].kernels == ["reference.rms_norm"] * 2
+    _, errors = rank_group([body(True), body(False, alike=False)])
+    assert any(isinstance(error, ConsistencyError) for error in errors)
+
+
+def test_a_block_s_policy_around_a_step_is_refused() -> None:
+    """Rank 0's alone: no other rank would follow it."""
+
+    async def leads(member: RankHandle, seen: Rank) -> None:
+        awaited = member.batched(seen.step, name="step")
+        with (
+            pytest.raises(ConfigurationError, match="needs the policy of a block inside the function"),
+            lz.prefer("reference", op="rms_norm"),
+        ):
+            await awaited("r", rows(1.0), "")
+        await awaited("r", rows(1.0), "")
+
+    _, errors = rank_group([leads])
+    assert errors == [None]
 
 
 def test_what_one_rank_alone_would_do_is_refused() -> None:
