@@ -25,7 +25,7 @@ class Codec:
     """One library's tokenizer; ids and spans are the library's own, for each text by itself.
 
     `size` is above every id, and those in `missing` stand for nothing; `special` are the texts of special
-    tokens. `before` and `after` stand around a text with special tokens. Where `bytewise`, a text is its
+    tokens. `before` and `after` are put around a text with special tokens. Where `bytewise`, a text is its
     tokens' bytes behind each other.
     """
 
@@ -53,32 +53,32 @@ class Codec:
         raise NotImplementedError
 
     def encode(self, texts: list[str], special: bool, marked: bool, spans: bool) -> list[Row]:
-        """Each text's ids; `special` puts tokens around it, `marked` reads those that stand in it."""
+        """Each text's ids; `special` puts tokens around it, `marked` reads those inside it."""
         rows = [self._marked(text, spans) for text in texts] if marked else self.plain(texts, spans)
         if not special or not (self.before or self.after):
             return rows
         first, last = [(0, 0)] * len(self.before), [(0, 0)] * len(self.after)
         return [
-            ([*self.before, *ids, *self.after], None if found is None else [*first, *found, *last])
-            for ids, found in rows
+            ([*self.before, *ids, *self.after], None if places is None else [*first, *places, *last])
+            for ids, places in rows
         ]
 
     def _marked(self, text: str, spans: bool) -> Row:
-        """A text's ids where special tokens that stand in it are read, and the rest between them is text."""
+        """A text's ids where special tokens inside it are read, and the rest between them is text."""
         ids: list[int] = []
-        found: list[Span] = []
+        offsets: list[Span] = []
         start = 0
         for part in self._marks.split(text) if self.special else [text]:
             token = self._ids_of_marks.get(part)
             if token is not None:
                 ids.append(token)
-                found.append((start, start + len(part)))
+                offsets.append((start, start + len(part)))
             elif part:
-                ((more, places),) = self.plain([part], spans)
-                ids += more
-                found += [(start + begin, start + end) for begin, end in places or ()]
+                ((part_ids, places),) = self.plain([part], spans)
+                ids += part_ids
+                offsets += [(start + begin, start + end) for begin, end in places or ()]
             start += len(part)
-        return ids, found if spans else None
+        return ids, offsets if spans else None
 
     @cached_property
     def _ids_of_marks(self) -> dict[str, int]:
@@ -93,28 +93,28 @@ class Codec:
 class HuggingFace(Codec):
     """A `tokenizers.Tokenizer` of our own, without padding and truncation.
 
-    It reads the special tokens that stand in a text whatever `marked` says.
+    It reads the special tokens inside a text whatever `marked` says.
     """
 
-    def __init__(self, own: Any) -> None:
-        definition = json.loads(own.to_str())
-        self._own = own
-        cut, padding = own.truncation, own.padding
+    def __init__(self, tokenizer: Any) -> None:
+        definition = json.loads(tokenizer.to_str())
+        self._own = tokenizer
+        cut, padding = tokenizer.truncation, tokenizer.padding
         if cut is not None:
             self.limit, self.limit_side = int(cut["max_length"]), str(cut["direction"])
         self.pad = padding and int(padding["pad_id"])
-        own.no_truncation()
-        own.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self.identity = identify(definition)
-        known = set(own.get_vocab(with_added_tokens=True).values())
-        self.size = max(known, default=-1) + 1
-        self.missing = frozenset(range(self.size)) - known
-        added = own.get_added_tokens_decoder()
+        vocabulary = set(tokenizer.get_vocab(with_added_tokens=True).values())
+        self.size = max(vocabulary, default=-1) + 1
+        self.missing = frozenset(range(self.size)) - vocabulary
+        added = tokenizer.get_added_tokens_decoder()
         self.special = {token: one.content for token, one in added.items() if one.special}
         decoder = definition["decoder"] or {}
         self.bytewise = decoder.get("type") == "ByteLevel"
         self._bytes = _bytes_of_characters() if "ByteLevel" in json.dumps(decoder) else {}
-        probe = own.encode("a")
+        probe = tokenizer.encode("a")
         ids, mask = probe.ids, probe.special_tokens_mask
         first = mask.index(0) if 0 in mask else len(mask)
         last = mask[::-1].index(0) if 0 in mask else 0
@@ -142,13 +142,13 @@ class HuggingFace(Codec):
 
 
 class Tiktoken(Codec):
-    """A `tiktoken.Encoding`, whose ids stand `shift` higher here; `special` are the tokens of an owner."""
+    """A `tiktoken.Encoding`, whose ids are `shift` higher here; `special` are the tokens of an owner."""
 
-    def __init__(self, own: Any, shift: int = 0, special: Mapping[int, str] | None = None) -> None:
-        self._own, self._shift = own, shift
-        ranks: Mapping[bytes, int] = own._mergeable_ranks
-        self.special = special or {token: text for text, token in own._special_tokens.items()}
-        self.size = max(own.max_token_value + shift, *self.special, 0) + 1
+    def __init__(self, encoding: Any, shift: int = 0, special: Mapping[int, str] | None = None) -> None:
+        self._own, self._shift = encoding, shift
+        ranks: Mapping[bytes, int] = encoding._mergeable_ranks
+        self.special = special or {token: text for text, token in encoding._special_tokens.items()}
+        self.size = max(encoding.max_token_value + shift, *self.special, 0) + 1
         self.missing = frozenset(range(self.size)).difference(
             (rank + shift for rank in ranks.values()), self.special
         )
@@ -156,25 +156,25 @@ class Tiktoken(Codec):
         names = digest({text: token for token, text in self.special.items()})
         self.identity = Identity(
             library="tiktoken",
-            digest=digest([own._pat_str, vocabulary, names, shift]),
+            digest=digest([encoding._pat_str, vocabulary, names, shift]),
             vocabulary=vocabulary,
             merges=vocabulary,  # the order of the ranks
             special_tokens=names,
             normalizer=NONE,
-            pretokenizer=f"Regex({digest(own._pat_str)[:12]})",
+            pretokenizer=f"Regex({digest(encoding._pat_str)[:12]})",
         )
 
     def plain(self, texts: list[str], spans: bool) -> list[Row]:
         """As `encode_ordinary`; spans begin where `decode_with_offsets` lets them."""
-        own, shift = self._own, self._shift
+        library, shift = self._own, self._shift
         if len(texts) > 1 and sum(map(len, texts)) > _MANY:
-            rows = own.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+            rows = library.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
         else:
-            rows = [own.encode_ordinary(text) for text in texts]
-        found = [_spans(own.decode_tokens_bytes(ids)) if spans else None for ids in rows]
+            rows = [library.encode_ordinary(text) for text in texts]
+        places = [_spans(library.decode_tokens_bytes(ids)) if spans else None for ids in rows]
         if shift:
             rows = [[token + shift for token in ids] for ids in rows]
-        return list(zip(rows, found, strict=True))
+        return list(zip(rows, places, strict=True))
 
     def decode(self, rows: list[list[int]], skip: bool) -> list[str]:
         """The tokens' bytes behind each other; halves of characters become replacement characters."""
@@ -186,16 +186,16 @@ class Tiktoken(Codec):
             row = [token for token in row if token not in special]
         elif not special.keys().isdisjoint(row):
             return b"".join(map(self.piece, row))
-        found: bytes = self._own.decode_bytes([token - shift for token in row] if shift else row)
-        return found
+        data: bytes = self._own.decode_bytes([token - shift for token in row] if shift else row)
+        return data
 
     def piece(self, token: int) -> bytes:
         """The rank's bytes, or the special token's text."""
         text = self.special.get(token)
         if text is not None:
             return text.encode()
-        found: bytes = self._own.decode_single_token_bytes(token - self._shift)
-        return found
+        data: bytes = self._own.decode_single_token_bytes(token - self._shift)
+        return data
 
 
 class SentencePiece(Codec):
@@ -205,20 +205,22 @@ class SentencePiece(Codec):
 
     def __init__(self, source: Any, library: Any, bos: bool, eos: bool) -> None:
         proto = source.serialized_model_proto()
-        own = self._own = library.SentencePieceProcessor(model_proto=proto)
-        self.before = [own.bos_id()] if bos else []
-        self.after = [own.eos_id()] if eos else []
-        self.pad = own.pad_id() if own.pad_id() >= 0 else None
-        self.size = own.get_piece_size()
-        self._pieces = [own.id_to_piece(token) for token in range(self.size)]
-        self.special = {token: text for token, text in enumerate(self._pieces) if own.is_control(token)}
+        processor = self._own = library.SentencePieceProcessor(model_proto=proto)
+        self.before = [processor.bos_id()] if bos else []
+        self.after = [processor.eos_id()] if eos else []
+        self.pad = processor.pad_id() if processor.pad_id() >= 0 else None
+        self.size = processor.get_piece_size()
+        self._pieces = [processor.id_to_piece(token) for token in range(self.size)]
+        self.special = {token: text for token, text in enumerate(self._pieces) if processor.is_control(token)}
         # A message begins with its first field, and the first of a normalizer's is its name.
         spec = library.SentencePieceNormalizer(model_proto=proto).serialized_normalizer_spec()
         name = spec[2 : 2 + spec[1]].decode() if spec[:1] == b"\n" else ""
         self.identity = Identity(
             library="sentencepiece",
             digest=digest([proto.hex(), self.before, self.after]),
-            vocabulary=digest([[text, own.get_score(token)] for token, text in enumerate(self._pieces)]),
+            vocabulary=digest(
+                [[text, processor.get_score(token)] for token, text in enumerate(self._pieces)]
+            ),
             merges=digest(None),
             special_tokens=digest([*self.special.items()]),
             normalizer=name or NONE,
@@ -233,7 +235,7 @@ class SentencePiece(Codec):
         return [(row["ids"], row["offsets"]) for row in rows]
 
     def decode(self, rows: list[list[int]], skip: bool) -> list[str]:
-        """As `decode`, which knows no special tokens; unless `skip` their names stand between the texts."""
+        """As `decode`, which knows no special tokens; unless `skip` their names are between the texts."""
         if skip or all(self.special.keys().isdisjoint(row) for row in rows):
             return [str(text) for text in self._own.decode(rows)] if rows else []
         return ["".join(map(self._run, *_runs(row, self.special))) for row in rows]
@@ -251,7 +253,7 @@ class SentencePiece(Codec):
 def mistral(source: Any, library: Callable[[str], Any]) -> Codec:
     """The codec of a tokenizer of mistral-common: tiktoken's or SentencePiece's, with Mistral's specials.
 
-    A text begins with <s>, and special tokens that stand in it are text.
+    A text begins with <s>, and special tokens inside it are text.
     """
     tokenizer = getattr(getattr(source, "instruct_tokenizer", source), "tokenizer", source)
     if hasattr(tokenizer._model, "serialized_model_proto"):
@@ -299,4 +301,6 @@ def _bytes_of_characters() -> dict[str, int]:
     """Which byte each character of a byte-level vocabulary stands for (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }

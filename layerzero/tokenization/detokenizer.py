@@ -29,7 +29,7 @@ class IncrementalDetokenizer:
             raise ValueError(f"stop needs a sequence of texts that are not empty, got {stop!r:.80}")
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.codec.bytewise else None
-        # Ids that are known but for the first `_known`, which stand in the text and are context.
+        # The last ids: the first `_known` of them are in the text already and are context.
         self._ids: list[int] = []
         self._known = 0
         self._text = ""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerzero.spec.errors import TokenizerMismatchError
 from layerzero.spec.reasons import Reason, Rejected
-from layerzero.tokenization.tokens import Asked, Tokens
+from layerzero.tokenization.tokens import EncodeOptions, Tokens
 
 # What an entry takes beside its numbers: the key's digests, the tuple, the place in the order.
 ENTRY_BYTES = 512
@@ -31,7 +31,7 @@ class PromptCacheStats(msgspec.Struct, frozen=True):
     evicted: int
 
 
-class _Entry(NamedTuple):
+class _Prompt(NamedTuple):
     ids: bytes
     offsets: bytes | None
 
@@ -55,7 +55,7 @@ class PromptCache:
             raise ValueError(f"max_bytes needs to be at least 1, got {max_bytes}")
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _Prompt] = OrderedDict()
         self._digests: dict[str, str] = {}
         self._bytes = self._hits = self._misses = self._evicted = 0
 
@@ -66,9 +66,9 @@ class PromptCache:
             changed.
         """
         with self._lock:
-            known = self._digests.setdefault(namespace, digest)
-        if known != digest:
-            problem = Rejected(Reason.TOKENIZER_CHANGED, namespace, f"the tokenizer {known}", digest)
+            first_digest = self._digests.setdefault(namespace, digest)
+        if first_digest != digest:
+            problem = Rejected(Reason.TOKENIZER_CHANGED, namespace, f"the tokenizer {first_digest}", digest)
             raise TokenizerMismatchError(
                 f"{namespace} has changed under a cache: {problem}; forget({namespace!r}) empties it",
                 problem=problem,
@@ -103,7 +103,7 @@ class PromptCache:
     def keep(self, key: Hashable, tokens: Tokens) -> None:
         """Keep a copy of a prompt's tokens, unless it is larger than the whole cache may be."""
         offsets = None if tokens.offsets is None else _packed(tokens.offsets)
-        entry = _Entry(_packed(tokens.ids), offsets)
+        entry = _Prompt(_packed(tokens.ids), offsets)
         if entry.size > self.max_bytes:
             return
         with self._lock:
@@ -115,9 +115,9 @@ class PromptCache:
                 self._evicted += 1
 
 
-def prompt_key(namespace: str, digest: str, text: str, asked: Asked) -> Hashable:
-    """What a prompt is found by: the tokenizer, how it was asked, and the text's SHA-256 digest."""
-    return namespace, digest, asked, hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+def prompt_key(namespace: str, digest: str, text: str, options: EncodeOptions) -> Hashable:
+    """What a prompt is found by: the tokenizer, its options, and the text's SHA-256 digest."""
+    return namespace, digest, options, hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 def _packed(numbers: Tensor) -> bytes:

@@ -1,4 +1,4 @@
-"""Where a tokenizer comes from: files and objects of four libraries, told apart by name."""
+"""Where a tokenizer comes from: files and objects of four libraries, recognized by name."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def find_file(path: Path) -> Path:
     """The tokenizer's file that `path` is or, as a folder, holds; the first in the order of `READERS`."""
     if not path.is_dir():
         return path
-    found = (file for pattern in READERS for file in sorted(path.glob(pattern)))
-    return next(found, path / next(iter(READERS)))
+    files = (file for pattern in READERS for file in sorted(path.glob(pattern)))
+    return next(files, path / next(iter(READERS)))
 
 
 def open_file(path: Path) -> Opened:
@@ -115,9 +115,9 @@ def _copied(text: str) -> Codec:
 
 def _sentencepiece(path: Path, data: bytes) -> Opened:
     config = _config(path.parent)
-    made = library("sentencepiece")
+    module = library("sentencepiece")
     bos, eos = (bool(config.get(name, False)) for name in ("add_bos_token", "add_eos_token"))
-    codec = SentencePiece(made.SentencePieceProcessor(model_proto=data), made, bos, eos)
+    codec = SentencePiece(module.SentencePieceProcessor(model_proto=data), module, bos, eos)
     return codec, load_template(path.parent)
 
 
@@ -155,9 +155,9 @@ def load_template(folder: Path) -> ChatTemplate | None:
     """
     config = _config(folder)
     source = config.get("chat_template")
-    own = folder / "chat_template.jinja"
-    if own.exists():
-        source = own.read_text(encoding="utf-8")
+    own_file = folder / "chat_template.jinja"
+    if own_file.exists():
+        source = own_file.read_text(encoding="utf-8")
     return _template(source, config)
 
 

@@ -48,12 +48,12 @@ class ChatTemplate:
 
         Raises: ChatTemplateError: the messages do not fit the template.
         """
-        known = {
+        context = {
             **self._special, **values, "messages": messages, "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }  # fmt: skip
         try:
-            return self._template.render(known)
+            return self._template.render(context)
         except Exception as error:  # of the template's own code
             raise ChatTemplateError(f"messages needs what the chat template takes: {error}") from error
 
@@ -69,9 +69,9 @@ class MistralTemplate:
 
         Raises: ChatTemplateError: the messages are none that the tokenizer's version takes.
         """
-        asked = [dict(message) for message in messages]
+        plain = [dict(message) for message in messages]
         try:
-            request = self._request.from_openai(asked, None if tools is None else [dict(t) for t in tools])
+            request = self._request.from_openai(plain, None if tools is None else [dict(t) for t in tools])
             ids: list[int] = self._source.encode_chat_completion(request).tokens
         except Exception as error:  # pydantic's, and a family of the library's own
             raise ChatTemplateError(f"messages needs what mistral-common takes: {error}") from error

@@ -16,7 +16,7 @@ from layerzero.spec.errors import DeadlineExceededError
 from layerzero.tokenization.prompts import prompt_key
 from layerzero.tokenization.templates import Message, MistralTemplate
 from layerzero.tokenization.tokenizer import Tokenizer
-from layerzero.tokenization.tokens import Asked, Tokens
+from layerzero.tokenization.tokens import EncodeOptions, Tokens
 
 T = TypeVar("T")
 # Texts below so many characters cost about the same.
@@ -46,8 +46,8 @@ async def tokenize(
 
     Args: text; `special_tokens` adds what the tokenizer puts around a text; `offsets` gives the characters
         of each token; `max_tokens` cuts the text, at the end or with `truncation_side="left"` at the
-        beginning, so that no character is split and what stands around it stays; `parse_special` reads
-        special tokens that stand in the text (Hugging Face's tokenizers always do); `priority` and `timeout`
+        beginning, so that no character is split and what is around it stays; `parse_special` reads
+        special tokens inside the text (Hugging Face's tokenizers always do); `priority` and `timeout`
         as for ops, where a long text's timeout covers its encoding, too.
     Returns: Tokens: ids (T,) int64 on the CPU, and offsets (T, 2) or None.
     Raises: TypeError: text is no string, or tokenizer is no Tokenizer. ValueError: an argument is out of
@@ -56,38 +56,38 @@ async def tokenize(
     _need(tokenizer)
     if not isinstance(text, str):
         raise TypeError(f"text needs a str, got {type(text).__name__}")
-    asked = tokenizer.asked(special_tokens, offsets, max_tokens, truncation_side, parse_special)
+    options = tokenizer.encode_options(special_tokens, offsets, max_tokens, truncation_side, parse_special)
     cache, key = tokenizer.cache, None
     if cache is not None:
-        key = prompt_key(tokenizer.namespace, tokenizer.identity.digest, text, asked)
-        found = cache.find(key)
-        if found is not None:
-            return found
-    tokens = await _encoded(text, tokenizer, asked, priority, timeout)
+        key = prompt_key(tokenizer.namespace, tokenizer.identity.digest, text, options)
+        cached = cache.find(key)
+        if cached is not None:
+            return cached
+    tokens = await _encoded(text, tokenizer, options, priority, timeout)
     if cache is not None:
         cache.keep(key, tokens)
     return tokens
 
 
 async def _encoded(
-    text: str, tokenizer: Tokenizer, asked: Asked, priority: int, timeout_s: float | None
+    text: str, tokenizer: Tokenizer, options: EncodeOptions, priority: int, timeout_s: float | None
 ) -> Tokens:
     if len(text) >= LONG:
-        (tokens,) = await _beside(lambda: tokenizer.encode_rows([text], [asked]), timeout_s)
+        (tokens,) = await _beside(lambda: tokenizer.encode_rows([text], [options]), timeout_s)
         return tokens
     # A batcher learns what a call costs: texts of very different lengths are different functions to it.
     size = max(len(text), _SHORT).bit_length() // 2
     encode = _awaited(tokenizer, tokenizer.encode_rows, f"encode_rows, {size}")
-    tokens: Tokens = await encode(text, asked, priority=priority, timeout=timeout_s)
+    tokens: Tokens = await encode(text, options, priority=priority, timeout=timeout_s)
     return tokens
 
 
 def _awaited(tokenizer: Tokenizer, run: Callable[..., list[T]], key: str) -> Batched[T]:
     """The awaitable of a method of the tokenizer, wrapped once."""
-    found: Batched[T] | None = tokenizer.awaited.get(key)
-    if found is None:
-        found = tokenizer.awaited[key] = batched(run, pure=True, device="cpu", key=key)
-    return found
+    awaitable: Batched[T] | None = tokenizer.awaited.get(key)
+    if awaitable is None:
+        awaitable = tokenizer.awaited[key] = batched(run, pure=True, device="cpu", key=key)
+    return awaitable
 
 
 async def tokenize_chat(

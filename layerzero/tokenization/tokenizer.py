@@ -17,7 +17,7 @@ from layerzero.tokenization.identity import Identity
 from layerzero.tokenization.prompts import PromptCache
 from layerzero.tokenization.sources import find_file, open_file, open_object
 from layerzero.tokenization.templates import ChatTemplate, Message, MistralTemplate
-from layerzero.tokenization.tokens import Asked, Padded, Tokens, tensor_of, tensor_of_spans
+from layerzero.tokenization.tokens import EncodeOptions, Padded, Tokens, tensor_of, tensor_of_spans
 
 SIDES = ("right", "left")
 
@@ -47,8 +47,8 @@ class Tokenizer:
         chat_template: ChatTemplate | None = None,
     ) -> None:
         path = find_file(Path(source)) if isinstance(source, str | Path) else None
-        self.codec, found = open_object(source) if path is None else open_file(path)
-        self.template = found if chat_template is None else chat_template
+        self.codec, template = open_object(source) if path is None else open_file(path)
+        self.template = template if chat_template is None else chat_template
         self.identity: Identity = self.codec.identity
         self.vocabulary = self.codec.size
         self.max_tokens, self.truncation_side = self.codec.limit, self.codec.limit_side
@@ -78,17 +78,17 @@ class Tokenizer:
         for index, text in enumerate(texts):
             if not isinstance(text, str):
                 raise TypeError(f"texts[{index}] needs a str, got {type(text).__name__}")
-        asked = self.asked(special_tokens, offsets, max_tokens, truncation_side, parse_special)
-        return self._encode(list(texts), asked)
+        options = self.encode_options(special_tokens, offsets, max_tokens, truncation_side, parse_special)
+        return self._encode(list(texts), options)
 
-    def asked(
+    def encode_options(
         self,
         special_tokens: bool = True,
         offsets: bool = False,
         max_tokens: int | None = None,
         truncation_side: str | None = None,
         parse_special: bool = False,
-    ) -> Asked:
+    ) -> EncodeOptions:
         """How texts are to be encoded, with what this tokenizer brings itself.
 
         Raises: ValueError: max_tokens leaves no room beside the special tokens; an unknown side.
@@ -98,37 +98,37 @@ class Tokenizer:
         if side not in SIDES:
             raise ValueError(f"truncation_side needs one of {', '.join(SIDES)}, got {side!r}")
         if limit is not None:
-            least = max(1, self._num_around if special_tokens else 0)
-            if limit < least:
-                raise ValueError(f"max_tokens needs at least {least}, got {limit}")
-        return Asked(bool(special_tokens), bool(offsets), limit, side, bool(parse_special))
+            minimum = max(1, self._num_around if special_tokens else 0)
+            if limit < minimum:
+                raise ValueError(f"max_tokens needs at least {minimum}, got {limit}")
+        return EncodeOptions(bool(special_tokens), bool(offsets), limit, side, bool(parse_special))
 
     @property
     def _num_around(self) -> int:
         return len(self.codec.before) + len(self.codec.after)
 
-    def _encode(self, texts: list[str], asked: Asked) -> list[Tokens]:
+    def _encode(self, texts: list[str], options: EncodeOptions) -> list[Tokens]:
         try:
-            rows = self.codec.encode(texts, asked.special_tokens, asked.parse_special, asked.offsets)
+            rows = self.codec.encode(texts, options.special_tokens, options.parse_special, options.offsets)
         except (TypeError, UnicodeEncodeError) as error:  # whichever the library has for it
             bad = next((text for text in texts if _has_half_a_pair(text)), None)
             if bad is None:
                 raise
             raise ValueError(f"text needs characters that UTF-8 has, got {bad!r:.80}") from error
-        limit = asked.max_tokens
+        limit = options.max_tokens
         if limit is not None:
-            rows = [self._cut(row, limit, asked) if len(row[0]) > limit else row for row in rows]
+            rows = [self._cut(row, limit, options) if len(row[0]) > limit else row for row in rows]
         return [
             Tokens(tensor_of(ids), None if spans is None else tensor_of_spans(spans)) for ids, spans in rows
         ]
 
-    def _cut(self, row: Row, limit: int, asked: Asked) -> Row:
-        """A row of at most `limit` tokens: what stands around the text stays, no character is split."""
+    def _cut(self, row: Row, limit: int, options: EncodeOptions) -> Row:
+        """A row of at most `limit` tokens: what is around the text stays, no character is split."""
         ids, spans = row
         codec = self.codec
-        before, after = (len(codec.before), len(codec.after)) if asked.special_tokens else (0, 0)
+        before, after = (len(codec.before), len(codec.after)) if options.special_tokens else (0, 0)
         room = limit - before - after
-        if asked.truncation_side == "right":
+        if options.truncation_side == "right":
             start, end = before, before + room
             while end > start and is_inside(codec.piece(ids[end])):
                 end -= 1
@@ -138,7 +138,7 @@ class Tokenizer:
             while start < end and is_inside(codec.piece(ids[start])):
                 start += 1
         keep = [*range(before), *range(start, end), *range(len(ids) - after, len(ids))]
-        return [ids[at] for at in keep], None if spans is None else [spans[at] for at in keep]
+        return [ids[index] for index in keep], None if spans is None else [spans[index] for index in keep]
 
     def encode_chat(
         self,
@@ -214,14 +214,14 @@ class Tokenizer:
                 f"rows needs at least one row and multiple_of at least 1, got {len(ids)} and {multiple_of}"
             )
         longest = max(len(row) for row in ids)
-        wanted = -(-(longest if length is None else length) // multiple_of) * multiple_of
-        if longest > wanted:
+        width = -(-(longest if length is None else length) // multiple_of) * multiple_of
+        if longest > width:
             raise ValueError(f"length needs at least the longest row's {longest} tokens, got {length}")
         # A row of nothing but padding, so that all become as long as it.
         padded = pad_sequence(
-            [*ids, ids[0].new_zeros(wanted)], batch_first=True, padding_value=filler, padding_side=side
+            [*ids, ids[0].new_zeros(width)], batch_first=True, padding_value=filler, padding_side=side
         )[:-1]
-        places = torch.arange(wanted) if side == "right" else torch.arange(wanted).flip(0)
+        places = torch.arange(width) if side == "right" else torch.arange(width).flip(0)
         return Padded(padded, places < torch.tensor([len(row) for row in ids])[:, None])
 
     # -- ids to texts --------------------------------------------------------------------------------------
@@ -291,15 +291,15 @@ class Tokenizer:
         if problem is not None:
             raise TokenizerMismatchError(str(problem), problem=problem)
 
-    # -- what a batcher runs: one result a caller, whatever was asked ---------------------------------------
+    # -- what a batcher runs: one result a caller, whatever its options ----------------------------------
 
-    def encode_rows(self, texts: list[str], asked: list[Asked]) -> list[Tokens]:
+    def encode_rows(self, texts: list[str], options: list[EncodeOptions]) -> list[Tokens]:
         """The tokens of every caller's text: one call of the library for those that ask alike."""
         results: dict[int, Tokens] = {}
-        for one in dict.fromkeys(asked):
-            where = [index for index, other in enumerate(asked) if other == one]
-            found = self._encode([texts[index] for index in where], one)
-            results |= zip(where, found, strict=True)
+        for one in dict.fromkeys(options):
+            where = [index for index, other in enumerate(options) if other == one]
+            rows = self._encode([texts[index] for index in where], one)
+            results |= zip(where, rows, strict=True)
         return [results[index] for index in range(len(texts))]
 
     def decode_rows(self, rows: list[list[int]], skip: list[bool]) -> list[str]:

@@ -25,7 +25,7 @@ class Padded(msgspec.Struct, frozen=True):
     mask: Tensor
 
 
-class Asked(NamedTuple):
+class EncodeOptions(NamedTuple):
     """How texts are encoded; texts with one such value are encoded together."""
 
     special_tokens: bool = True

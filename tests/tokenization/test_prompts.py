@@ -31,10 +31,10 @@ class Counted(Tokenizer):
 
     encoded = 0
 
-    def encode_rows(self, texts: list[str], asked: list[Any]) -> list[Tokens]:
+    def encode_rows(self, texts: list[str], options: list[Any]) -> list[Tokens]:
         """As it is, and counted."""
         self.encoded += len(texts)
-        return super().encode_rows(texts, asked)
+        return super().encode_rows(texts, options)
 
 
 def ask(tokenizer: Tokenizer, text: str, **options: Any) -> Tokens:

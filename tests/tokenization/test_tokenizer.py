@@ -19,7 +19,7 @@ from layerzero.spec.errors import ConfigurationError
 from layerzero.tokenization.identity import Identity, identify
 from layerzero.tokenization.tokenize import LONG
 from layerzero.tokenization.tokenizer import Tokenizer
-from layerzero.tokenization.tokens import Asked, Tokens
+from layerzero.tokenization.tokens import EncodeOptions, Tokens
 from tests import children
 from tests.tokenization.made import ODD, SENTENCES, trained
 
@@ -53,7 +53,7 @@ def test_tokens_and_offsets_are_the_librarys(tokenizer: Tokenizer, library: Any,
 
 
 def test_decoding_gives_the_text_back(tokenizer: Tokenizer) -> None:
-    """NFC text survives; special tokens appear only where they are asked for."""
+    """NFC text survives; special tokens appear only where they are options for."""
     rows = [tokens.ids for tokens in tokenizer.encode(SENTENCES[:20])]
     assert tokenizer.decode(rows) == SENTENCES[:20]
     assert tokenizer.decode(rows[:1], skip_special_tokens=False)[0] == f"<s>{SENTENCES[0]}</s>"
@@ -239,10 +239,10 @@ class Noting(Tokenizer):
         super().__init__(source)
         self.threads: dict[int, int] = {}
 
-    def encode_rows(self, texts: list[str], asked: list[Asked]) -> list[Tokens]:
+    def encode_rows(self, texts: list[str], options: list[EncodeOptions]) -> list[Tokens]:
         """As it is, and noted."""
         self.threads[len(texts[0])] = threading.get_ident()
-        return super().encode_rows(texts, asked)
+        return super().encode_rows(texts, options)
 
 
 @pytest.mark.asyncio
