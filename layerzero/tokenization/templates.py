@@ -34,7 +34,10 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ChatTemplateError(f"chat_template needs a jinja2 template: {error}") from error
-        self._special = dict(special_tokens or {})
+        self._source, self._special = source, dict(special_tokens or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChatTemplate, (self._source, self._special)
 
     def render(
         self,

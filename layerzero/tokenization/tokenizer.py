@@ -91,13 +91,16 @@ class Tokenizer:
     ) -> EncodeOptions:
         """How texts are to be encoded, with what this tokenizer brings itself.
 
-        Raises: ValueError: max_tokens leaves no room beside the special tokens; an unknown side.
+        Raises: ValueError: max_tokens leaves no room beside the special tokens; an unknown side. TypeError:
+            max_tokens is no int.
         """
         limit = self.max_tokens if max_tokens is None else max_tokens
         side = self.truncation_side if truncation_side is None else truncation_side
         if side not in SIDES:
             raise ValueError(f"truncation_side needs one of {', '.join(SIDES)}, got {side!r}")
         if limit is not None:
+            if not isinstance(limit, int):
+                raise TypeError(f"max_tokens needs an int or None, got {type(limit).__name__}")
             minimum = max(1, self._num_around if special_tokens else 0)
             if limit < minimum:
                 raise ValueError(f"max_tokens needs at least {minimum}, got {limit}")
@@ -310,6 +313,10 @@ class Tokenizer:
             for i, text in zip(where, self.codec.decode([rows[i] for i in where], flag), strict=True):
                 results[i] = text
         return results
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What goes to another process: a cache stays in its own."""
+        return {**self.__dict__, "cache": None, "awaited": {}}
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.identity.library} {self.identity.digest[:12]}, {self.vocabulary} tokens>"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import sentencepiece
@@ -134,7 +135,7 @@ def test_truncation_never_splits_a_character(tokenizer: Tokenizer, side: str) ->
     whole = tokenizer.encode([text], offsets=True)[0]
     (plain,) = tokenizer.decode([whole.ids])
     around = len(tokenizer.codec.before) + len(tokenizer.codec.after)
-    lengths = set()
+    lengths, cut = set(), whole
     for limit in range(max(1, around), len(whole.ids) + 2):
         (cut,) = tokenizer.encode([text], max_tokens=limit, truncation_side=side, offsets=True)
         assert len(cut.ids) <= limit and cut.offsets is not None and len(cut.offsets) == len(cut.ids)
@@ -149,6 +150,8 @@ def test_truncation_never_splits_a_character(tokenizer: Tokenizer, side: str) ->
     assert torch.equal(cut.ids, whole.ids) and len(lengths) > 5
     with pytest.raises(ValueError, match=r"max_tokens needs at least \d, got 0"):
         tokenizer.encode([text], max_tokens=0)
+    with pytest.raises(TypeError, match="max_tokens needs an int or None, got str"):
+        tokenizer.encode([text], max_tokens=cast(Any, "9"))
     with pytest.raises(ValueError, match="truncation_side needs one of right, left, got 'middle'"):
         tokenizer.encode([text], truncation_side="middle")
 
@@ -320,7 +323,10 @@ def test_padding(sources: dict[str, Any], side: str) -> None:
     tokenizer = Tokenizer(sources["sentencepiece"])
     rows = tokenizer.encode(["a", SENTENCES[0], ""])
     longest = len(rows[1].ids)
-    for options, wanted in (({}, longest), ({"multiple_of": 8}, -(-longest // 8) * 8), ({"length": 99}, 99)):
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({}, longest), ({"multiple_of": 8}, -(-longest // 8) * 8), ({"length": 99}, 99),
+    ]  # fmt: skip
+    for options, wanted in cases:
         padded = tokenizer.pad(rows, side=side, **options)
         assert padded.ids.shape == padded.mask.shape == (3, wanted)
         for row, ids, mask in zip(rows, padded.ids, padded.mask, strict=True):
@@ -357,7 +363,9 @@ async def test_awaited_tokens_are_the_blocking_ones(tokenizer: Tokenizer) -> Non
 
     texts = [*TEXTS, SENTENCES[0] * 200]
     options: list[dict[str, Any]] = [{}, {"offsets": True}, {"max_tokens": 9, "truncation_side": "left"}]
-    how = [options[at % 3] | {"special_tokens": at % 2 == 0} for at in range(len(texts))]
+    how: list[dict[str, Any]] = [
+        options[at % 3] | {"special_tokens": at % 2 == 0} for at in range(len(texts))
+    ]
     crowd = await asyncio.gather(
         *(lz.tokenize(text, tokenizer, **one) for text, one in zip(texts, how, strict=True))
     )
@@ -365,6 +373,19 @@ async def test_awaited_tokens_are_the_blocking_ones(tokenizer: Tokenizer) -> Non
         (right,) = tokenizer.encode([text], **one)
         assert torch.equal(tokens.ids, right.ids) and (tokens.offsets is None) == (right.offsets is None)
         assert await lz.detokenize(tokens.ids, tokenizer) == tokenizer.decode([right.ids])[0]
+
+
+@pytest.mark.asyncio
+async def test_a_tokenizer_goes_to_another_process(library: str, sources: dict[str, Any]) -> None:
+    """After it was used, with its template and without its cache."""
+    template = lz.ChatTemplate("{{ bos_token }}{{ messages[0].content }}", {"bos_token": "<s>"})
+    tokenizer = Tokenizer(sources[library], cache=lz.PromptCache(), chat_template=template)
+    (right,) = tokenizer.encode([TEXTS[0]])
+    await lz.tokenize(TEXTS[0], tokenizer)
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.identity == tokenizer.identity and again.cache is None
+    assert torch.equal((await lz.tokenize(TEXTS[0], again)).ids, right.ids)
+    assert again.render([{"content": "a"}]) == "<s>a"
 
 
 def test_mistrals_chat_is_mistral_commons(sources: dict[str, Any]) -> None:
@@ -375,7 +396,8 @@ def test_mistrals_chat_is_mistral_commons(sources: dict[str, Any]) -> None:
     right = own.encode_chat_completion(ChatCompletionRequest.from_openai(messages)).tokens
     ids = tokenizer.encode_chat(messages).ids.tolist()
     assert ids == right and ids.count(tokenizer.codec._ids_of_marks["[/INST]"]) == 1
-    for values in ({"add_generation_prompt": False}, {"tone": "kind"}):
+    unknown: list[dict[str, Any]] = [{"add_generation_prompt": False}, {"tone": "kind"}]
+    for values in unknown:
         with pytest.raises(lz.ChatTemplateError, match="mistral-common's chats take messages and tools"):
             tokenizer.encode_chat(messages, **values)
     with pytest.raises(lz.ChatTemplateError, match="messages needs what mistral-common takes"):

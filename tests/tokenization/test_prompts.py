@@ -54,9 +54,11 @@ def test_a_prompt_is_encoded_once() -> None:
     again = ask(tokenizer, SYSTEM, offsets=True)
     (right,) = tokenizer.encode([SYSTEM], offsets=True)
     assert torch.equal(again.ids, right.ids) and again.ids.dtype == torch.int64
-    assert again.offsets is not None and torch.equal(again.offsets, right.offsets)
+    assert again.offsets is not None and right.offsets is not None
+    assert torch.equal(again.offsets, right.offsets)
     assert tokenizer.encoded == 1
-    for options in ({}, {"special_tokens": False}, {"max_tokens": 5}, {"parse_special": True}):
+    others: list[dict[str, Any]] = [{}, {"special_tokens": False}, {"max_tokens": 5}, {"parse_special": True}]
+    for options in others:
         (right,) = tokenizer.encode([SYSTEM], **options)
         for _ in range(2):
             assert torch.equal(ask(tokenizer, SYSTEM, **options).ids, right.ids)
