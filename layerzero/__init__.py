@@ -70,7 +70,10 @@ _HOMES = {
     "layerzero.actors.group.join": ("rank_group",),
     "layerzero.api.start": ("start",),
     "layerzero.api.timeline": ("timeline",),
-    "layerzero.tokenization.tokenize": ("detokenize", "tokenize"),
+    "layerzero.tokenization.detokenizer": ("IncrementalDetokenizer",),
+    "layerzero.tokenization.prompts": ("PromptCache",),
+    "layerzero.tokenization.templates": ("ChatTemplate",),
+    "layerzero.tokenization.tokenize": ("detokenize", "tokenize", "tokenize_chat"),
     "layerzero.api.solve": ("solve",),
     "layerzero.api.tune": ("record", "tune", "tune_blocking"),
     "layerzero.measure.tuning": ("TuneReport",),
@@ -90,6 +93,7 @@ _HOMES = {
         "BlockError",
         "BundleRefusedError",
         "CacheCorruptionError",
+        "ChatTemplateError",
         "ConfigurationError",
         "ConsistencyError",
         "CudaGraphUnsafeError",
@@ -107,6 +111,7 @@ _HOMES = {
         "PolicyValidationError",
         "RuntimeClosedError",
         "SelectionTimeoutError",
+        "TokenizerMismatchError",
         "UnknownOpError",
     ),
     "layerzero.formats.errors": ("FormatError",),
@@ -137,7 +142,8 @@ _HOMES = {
     "layerzero.selection.record": ("Accepted", "Selection"),
     "layerzero.spec.settings": ("Settings",),
     "layerzero.warmup.manifest": ("Manifest",),
-    "layerzero.tokenization.tokenizer": ("Tokenizer", "Tokens"),
+    "layerzero.tokenization.tokenizer": ("Tokenizer",),
+    "layerzero.tokenization.tokens": ("Padded", "Tokens"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -97,6 +97,7 @@ from layerzero.spec.errors import BackendNotAvailableError as BackendNotAvailabl
 from layerzero.spec.errors import BlockError as BlockError
 from layerzero.spec.errors import BundleRefusedError as BundleRefusedError
 from layerzero.spec.errors import CacheCorruptionError as CacheCorruptionError
+from layerzero.spec.errors import ChatTemplateError as ChatTemplateError
 from layerzero.spec.errors import ConfigurationError as ConfigurationError
 from layerzero.spec.errors import ConsistencyError as ConsistencyError
 from layerzero.spec.errors import CudaGraphUnsafeError as CudaGraphUnsafeError
@@ -114,6 +115,7 @@ from layerzero.spec.errors import PolicyLoadError as PolicyLoadError
 from layerzero.spec.errors import PolicyValidationError as PolicyValidationError
 from layerzero.spec.errors import RuntimeClosedError as RuntimeClosedError
 from layerzero.spec.errors import SelectionTimeoutError as SelectionTimeoutError
+from layerzero.spec.errors import TokenizerMismatchError as TokenizerMismatchError
 from layerzero.spec.errors import UnknownOpError as UnknownOpError
 from layerzero.spec.hardware import Hardware as Hardware
 from layerzero.spec.kernel import Efficiency as Efficiency
@@ -121,10 +123,15 @@ from layerzero.spec.kernel import Kernel as Kernel
 from layerzero.spec.reasons import Reason as Reason
 from layerzero.spec.reasons import Rejected as Rejected
 from layerzero.spec.settings import Settings as Settings
+from layerzero.tokenization.detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
+from layerzero.tokenization.prompts import PromptCache as PromptCache
+from layerzero.tokenization.templates import ChatTemplate as ChatTemplate
 from layerzero.tokenization.tokenize import detokenize as detokenize
 from layerzero.tokenization.tokenize import tokenize as tokenize
+from layerzero.tokenization.tokenize import tokenize_chat as tokenize_chat
 from layerzero.tokenization.tokenizer import Tokenizer as Tokenizer
-from layerzero.tokenization.tokenizer import Tokens as Tokens
+from layerzero.tokenization.tokens import Padded as Padded
+from layerzero.tokenization.tokens import Tokens as Tokens
 from layerzero.warmup.manifest import Manifest as Manifest
 
 __version__: str

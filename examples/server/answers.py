@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import layerzero as lz
 from server.engine import Drawn
-from server.text import IncrementalDetokenizer, TokenTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Piece:
 class ChoiceText:
     """The text of one choice, and the log probabilities of the tokens that it gives."""
 
-    def __init__(self, index: int, detokenizer: IncrementalDetokenizer) -> None:
+    def __init__(self, index: int, detokenizer: lz.IncrementalDetokenizer) -> None:
         self._index, self._detokenizer = index, detokenizer
         self._pending: list[TokenLog] = []
         self.drawn = 0
@@ -99,7 +99,7 @@ class Format(Protocol):
 @dataclass
 class _Head:
     model: str
-    texts: TokenTexts
+    tokenizer: lz.Tokenizer
     with_usage: bool
     prefix: str
     whole_kind: str
@@ -125,8 +125,8 @@ class _Head:
 class CompletionFormat(_Head):
     """/v1/completions."""
 
-    def __init__(self, model: str, texts: TokenTexts, with_usage: bool) -> None:
-        super().__init__(model, texts, with_usage, "cmpl", "text_completion", "text_completion")
+    def __init__(self, model: str, tokenizer: lz.Tokenizer, with_usage: bool) -> None:
+        super().__init__(model, tokenizer, with_usage, "cmpl", "text_completion", "text_completion")
 
     def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> dict[str, Any]:
         return self._whole([self._choice(joined(pieces)) for pieces in choices], usage)
@@ -146,7 +146,7 @@ class CompletionFormat(_Head):
     def _logprobs(self, tokens: Sequence[TokenLog]) -> dict[str, Any] | None:
         if not tokens:
             return None
-        name = self.texts.text
+        name = self.tokenizer.token_text
         return {
             "tokens": [name(token.drawn.token) for token in tokens],
             "token_logprobs": [token.drawn.logprob for token in tokens],
@@ -161,8 +161,8 @@ class CompletionFormat(_Head):
 class ChatFormat(_Head):
     """/v1/chat/completions."""
 
-    def __init__(self, model: str, texts: TokenTexts, with_usage: bool) -> None:
-        super().__init__(model, texts, with_usage, "chatcmpl", "chat.completion", "chat.completion.chunk")
+    def __init__(self, model: str, tokenizer: lz.Tokenizer, with_usage: bool) -> None:
+        super().__init__(model, tokenizer, with_usage, "chatcmpl", "chat.completion", "chat.completion.chunk")
 
     def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> dict[str, Any]:
         return self._whole([self._message(joined(pieces)) for pieces in choices], usage)
@@ -189,7 +189,11 @@ class ChatFormat(_Head):
         return {"logprobs": logprobs, "finish_reason": piece.reason}
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": self.texts.text(token), "logprob": logprob, "bytes": self.texts.bytes(token)}
+        return {
+            "token": self.tokenizer.token_text(token),
+            "logprob": logprob,
+            "bytes": list(self.tokenizer.token_bytes(token)),
+        }
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:

@@ -44,7 +44,7 @@ class Answer:
     def __init__(self, service: Service, ask: Ask) -> None:
         self.service, self.ask = service, ask
         form = ChatFormat if ask.is_chat else CompletionFormat
-        self.format: Format = form(service.name, service.texts, ask.include_usage)
+        self.format: Format = form(service.name, service.tokenizer, ask.include_usage)
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,7 +157,10 @@ async def model(request: Request) -> JSONResponse:
 
 
 def _served(service: Service) -> dict[str, Any]:
-    return {"id": service.name, "object": "model", "created": service.started, "owned_by": "layerzero"}
+    return {
+        "id": service.name, "object": "model", "created": service.started, "owned_by": "layerzero",
+        "tokenizer": service.tokenizer.identity.digest,
+    }  # fmt: skip
 
 
 async def http_failure(request: Request, error: Exception) -> JSONResponse:
@@ -221,6 +224,7 @@ _COUNTS = {
     "max_requests": "requests answered at once",
     "max_waiting_tokens": "tokens of requests that wait for pages",
     "max_body": "bytes of one request's body",
+    "prompt_cache": "bytes of prompts that are kept tokenized",
     "drain_s": "seconds SIGTERM leaves to answers",
 }
 

@@ -19,6 +19,14 @@ class BadRequest(Exception):
         self.param = param
 
 
+class OtherTokenizer(BadRequest):
+    """Another tokenizer is meant than the one that is served; `code` says how they differ."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message, "tokenizer")
+        self.code = code
+
+
 class UnknownModel(BadRequest):
     """Another model is asked for than the one that is served."""
 

@@ -74,6 +74,7 @@ class Ask:
     include_usage: bool
     ignore_eos: bool
     user: str
+    tokenizer: str | None = None  # the digest that the prompt's tokens are meant by
 
 
 _SAMPLING: dict[str, Reader] = {
@@ -174,6 +175,7 @@ _COMMON: dict[str, Reader] = {
     "structured_outputs": _structure,
     "ignore_eos": boolean,
     "user": text,
+    "tokenizer": text,
 }
 _COMPLETION: dict[str, Reader] = {
     **_COMMON,
@@ -231,6 +233,7 @@ def read(body: bytes, served: str, *, chat: bool = False) -> Ask:
         include_usage=values.get("stream_options", False),
         ignore_eos=values.get("ignore_eos", False),
         user=values.get("user", ""),
+        tokenizer=values.get("tokenizer"),
     )
 
 

@@ -12,19 +12,16 @@ from typing import Any
 
 import anyio
 import torch
-from generate import load_tokenizer
 from models.llama import FOLDER, Llama, Per, load
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily
-from tokenizers import Tokenizer
 
 import layerzero as lz
 from layerzero.api import metrics
 from server.answers import ChoiceText, Piece, Usage
 from server.engine import Engine, Grammar
-from server.fields import BadRequest
+from server.fields import BadRequest, OtherTokenizer
 from server.protocol import Ask, Constraint
-from server.text import IncrementalDetokenizer, TemplateRefused, TokenTexts, load_chat_template
 
 Emit = Callable[[Piece], Awaitable[None]]
 _SEEDS = 1 << 63
@@ -47,6 +44,7 @@ class Options:
     max_requests: int = 256
     max_waiting_tokens: int = 1 << 17
     max_body: int = 4 << 20
+    prompt_cache: int = 16 << 20
     strict: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
@@ -87,16 +85,17 @@ class Service:
         self.engine = Engine(
             self.model, self.model.config.eos_token_ids, max_waiting_tokens=options.max_waiting_tokens
         )
-        self.tokenizer: Tokenizer = load_tokenizer(options.model)
-        self.texts = TokenTexts(self.tokenizer)
-        self.template = load_chat_template(options.model)
+        self.prompts = lz.PromptCache(options.prompt_cache)
+        self.tokenizer = lz.Tokenizer(options.model, cache=self.prompts)
+        self.tokenizer.require(vocabulary=self.model.config.vocab_size)
         self._grammars: Any = None
         if options.device == "cuda":
             self._capture(runtime)
         # How many tokens a prompt and its answer may have together.
         self.max_model_len = min(self.model.config.max_position_embeddings, self.engine.requests.capacity)
         # No prompt of more characters can fit, so none is taken apart.
-        self.max_prompt_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+        longest = max(len(self.tokenizer.token_bytes(token)) for token in self.tokenizer.ids)
+        self.max_prompt_characters = self.max_model_len * longest
         self.active = 0
         self.started = int(time.time())
         self.registry = CollectorRegistry()
@@ -131,12 +130,20 @@ class Service:
         yield CounterMetricFamily("preemptions", "choices that gave their pages back", requests.preemptions)
         yield CounterMetricFamily("prompt_tokens", "tokens of prompts", requests.prompt_tokens)
         yield CounterMetricFamily("reused_tokens", "tokens of prompts found computed", requests.reused_tokens)
+        hits = self.prompts.stats().hits
+        yield CounterMetricFamily("prompt_cache_hits", "prompts found tokenized", hits)
 
     def state(self) -> dict[str, int | str]:
         """What is going on, for /health."""
         pages = self.model.cache.allocator
         brought = {"bundle": self._bundle} if self._bundle else {}
-        return {"requests": self.active, "pages": pages.total, "pages_free": pages.free_pages, **brought}
+        return {
+            "requests": self.active,
+            "pages": pages.total,
+            "pages_free": pages.free_pages,
+            "tokenizer": self.tokenizer.identity.digest,
+            **brought,
+        }
 
     async def answer(self, ask: Ask, emit: Emit) -> Usage:
         """Give the answer's pieces to `emit` as they come, choices in any order; the counts at the end.
@@ -199,7 +206,7 @@ class Service:
         emit: Emit,
     ) -> None:
         sampling = replace(ask.sampling, seed=(ask.sampling.seed + _SEEDS + index) % (2 * _SEEDS) - _SEEDS)
-        choice = ChoiceText(index, IncrementalDetokenizer(self.tokenizer, ask.stop))
+        choice = ChoiceText(index, lz.IncrementalDetokenizer(self.tokenizer, ask.stop))
         tokens = self.engine.generate(
             prompt,
             sampling,
@@ -226,8 +233,12 @@ class Service:
     # -- what a request asks, in the model's terms ------------------------------------------------------
 
     async def _prompt(self, ask: Ask) -> list[int]:
-        """The tokens of a prompt, encoded beside the loop: the library's batches give the interpreter up."""
+        """The tokens of a prompt; a long one is encoded beside the loop."""
         param = "messages" if ask.is_chat else "prompt"
+        try:
+            self.tokenizer.require(digest=ask.tokenizer)
+        except lz.TokenizerMismatchError as mismatch:
+            raise OtherTokenizer(str(mismatch), mismatch.problem.reason.value) from mismatch
         if ask.ids is not None:
             if not all(0 <= token < self.model.config.vocab_size for token in ask.ids):
                 raise BadRequest(f"prompt needs token ids in [0, {self.model.config.vocab_size})", param)
@@ -237,28 +248,20 @@ class Service:
             raise BadRequest(
                 f"{param} needs at most {self.max_prompt_characters} characters, got {len(text)}", param
             )
-        ids = await anyio.to_thread.run_sync(self._encode, text, not ask.is_chat)
+        # A template has written the special tokens itself.
+        tokens = await lz.tokenize(
+            text, self.tokenizer, special_tokens=not ask.is_chat, parse_special=ask.is_chat
+        )
+        ids: list[int] = tokens.ids.tolist()
         if not ids:
             raise BadRequest(f"{param} needs at least one token", param)
         return ids
 
-    def _encode(self, text: str, special: bool) -> list[int]:
-        """A template has written the special tokens itself."""
-        encoded = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
-        ids: list[int] = encoded[0].ids
-        return ids
-
     def _rendered(self, ask: Ask) -> str:
-        if self.template is None:
-            raise BadRequest(
-                f"messages needs a model with a chat template, {self.name!r} has none", "messages"
-            )
         try:
-            return self.template.render(ask.messages)
-        except TemplateRefused as refused:
-            raise BadRequest(
-                f"messages needs what the chat template takes: {refused}", "messages"
-            ) from refused
+            return self.tokenizer.render(ask.messages)
+        except lz.ChatTemplateError as refused:
+            raise BadRequest(str(refused), "messages") from refused
 
     def _max_tokens(self, prompt: list[int], ask: Ask) -> int:
         """How many tokens may be drawn, by the request and by the model."""
@@ -297,7 +300,8 @@ class Service:
 
         if self._grammars is None:
             config = self.model.config
-            self._grammars = Grammars(self.tokenizer.to_str(), config.vocab_size, config.eos_token_ids)
+            text = (self.options.model / "tokenizer.json").read_text(encoding="utf-8")
+            self._grammars = Grammars(text, config.vocab_size, config.eos_token_ids)
         asked = constraint.schema if constraint.regex is None else constraint.regex
         compile_one = self._grammars.json_schema if constraint.regex is None else self._grammars.regex
         grammar: Grammar = compile_one(asked)

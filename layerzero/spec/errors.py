@@ -12,6 +12,8 @@ LayerZeroError
 ├─ ConfigurationError        a setting, environment variable or call of the configuration surface
 │  └─ PolicyValidationError  a policy that contradicts the schema or the registry
 │     └─ PolicyLoadError     a policy file that cannot be read        .path .line
+├─ TokenizerMismatchError    another tokenizer than a cache, a server or a model means   .problem
+├─ ChatTemplateError         no prompt for these messages; also a ValueError
 ├─ SelectionTimeoutError     a selection or a lock took longer than allowed
 ├─ CacheCorruptionError      a stored file does not decode to what was written   .path
 ├─ FileRefusedError          a file is not used at all               .path .problems
@@ -120,6 +122,18 @@ class PolicyLoadError(PolicyValidationError):
         super().__init__(message, path=path, line=line, **context)
         self.path = path
         self.line = line
+
+
+class TokenizerMismatchError(LayerZeroError):
+    """A tokenizer is not the one that a cache, a server or a model means; `problem` is a `Rejected`."""
+
+    def __init__(self, message: str, *, problem: Any, **context: Any) -> None:
+        super().__init__(message, problem=problem, **context)
+        self.problem = problem
+
+
+class ChatTemplateError(LayerZeroError, ValueError):
+    """A chat template cannot be read or is missing, or has no prompt for the messages and says why."""
 
 
 class SelectionTimeoutError(LayerZeroError):

@@ -31,6 +31,7 @@ class Category(StrEnum):
     PLAN = "plan"
     REPORT = "report"
     GATE = "gate"
+    TOKENIZER = "tokenizer"
 
 
 class Reason(StrEnum):
@@ -269,6 +270,18 @@ class Reason(StrEnum):
     WAIVER_EXPIRED = "WAIVER_EXPIRED", Category.GATE, "has passed its last day"
     PACE_SLOWER = "PACE_SLOWER", Category.GATE, "is slower than what it is compared with"
     PACE_UNDECIDED = "PACE_UNDECIDED", Category.GATE, "is neither slower nor as fast within its rounds"
+
+    TOKENIZER_MISMATCH = "TOKENIZER_MISMATCH", Category.TOKENIZER, "is another tokenizer than the one meant"
+    TOKENIZER_CHANGED = (
+        "TOKENIZER_CHANGED",
+        Category.TOKENIZER,
+        "is not the tokenizer that a cache was filled by",
+    )
+    TOKENIZER_VOCABULARY = (
+        "TOKENIZER_VOCABULARY",
+        Category.TOKENIZER,
+        "gives ids that the model has no row for",
+    )
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -1,1 +1,1 @@
-"""Texts to ids and back: a tokenizer with an identity, and the awaited functions over it."""
+"""Texts to ids and back: the tokenizers of four libraries, and the awaited functions over them."""

@@ -97,15 +97,15 @@ def test_a_body_beyond_the_limit_is_413(server: Running) -> None:
 def test_a_long_prompt_is_not_tokenized_on_the_loop(server: Running, monkeypatch: Any) -> None:
     """While one is encoded the loop answers others; one that cannot fit is refused by its length."""
     held: list[bool] = []
-    tokenizer = server.service.tokenizer
+    codec = server.service.tokenizer.codec
+    encode = codec.encode
 
-    class Watched:
-        def encode_batch_fast(self, texts: list[str], **how: Any) -> Any:
-            held.append(threading.get_ident() == loops)
-            return tokenizer.encode_batch_fast(texts, **how)
+    def watched(*arguments: Any) -> Any:
+        held.append(threading.get_ident() == loops)
+        return encode(*arguments)
 
     loops = server.inside(threading.get_ident)
-    monkeypatch.setattr(server.service, "tokenizer", Watched())
+    monkeypatch.setattr(codec, "encode", watched)
     most = server.service.max_prompt_characters
     for characters in (most - most % 5, most + 1):
         prompt = ("word " * characters)[:characters]

@@ -20,7 +20,6 @@ for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenize
 
 import openai  # noqa: E402  the skips come first
 from server import app as server_app  # noqa: E402
-from server import text as server_text  # noqa: E402
 
 import layerzero as lz  # noqa: E402
 from tests.examples.by_hand import ByHand, penalised  # noqa: E402
@@ -243,7 +242,7 @@ def test_a_chat_continues_its_rendered_prompt(server: Running, client: openai.Op
     chat: dict[str, Any] = {"model": "generate", "temperature": 0, "max_tokens": 16}
     halves = [{"type": "text", "text": "in those"}, {"type": "text", "text": " days"}]
     parts: list[Any] = [MESSAGES[0], {"role": "user", "content": halves}]
-    prompt_tokens = len(server.service.tokenizer.encode(RENDERED).ids)
+    prompt_tokens = len(server.service.tokenizer.encode([RENDERED])[0].ids)
     for messages in (MESSAGES, parts):
         whole: Any = client.chat.completions.create(**chat, messages=messages)
         assert (whole.object, whole.usage.prompt_tokens) == ("chat.completion", prompt_tokens)
@@ -266,25 +265,34 @@ def test_a_chat_without_a_bound_ends_with_the_model(server: Running) -> None:
 
 def test_a_model_without_a_template_says_so(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """400, and the field is `messages`."""
-    monkeypatch.setattr(server.service, "template", None)
+    monkeypatch.setattr(server.service.tokenizer, "template", None)
     body = {"model": "generate", "messages": MESSAGES}
     refused = httpx.post(f"{server.url}/v1/chat/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
     assert "chat template" in refused.json()["error"]["message"]
 
 
-def test_a_template_reaches_nothing_outside(server: Running) -> None:
-    """It runs in a sandbox, and what it raises is a 400; a role that it does not know is one."""
+def test_what_a_template_refuses_is_a_400(server: Running) -> None:
+    """A role that it does not know is one."""
     body = {"model": "generate", "messages": [{"role": "tool", "content": "a"}]}
     refused = httpx.post(f"{server.url}/v1/chat/completions", json=body)
     assert refused.status_code == 400 and "role needs" in refused.json()["error"]["message"]
-    for source in (
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-        "{{ cycler.__init__.__globals__ }}",
-    ):
-        with pytest.raises(server_text.TemplateRefused):
-            server_text.ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
+
+
+def test_a_prompt_of_another_tokenizer_is_refused(server: Running) -> None:
+    """By the digest that /v1/models tells, with the reason's code; before, equal prompts are found again."""
+    (served,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert served["tokenizer"] == server.service.tokenizer.identity.digest
+    url, hits = f"{server.url}/v1/completions", server.service.prompts.stats().hits
+    texts = [httpx.post(url, json=asked(tokenizer=served["tokenizer"])).json() for _ in range(2)]
+    assert texts[0]["choices"] == texts[1]["choices"]
+    assert server.service.prompts.stats().hits > hits
+    for prompt in ([5, 6], "text"):
+        refused = httpx.post(url, json=asked(prompt=prompt, tokenizer="0" * 64))
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert (error["param"], error["code"]) == ("tokenizer", "TOKENIZER_MISMATCH")
+    assert server.settled() == NOTHING
 
 
 def test_an_end_of_the_text_ends_it_unless_it_is_ignored(server: Running) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,44 +16,12 @@ import torch
 
 import layerzero as lz
 from layerzero.spec.errors import ConfigurationError
-from layerzero.tokenization.tokenizer import Tokenizer, Tokens, identify
+from layerzero.tokenization.identity import Identity, identify
+from layerzero.tokenization.tokenize import LONG
+from layerzero.tokenization.tokenizer import Tokenizer
+from layerzero.tokenization.tokens import EncodeOptions, Tokens
 from tests import children
-
-tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-
-PROSE = Path(__file__).parents[2] / "examples" / "data" / "sentences.txt"
-SENTENCES = [line for line in PROSE.read_text().splitlines() if line and not line.startswith("#")]
-ODD = [
-    "",
-    " ",
-    "naïve café",
-    "e\u0301",
-    "👩‍👩‍👧 zero\u200bwidth",
-    "a\r\nb\tc",
-    "ﬁ ligature",
-    "<s> typed </s>",
-]
-
-
-def trained(size: int = 400, normalizer: str | None = "NFC", **changes: Any) -> Any:
-    """A byte-level BPE trained on the repository's prose, with a template of special tokens."""
-    from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
-    from tokenizers.decoders import ByteLevel
-
-    made = tokenizers.Tokenizer(models.BPE(unk_token=None))
-    if normalizer:
-        made.normalizer = getattr(normalizers, normalizer)()
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = ByteLevel()
-    special = ["<s>", "</s>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False, **changes
-    )
-    made.train_from_iterator(SENTENCES, trainer)
-    pair = [(token, made.token_to_id(token)) for token in special]
-    made.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=pair)
-    return made
+from tests.tokenization.made import ODD, SENTENCES, trained
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,7 +53,7 @@ def test_tokens_and_offsets_are_the_librarys(tokenizer: Tokenizer, library: Any,
 
 
 def test_decoding_gives_the_text_back(tokenizer: Tokenizer) -> None:
-    """NFC text survives; special tokens appear only where they are asked for."""
+    """NFC text survives; special tokens appear only where they are options for."""
     rows = [tokens.ids for tokens in tokenizer.encode(SENTENCES[:20])]
     assert tokenizer.decode(rows) == SENTENCES[:20]
     assert tokenizer.decode(rows[:1], skip_special_tokens=False)[0] == f"<s>{SENTENCES[0]}</s>"
@@ -150,6 +119,12 @@ def test_the_identity_follows_what_decides(library: Any) -> None:
         different = {f for f in base.__struct_fields__ if getattr(other, f) != getattr(base, f)}
         assert different == {"digest", field}
     assert identify(plain | {"padding": {"strategy": "BatchLongest"}}) == base
+    digests = {name: getattr(base, name) for name in base.__struct_fields__}
+    for name in ("digest", "vocabulary"):
+        with pytest.raises(ValueError, match=f"{name} needs a SHA-256 digest"):
+            Identity(**digests | {name: "abc"})
+        with pytest.raises(TypeError, match=name):
+            Identity(**{key: value for key, value in digests.items() if key != name})
     assert identify(plain | {"truncation": {"max_length": 4}}).digest != base.digest
 
 
@@ -160,7 +135,10 @@ def test_the_identity_is_the_same_in_another_process(
     file = tmp_path / "tokenizer.json"
     library.save(str(file))
     code = f"from layerzero import Tokenizer; print(Tokenizer({str(tmp_path)!r}).identity.digest)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    other_seed = {**os.environ, "PYTHONHASHSEED": "7"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=other_seed
+    )
     assert run.stdout.strip() == tokenizer.identity.digest == Tokenizer(file).identity.digest
 
 
@@ -261,17 +239,19 @@ class Noting(Tokenizer):
         super().__init__(source)
         self.threads: dict[int, int] = {}
 
-    def encode_rows(self, texts: list[str], special: list[bool], offsets: list[bool]) -> list[Tokens]:
+    def encode_rows(self, texts: list[str], options: list[EncodeOptions]) -> list[Tokens]:
         """As it is, and noted."""
         self.threads[len(texts[0])] = threading.get_ident()
-        return super().encode_rows(texts, special, offsets)
+        return super().encode_rows(texts, options)
 
 
 @pytest.mark.asyncio
 async def test_a_long_text_never_runs_on_the_thread_of_the_loop() -> None:
     """Not after many short ones either, whose cost says nothing of it."""
-    tokenizer, long = Noting(trained()), "a word " * 100_000
+    tokenizer = Noting(trained())
     for _ in range(50):
         await lz.tokenize("a word", tokenizer)
-    await lz.tokenize(long, tokenizer)
-    assert tokenizer.threads[len(long)] != threading.get_ident()
+    for words in (LONG // 8, 100_000):  # among the batches, and beside them
+        long = "a word " * words
+        await lz.tokenize(long, tokenizer)
+        assert tokenizer.threads[len(long)] != threading.get_ident()
