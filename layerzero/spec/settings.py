@@ -92,6 +92,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             as many as cores and free memory allow.
         max_keys: distinct keys remembered for each op, those used last; 0 chooses anew for every call.
         plan_ttl_s: seconds after which what is remembered is chosen anew; None remembers it until it changes.
+        shared_choices_s: seconds for which a choice made in one process serves all of this user's on this
+            machine that ask the same, and a cluster's devices; 0 shares none, None 60 on a cluster's devices.
         dispatch_table: file of decisions that `solve` made ahead; None chooses everything at run time.
         shipped_tables: price with the tables that come with the package, on hardware of their class.
         perfdb_days: days after which a measurement of this machine no longer counts; None keeps counting it.
@@ -160,6 +162,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     compile_processes: Whole | None = None
     max_keys: Whole = 4096
     plan_ttl_s: AboveZero | None = None
+    shared_choices_s: NotNegative | None = None
     dispatch_table: Text | None = None
     shipped_tables: bool = True
     perfdb_days: Days | None = None
