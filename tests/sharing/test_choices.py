@@ -89,7 +89,8 @@ def test_other_circumstances_are_another_choice(two: tuple[lz.Runtime, lz.Runtim
     if change == "kernel":
         other.add_kernel(mine)
     elif change == "policy":
-        other.device().set_policy(Policy((make_rule("avoid", ("torch.*",), layer=Layer.PROGRAM, factor=3.0),)))
+        rule = make_rule("boost", ("torch.*",), layer=Layer.PROGRAM, factor=3.0)
+        other.device().set_policy(Policy((rule,)))
     elif change == "blocked":
         other.quarantine(choose(one).kernel, "a test says so")
     elif change == "settings":
