@@ -136,9 +136,9 @@ class PlanTable:
                 return reference_plan(self.op, self.describe(args, bits))
             bits &= ~FORWARD
             return self.by_signature[bits].get(signature) or self.resolve(signature, args, bits)
-        if (known := self._recent[bits].get(signature)) is not None:
+        if (remembered := self._recent[bits].get(signature)) is not None:
             self.by_signature[bits] = self._recent[bits].newer
-            return known
+            return remembered
         request = self.describe(args, bits)
         empty = self.op.empty
         if empty is not None and empty(args) is not None:
@@ -199,8 +199,8 @@ class PlanTable:
 
     def rehearsed_plans(self) -> RehearsedPlans:
         """The plans for captures of this version and of those before."""
-        most = self._max_keys or _CAPTURED
-        plans = dict(self._rehearsed_before) if len(self._rehearsed_before) < most else {}
+        limit = self._max_keys or _CAPTURED
+        plans = dict(self._rehearsed_before) if len(self._rehearsed_before) < limit else {}
         kernels_by_id = {kernel.id: kernel for kernel in self._context.kernels}
         for bits in range(CAPTURE, MODE_COUNT):
             for signature, plan in self._recent[bits].items():

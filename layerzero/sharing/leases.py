@@ -37,7 +37,7 @@ class StoreLostError(Exception):
 
 
 class _Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who leads, its signs of life so far, and the answer; without a leader the work is anybody's."""
+    """Who leads, its heartbeats so far, and the answer; without a leader the work is free."""
 
     leader: str
     beat: int = 0
@@ -105,8 +105,8 @@ class Leases:
             self._end(key, latest, ended, beating, _Lease(""))
             raise
         last = latest[0]
-        kept = _Lease(last.leader, last.beat, answer) if len(answer) <= _MAX_ANSWER else _Lease("")
-        return answer if self._end(key, latest, ended, beating, kept) else None
+        last_word = _Lease(last.leader, last.beat, answer) if len(answer) <= _MAX_ANSWER else _Lease("")
+        return answer if self._end(key, latest, ended, beating, last_word) else None
 
     def _beat(self, key: str, latest: list[_Lease], ended: threading.Event) -> None:
         """Show that the leader lives, until it has ended or was replaced."""
@@ -137,7 +137,7 @@ class Leases:
             return self._swap(key, _encode(latest[0]), last) == _encode(last)
         except StoreLostError as error:
             log.warning(LEASE_LOST, key=key, why=str(error))
-            return True  # nobody else can have led: there is no store
+            return True  # no other process can have led: there is no store
 
     def _swap(self, key: str, expected: bytes, desired: _Lease) -> bytes:
         try:

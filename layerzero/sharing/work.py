@@ -16,7 +16,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,7 +78,7 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
     schema: int
     key: str
     boot: str
-    at: float
+    seconds: float
     leader: str
     body: bytes
     error: str
@@ -109,11 +109,11 @@ class SharedWork:
 
         Raises: what `work` raises. SharedFailureError: another's work failed while this call waited for it.
         """
-        asked = time.monotonic()
+        asked_at = time.monotonic()
         try:
             path = self._place() / f"{sharing.name}-{key[:40]}"
-            if (known := _read(path, key, asked, sharing)) is not None:
-                return known
+            if (answer := _read(path, key, asked_at, sharing)) is not None:
+                return answer
             lock = self._acquire(path, sharing)
         except (OSError, NotImplementedError) as error:
             if not self._warned:
@@ -124,8 +124,8 @@ class SharedWork:
             log.warning(LEADER_LATE, kind=sharing.name, seconds=sharing.wait_s)
             return Answer(work())
         try:
-            known = _read(path, key, asked, sharing)
-            return known if known is not None else self._lead(sharing, key, path, work)
+            answer = _read(path, key, asked_at, sharing)
+            return answer if answer is not None else self._lead(sharing, key, path, work)
         finally:
             lock.release()
 
@@ -217,10 +217,10 @@ def _read(path: Path, key: str, asked: float, sharing: Sharing) -> Answer | None
     if (stored.schema, stored.key, stored.boot) != (_SCHEMA, key, _boot()):
         return None
     if stored.error:
-        if stored.at < asked:
+        if stored.seconds < asked:
             return None  # the next one tries
         raise SharedFailureError(f"{stored.leader} tried it for all: {stored.error}")
-    if asked - stored.at >= sharing.fresh_s and stored.at < asked:
+    if asked - stored.seconds >= sharing.fresh_s and stored.seconds < asked:
         return None
     return Answer(stored.body, stored.leader)
 
@@ -232,7 +232,7 @@ def _prune(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def digest_of(*parts: Hashable) -> str:
+def digest_of(*parts: object) -> str:
     """A name for what an answer follows from, equal in every process where all parts are; 64 digits."""
     return hashlib.sha256(msgspec.json.encode(parts, order="deterministic", enc_hook=repr)).hexdigest()
 
@@ -252,7 +252,7 @@ def code_of(function: Callable[..., Any] | None) -> str:
 
 
 def _plain(value: object) -> str:
-    simple = str | int | float | bytes | tuple | frozenset | Path | None
+    simple = (str, int, float, bytes, tuple, frozenset, Path, type(None))
     return (
         repr(value) if isinstance(value, simple) else getattr(value, "__qualname__", type(value).__qualname__)
     )

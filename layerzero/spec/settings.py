@@ -31,7 +31,6 @@ SETTING_IGNORED = "setting.ignored"
 SETTING_OVERRIDDEN = "setting.overridden"
 SETTINGS_SKIPPED = "settings.skipped"
 
-
 BATCHING = ("all", "rows", "off")
 # What only opening a runtime reads.
 READ_AT_START = (
@@ -92,8 +91,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             as many as cores and free memory allow.
         max_keys: distinct keys remembered for each op, those used last; 0 chooses anew for every call.
         plan_ttl_s: seconds after which what is remembered is chosen anew; None remembers it until it changes.
-        shared_choices_s: seconds for which a choice made in one process serves all of this user's on this
-            machine that ask the same, and a cluster's devices; 0 shares none, None 60 on a cluster's devices.
+        shared_choices_s: seconds for which choices serve this user's other processes; None: 60 in a cluster.
         dispatch_table: file of decisions that `solve` made ahead; None chooses everything at run time.
         shipped_tables: price with the tables that come with the package, on hardware of their class.
         perfdb_days: days after which a measurement of this machine no longer counts; None keeps counting it.
@@ -106,8 +104,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         max_queue_size, max_queue_bytes: the most a batcher queues.
         queue_full_policy: at that limit callers "wait", or the call is "reject"ed with `OverloadedError`.
         completion: a CUDA batch's callers are resumed when it is launched ("stream"), or when it has run
-        ("host"),
-            with at most two batches under way.
+            ("host"), with at most two batches under way.
         priority_aging_ms: waiting time that lifts a call by one priority class (milliseconds).
     How it stays healthy:
         check_rate: share of calls that are run again on the reference, away from the caller; 0 checks none.
@@ -127,8 +124,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     What it tells:
         kernel_times: count calls and time by kernel; a remembered call then reads the clock twice.
         spans: tell OpenTelemetry's tracer of ops, batches, choices and fallbacks; needs opentelemetry-api.
-        timeline: file for a Chrome trace of what ran when, for whom and why then, written when the runtime
-            closes; `{pid}` and `{rank}` stand for this process's numbers. None records nothing.
+        timeline: file for a Chrome trace of what ran when, for whom and why; `{pid}` and `{rank}` stand for
+            this process's numbers. None records nothing.
         nvtx: a timeline also marks batches and kernels as NVTX ranges, where CUDA is there.
     version: format of the file these settings came from.
 

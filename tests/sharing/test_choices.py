@@ -159,7 +159,7 @@ def test_two_that_tune_the_same_at_once_measure_once(two: tuple[lz.Runtime, lz.R
     first = threading.Thread(target=tune, args=("one", one), kwargs={"progress": hold})
     first.start()
     assert measuring.wait(60)
-    SHARED._acquire = acquired  # type: ignore[method-assign]
+    SHARED._acquire = acquired  # type: ignore[method-assign,assignment]
     try:
         second = threading.Thread(target=tune, args=("other", other))
         second.start()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from layerzero.backends.hub.refusal import refused
+from layerzero.backends.hub.refusal import refusal
 from layerzero.spec.reasons import Reason
 
 _ID = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
@@ -29,7 +29,7 @@ def load_module(repository: str, copy: Path, version: int | None, *, signed: boo
     """The module of a repository's copy, whose bytes were checked, imported by `kernels` for this system.
 
     Raises: BackendNotAvailableError: it is unsigned where it has to be, another version than `version`, needs
-        repositories that nobody has locked, takes a name that is taken, or was not built for this system.
+        repositories that are not locked, takes a name that is taken, or was not built for this system.
     """
     library = importlib.import_module("kernels")
     with _LOADING:
@@ -44,7 +44,7 @@ def load_module(repository: str, copy: Path, version: int | None, *, signed: boo
             module: ModuleType = library.get_local_kernel(copy)
         except (FileNotFoundError, ValueError, ImportError, OSError, RuntimeError) as error:
             why = f"{type(error).__name__}: {error}"[:400]
-            raise refused(repository, why, Reason.BACKEND_PLATFORM_BUILD) from error
+            raise refusal(repository, why, Reason.BACKEND_PLATFORM_BUILD) from error
         finally:
             sys.dont_write_bytecode = writes
         added = _operators() - before
@@ -57,34 +57,34 @@ def _verify(repository: str, variant: Path) -> None:
     try:
         verify = importlib.import_module("kernels.verify")
     except ImportError as error:
-        raise refused(repository, f"signatures need kernels>=0.17 with sigstore: {error}") from error
+        raise refusal(repository, f"signatures need kernels>=0.17 with sigstore: {error}") from error
     try:
         result = verify.verify_variant(variant)
     except Exception as error:  # of the network, where the roots of trust cannot be fetched
-        raise refused(
+        raise refusal(
             repository, f"its signature cannot be checked: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(result, verify.VerificationResult.Success):
         why = str(getattr(result, "reason", "") or getattr(result, "violations", ""))
-        raise refused(repository, f"its signature does not hold: {type(result).__name__} {why}"[:400])
+        raise refusal(repository, f"its signature does not hold: {type(result).__name__} {why}"[:400])
 
 
 def _check(repository: str, copy: Path, metadata: Any, version: int | None) -> None:
     if version is not None and metadata.version != version:
-        raise refused(
+        raise refusal(
             repository,
             f"it says it is version {metadata.version}, and version {version} is locked",
             Reason.BACKEND_VERSION_MISMATCH,
         )
     if metadata.kernel_depends:
         needs = ", ".join(dependency.repo_id for dependency in metadata.kernel_depends)
-        raise refused(repository, f"it would download {needs}, which its lock says nothing of")
+        raise refusal(repository, f"it would download {needs}, which its lock does not name")
     name = metadata.id
     if not _ID.fullmatch(name):
-        raise refused(repository, f"its id needs to be a name, got {name!r}")
-    known = sys.modules.get(name)
-    if known is not None and not _is_of(known, copy):
-        raise refused(repository, f"its id {name!r} is the name of a module that is loaded")
+        raise refusal(repository, f"its id needs to be a name, got {name!r}")
+    loaded = sys.modules.get(name)
+    if loaded is not None and not _is_of(loaded, copy):
+        raise refusal(repository, f"its id {name!r} is the name of a module that is loaded")
 
 
 def _is_of(module: ModuleType, copy: Path) -> bool:
@@ -96,22 +96,22 @@ def _check_namespaces(repository: str, copy: Path, variant: Path) -> None:
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     if any(_is_of(module, copy) for module in modules):
         return  # it is loaded already
-    there = _namespaces(_operators())
+    registered = _namespaces(_operators())
     for file in variant.rglob("_ops.py"):
-        for name in sorted({match.decode() for match in _OPS.findall(file.read_bytes())} & there):
-            raise refused(repository, f"its operators' namespace torch.ops.{name} is taken")
+        for name in sorted({match.decode() for match in _OPS.findall(file.read_bytes())} & registered):
+            raise refusal(repository, f"its operators' namespace torch.ops.{name} is taken")
 
 
-def _check_added(repository: str, copy: Path, added: frozenset[str], there: frozenset[str]) -> None:
+def _check_added(repository: str, copy: Path, added: frozenset[str], before: frozenset[str]) -> None:
     """Refuse a repository whose operators went into a namespace that was there; others may load meanwhile."""
-    suspects = sorted(operator for operator in added if operator.partition("::")[0] in there)
+    suspects = sorted(operator for operator in added if operator.partition("::")[0] in before)
     if not suspects:
         return
     content = b"\0".join(file.read_bytes() for file in copy.rglob("*") if file.is_file())
     for operator in suspects:
         namespace, _, name = operator.partition("::")
         if namespace.encode() in content and name.partition(".")[0].encode() in content:
-            raise refused(repository, f"it registers {operator} in a namespace that was there before")
+            raise refusal(repository, f"it registers {operator} in a namespace that was there before")
 
 
 def _operators() -> frozenset[str]:

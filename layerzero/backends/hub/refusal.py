@@ -6,7 +6,7 @@ from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.reasons import Reason
 
 
-def refused(repository: str, why: str, reason: Reason | None = None) -> BackendNotAvailableError:
+def refusal(repository: str, why: str, reason: Reason | None = None) -> BackendNotAvailableError:
     """The error that blocks what comes out of a repository."""
     return BackendNotAvailableError(
         f"hub repository {repository!r} is refused: {why}",

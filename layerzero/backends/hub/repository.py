@@ -23,8 +23,8 @@ import msgspec
 
 from layerzero._util.files import decode_json, own_user_folder, read_bounded, read_given
 from layerzero.backends.hub.loading import load_module
-from layerzero.backends.hub.refusal import refused
-from layerzero.backends.hub.sources import Check, downloaded, unpacked
+from layerzero.backends.hub.refusal import refusal
+from layerzero.backends.hub.sources import Check, download_files, unpack_files
 from layerzero.spec.capability import Capability
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.kernel import Efficiency, Kernel
@@ -82,11 +82,11 @@ class Hub:
         Raises: BackendNotAvailableError: it is not allowed, or not locked.
         """
         if not _REPOSITORY.fullmatch(repository):
-            raise refused(repository, "its name is no <owner>/<name>")
+            raise refusal(repository, "its name is no <owner>/<name>")
         if repository not in self.allow:
-            raise refused(repository, "it is not on the allow list")
+            raise refusal(repository, "it is not on the allow list")
         if repository not in self.locked:
-            raise refused(repository, "it is not in the lock file")
+            raise refusal(repository, "it is not in the lock file")
         return self.locked[repository]
 
     def download(self, repository: str) -> Path:
@@ -96,7 +96,8 @@ class Hub:
         Raises: BackendNotAvailableError: `entry`; or what the hub has is not what was locked.
         """
         entry = self.entry(repository)
-        files = downloaded(repository, entry.lock.commit, frozenset(entry.files), _checker(repository, entry))
+        check = _checker(repository, entry)
+        files = download_files(repository, entry.lock.commit, entry.files.keys(), check)
         return self._place(repository, files)
 
     def unpack(self, archive: str | Path) -> list[Path]:
@@ -110,10 +111,10 @@ class Hub:
             repository = "/".join(name.split("/")[:2])
             entry = self.entry(repository)
             if name.removeprefix(f"{repository}/") not in entry.files:
-                raise refused(repository, f"{name} is not in the lock file")
+                raise refusal(repository, f"{name} is not in the lock file")
             return repository, _checker(repository, entry)
 
-        repositories = unpacked(Path(archive), wanted)
+        repositories = unpack_files(Path(archive), wanted)
         for repository, files in repositories.items():
             need_whole_variants(repository, files.keys(), self.locked[repository])
         return [self._place(repository, files) for repository, files in repositories.items()]
@@ -129,7 +130,7 @@ class Hub:
                     where.replace(Path(draft) / "old")
                 (Path(draft) / "new").replace(where)
         except OSError as error:
-            raise refused(repository, f"it cannot be written to {where}: {error}") from error
+            raise refusal(repository, f"it cannot be written to {where}: {error}") from error
         return where
 
     def verified(self, repository: str) -> Path:
@@ -140,7 +141,7 @@ class Hub:
         entry = self.entry(repository)
         where = self.folder / repository
         if not where.is_dir() or where.resolve() != where:
-            raise refused(repository, f"{where} is no folder, or a link that leads elsewhere")
+            raise refusal(repository, f"{where} is no folder, or a link that leads elsewhere")
         for _ in _pieces(repository, where, entry):
             pass
         return where
@@ -166,9 +167,9 @@ class Hub:
                     with suppress(OSError):  # another process was quicker; what it made is looked at below
                         (Path(draft) / "copy").replace(base / name)
             if not _intact(copy, entry):
-                raise refused(repository, f"its copy in {copy} is not what was locked")
+                raise refusal(repository, f"its copy in {copy} is not what was locked")
         except OSError as error:
-            raise refused(repository, f"no private copy of it can be made: {error}") from error
+            raise refusal(repository, f"no private copy of it can be made: {error}") from error
         return copy
 
     def load(self, repository: str) -> ModuleType:
@@ -227,7 +228,7 @@ def lock_folder(
     entries = []
     for repository, (version, commit) in repositories.items():
         if not _REPOSITORY.fullmatch(repository):
-            raise refused(repository, "its name is no <owner>/<name>")
+            raise refusal(repository, "its name is no <owner>/<name>")
         files = _files(repository, Path(folder).resolve() / repository)
         digests = {path: _digest(_content(repository, file)) for path, file in sorted(files.items())}
         dependency = {"repo-id": repository, "version": version}
@@ -258,12 +259,12 @@ def _files(repository: str, where: Path) -> dict[str, Path]:
     for folder, folders, files in os.walk(where):
         for name in (*folders, *files):
             if (Path(folder) / name).is_symlink():
-                raise refused(repository, f"{name} is a link")
+                raise refusal(repository, f"{name} is a link")
         for name in files:
             path = Path(folder) / name
             paths[path.relative_to(where).as_posix()] = path
     if not paths:
-        raise refused(repository, f"{where} holds no file")
+        raise refusal(repository, f"{where} holds no file")
     return paths
 
 
@@ -274,7 +275,7 @@ def _pieces(repository: str, where: Path, entry: Locked) -> Iterator[tuple[str, 
     """
     files, check = _files(repository, where), _checker(repository, entry)
     for path in sorted(files.keys() - entry.files.keys()):
-        raise refused(repository, f"{path} is not in the lock file")
+        raise refusal(repository, f"{path} is not in the lock file")
     need_whole_variants(repository, files.keys(), entry)
     for path in sorted(entry.files):
         if path in files:
@@ -289,7 +290,7 @@ def need_whole_variants(repository: str, present: Collection[str], entry: Locked
     for path in sorted(entry.files.keys() - set(present)):
         parts = path.split("/")
         if parts[0] != "build" or parts[1] in variants or not variants:
-            raise refused(repository, f"{path} is locked and not there")
+            raise refusal(repository, f"{path} is locked and not there")
 
 
 def _checker(repository: str, entry: Locked) -> Check:
@@ -297,9 +298,9 @@ def _checker(repository: str, entry: Locked) -> Check:
 
     def check(path: str, content: bytes) -> None:
         if path not in entry.files:
-            raise refused(repository, f"{path} is not in the lock file")
+            raise refusal(repository, f"{path} is not in the lock file")
         if _digest(content) != entry.files[path]:
-            raise refused(repository, f"{path} is not what was locked")
+            raise refusal(repository, f"{path} is not what was locked")
         if path.endswith(".so"):
             _check_abi(repository, path, content)
 
@@ -327,7 +328,7 @@ def _content(repository: str, path: Path) -> bytes:
     try:
         return read_given(path, _MAX_FILE)
     except (OSError, ValueError) as error:
-        raise refused(repository, f"{path.name} cannot be read: {error}") from error
+        raise refusal(repository, f"{path.name} cannot be read: {error}") from error
 
 
 def _digest(content: bytes) -> str:
@@ -337,13 +338,13 @@ def _digest(content: bytes) -> str:
 def _check_abi(repository: str, path: str, content: bytes) -> None:
     """A shared object must be Python's stable ABI and need no newer C or C++ library than manylinux_2_28."""
     if not path.endswith(".abi3.so"):
-        raise refused(repository, f"{path} is not built for Python's stable ABI (.abi3.so)")
+        raise refusal(repository, f"{path} is not built for Python's stable ABI (.abi3.so)")
     if not content.startswith(b"\x7fELF"):
-        raise refused(repository, f"{path} is no ELF file")
+        raise refusal(repository, f"{path} is no ELF file")
     libc = max(((int(a), int(b)) for a, b in _LIBC.findall(content)), default=_ANY_LIBC)
     cxx = max((int(a) for a in _CXX.findall(content)), default=0)
     if libc > _MOST_LIBC or cxx > _MOST_CXX:
         needs = f"GLIBC_{libc[0]}.{libc[1]} and GLIBCXX_3.4.{cxx}"
-        raise refused(
+        raise refusal(
             repository, f"{path} needs {needs}, above manylinux_2_28", Reason.BACKEND_PLATFORM_BUILD
         )

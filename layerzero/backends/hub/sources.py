@@ -10,11 +10,11 @@ import gzip
 import importlib
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO
 
-from layerzero.backends.hub.refusal import refused
+from layerzero.backends.hub.refusal import refusal
 from layerzero.spec.reasons import Reason
 
 # Far above what a kernel's build is, far below what harms a machine.
@@ -22,7 +22,7 @@ MAX_BYTES = 2 << 30
 Check = Callable[[str, bytes], None]
 
 
-def downloaded(repository: str, commit: str, locked: frozenset[str], check: Check) -> dict[str, bytes]:
+def download_files(repository: str, commit: str, locked: Collection[str], check: Check) -> dict[str, bytes]:
     """The files of the variant for this system at a commit, each checked by `check(path, content)`.
 
     Raises: BackendNotAvailableError: the hub lists a file that is not locked or more than `MAX_BYTES`; it has
@@ -35,17 +35,17 @@ def downloaded(repository: str, commit: str, locked: frozenset[str], check: Chec
         raise _unreachable(repository, error) from error
     for path in listed:
         if path not in locked:
-            raise refused(repository, f"the hub lists {path}, which is not in the lock file")
+            raise refusal(repository, f"the hub lists {path}, which is not in the lock file")
     total = sum(listed.values())
     if total > MAX_BYTES:
-        raise refused(repository, f"the hub lists {total} bytes, more than {MAX_BYTES}")
+        raise refusal(repository, f"the hub lists {total} bytes, more than {MAX_BYTES}")
     try:
         variant = Path(library.install_kernel(repository, revision=commit, trust_remote_code=[repository]))
         pieces = dict(_read(variant, sorted(listed)))
     except Exception as error:
         raise _unreachable(repository, error) from error
     if not pieces:
-        raise refused(repository, f"the hub has nothing for {variant.name}", Reason.BACKEND_PLATFORM_BUILD)
+        raise refusal(repository, f"the hub has nothing for {variant.name}", Reason.BACKEND_PLATFORM_BUILD)
     for path, content in pieces.items():
         check(path, content)
     return pieces
@@ -66,7 +66,7 @@ def _read(variant: Path, listed: list[str]) -> Iterator[tuple[str, bytes]]:
             yield path, (variant / path.removeprefix(prefix)).read_bytes()
 
 
-def unpacked(archive: Path, wanted: Callable[[str], tuple[str, Check]]) -> dict[str, dict[str, bytes]]:
+def unpack_files(archive: Path, wanted: Callable[[str], tuple[str, Check]]) -> dict[str, dict[str, bytes]]:
     """The repositories of a tar archive: `<owner>/<name>/<path>`, plain files alone.
 
     `wanted(name)` gives a member's repository with its check, or refuses it. Nothing is unpacked to disk.
@@ -79,7 +79,7 @@ def unpacked(archive: Path, wanted: Callable[[str], tuple[str, Check]]) -> dict[
             for member in outer:
                 if not member.isreg():
                     kind = "a link" if member.issym() or member.islnk() else "no plain file"
-                    raise refused(str(archive), f"{member.name!r} is {kind}")
+                    raise refusal(str(archive), f"{member.name!r} is {kind}")
                 repository, check = wanted(member.name)
                 path = member.name.removeprefix(f"{repository}/")
                 stream = outer.extractfile(member)
@@ -88,7 +88,7 @@ def unpacked(archive: Path, wanted: Callable[[str], tuple[str, Check]]) -> dict[
                 check(path, content)
                 repositories.setdefault(repository, {})[path] = content
     except (OSError, EOFError, tarfile.TarError, ValueError, zlib.error) as error:
-        raise refused(str(archive), f"it is no whole archive: {error}") from error
+        raise refusal(str(archive), f"it is no whole archive: {error}") from error
     return repositories
 
 
@@ -109,13 +109,13 @@ class _Bounded:
     def read(self, size: int = -1) -> bytes:
         """As of a file; never more than the bound at once."""
         if size < 0 or size > MAX_BYTES or self._file.tell() + size > MAX_BYTES:
-            raise refused(self._name, f"it holds more than {MAX_BYTES} bytes")
+            raise refusal(self._name, f"it holds more than {MAX_BYTES} bytes")
         return self._file.read(size)
 
     def seek(self, position: int, whence: int = 0) -> int:
         """As of a file."""
         if position > MAX_BYTES:
-            raise refused(self._name, f"it holds more than {MAX_BYTES} bytes")
+            raise refusal(self._name, f"it holds more than {MAX_BYTES} bytes")
         return self._file.seek(position, whence)
 
     def tell(self) -> int:
@@ -125,4 +125,4 @@ class _Bounded:
 
 def _unreachable(repository: str, error: Exception) -> Exception:
     reason = Reason.BACKEND_PLATFORM_BUILD if isinstance(error, FileNotFoundError) else None
-    return refused(repository, f"it cannot be downloaded: {type(error).__name__}: {error}"[:400], reason)
+    return refusal(repository, f"it cannot be downloaded: {type(error).__name__}: {error}"[:400], reason)
