@@ -118,6 +118,10 @@ def mixture(sizes: Sizes, rows: int) -> tuple[Layer, tuple[Tensor, ...]]:
     up = sizes.weight(sizes.experts, 2 * sizes.inner, sizes.width)
     down = sizes.weight(sizes.experts, sizes.width, sizes.inner)
     scale = torch.ones(sizes.width, device=sizes.device, dtype=sizes.dtype)
+    if sizes.device != "cpu":
+        x = sizes.rows(rows)
+        grouped = "torch.moe.grouped"  # a graph may hold it where that was proved
+        lz.validate_graph_capture("moe", x, x @ router.T, up, down, top_k=sizes.chosen, kernel=grouped)
 
     def layer(x: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, lengths: Tensor) -> Tensor:
         total = attend(x, positions, slots, tables, lengths) + x

@@ -289,6 +289,19 @@ def since(record: dict[str, Any]) -> Table:
     return {"columns": columns, "rows": rows}
 
 
+def planned(record: dict[str, Any]) -> Table:
+    """Return layers planned as a whole over the same with each op chosen by itself."""
+    rows = [
+        [row["layer"], row["rows"], how, row[how]["op_by_op_us"]["median"], row[how]["planned_us"]["median"],
+         row[how]["speedup"], "yes" if row[how]["speedup"] >= 1.0 else "no"]
+        for row in record["rows"]
+        for how in ("eager", "compiled")
+        if "speedup" in row.get(how, {})
+    ]  # fmt: skip
+    columns = ["layer", "rows", "launched", "op by op, us", "planned, us", "speed-up", "at least 1.0"]
+    return {"columns": columns, "rows": rows}
+
+
 GANG: dict[str, Callable[[dict[str, Any]], Table]] = {
     "ganged": ganged,
     "staged": staged,
@@ -316,6 +329,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "gang_h200_pair.json": GANG,
     "gang_decode_h200.json": {"decoded": decoded, "place": place},
     "vllm_plugin_h200.json": {"steps": plugged, "place": place},
+    "planner_h200.json": {"planned": planned, "place": place},
     "gang_cuda.json": {"decoded": decoded, "place": place},
     "embedding_demo.json": {"service": service, "targets": targets, "kernels": kernels, "place": place},
 }

@@ -356,7 +356,8 @@ class PlannedBlock:
             name: Program(placed, device, state, solution, self._weights).run
             for name, solution in solutions.items()
         }
-        measured_us = measure_plans(runs, tensors, device.device, launch)
+        kernels = (a.payload.kernel for each in solutions.values() for a in each.alternatives)
+        measured_us = measure_plans(runs, tensors, device, launch, filter(None, kernels))
         best = min(measured_us, key=lambda name: measured_us[name])
         fastest = _decision(placed, choices, solutions[best], decision.record.op_by_op_us, state)
         return fastest._replace(record=msgspec.structs.replace(fastest.record, measured_us=measured_us))

@@ -106,6 +106,17 @@ def test_a_block_for_few_rows_holds_them(rows: int) -> None:
         assert 8 * products.cut_of(rows, inner).tiles >= rows
 
 
+@pytest.mark.parametrize(("rows", "tile"), [(17, 32), (33, 64), (65, 128), (300, 128)])
+def test_a_tile_holds_the_rows_where_one_can(rows: int, tile: int) -> None:
+    """The smallest that does; what is on its way fits a multiprocessor; an odd K has turns of one chunk."""
+    chosen = products.tile_of(rows, 4096)
+    assert chosen.rows == tile
+    assert chosen.shared <= 232_448
+    assert 2 * chosen.stages * 8 <= 128
+    assert 4096 // 128 % chosen.chunks == 0
+    assert products.tile_of(rows, 1280 + 128).chunks == 1
+
+
 def test_parts_fill_the_device_and_no_more() -> None:
     """K is cut where blocks are fewer than multiprocessors, and sequences where they are few."""
     assert products.parts_of(224, 32, 132, is_few=True) == 1

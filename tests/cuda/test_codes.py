@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
@@ -56,7 +57,7 @@ def test_products_with_codes_are_those_of_the_dequantized_weight(dtype: torch.dt
         torch.randn(200, 1280, device="cuda"), form, granularity=granularity, symmetric=symmetric, **sizes
     )
     given = weight.arguments()
-    for rows in (1, 3, 6, 16, 40, 130):
+    for rows in (1, 3, 6, 16, 20, 40, 100, 130):
         x = torch.randn(rows, 1288, device="cuda").to(dtype)[:, :1280]
         bias = torch.randn(200, device="cuda").to(dtype)
         truth = quantized_linear_reference(
@@ -158,3 +159,16 @@ def test_a_captured_step_over_codes_replays_with_other_lengths() -> None:
         k.normal_()
         graph.replay()
         torch.testing.assert_close(out, step(), rtol=1e-2, atol=1e-2)
+
+
+def test_a_thread_that_has_not_used_the_card_compiles_and_loads() -> None:
+    """As the thread that loads kernels behind calls does; the call then runs on another one."""
+    from layerzero.backends.cuda_kernels import compiled
+
+    source = ("join.cu",)
+    with ThreadPoolExecutor(1) as threads:
+        loaded = threads.submit(compiled.function, torch.device("cuda"), source, "add_parts", HALF=1).result()
+    parts = torch.ones(3, 64, device="cuda")
+    out = torch.empty(64, dtype=torch.bfloat16, device="cuda")
+    loaded(grid=(1, 1, 1), block=(256, 1, 1), args=[parts, parts, out, 64, 64, 0, 3])
+    torch.testing.assert_close(out, torch.full_like(out, 3.0))

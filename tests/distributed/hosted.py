@@ -130,8 +130,16 @@ async def norm(rows: int) -> tuple[bool, str]:
 _WEIGHT = torch.eye(16)
 
 
-async def row(value: float) -> float:
-    """Two linear layers for one row, as a request among many."""
+_ARRIVED: list[asyncio.Event] = []
+
+
+async def row(value: float, together: int) -> float:
+    """Two linear layers for one row, as a request among many; each waits until so many are here."""
+    group = asyncio.Event() if len(_ARRIVED) % together == 0 else _ARRIVED[-1]
+    _ARRIVED.append(group)
+    if len(_ARRIVED) % together == 0:
+        group.set()
+    await group.wait()
     x = torch.full((1, 16), value)
     for _ in range(2):
         x = await lz.linear(x, _WEIGHT)

@@ -108,9 +108,9 @@ async def test_ops_are_local_where_the_code_runs(device_pool: DevicePool) -> Non
 
 
 async def test_concurrent_calls_meet_in_one_lane(device_pool: DevicePool) -> None:
-    """64 requests sent one by one become batches where they run."""
+    """64 requests sent one by one become batches where they run, however slowly they arrive."""
     before = await device_pool.run(hosted.batches)
-    values = await asyncio.gather(*(device_pool.run(hosted.row, float(i)) for i in range(64)))
+    values = await asyncio.gather(*(device_pool.run(hosted.row, float(i), 8) for i in range(64)))
     after = await device_pool.run(hosted.batches)
     assert values == [float(i) for i in range(64)]
     calls, launches = after[0] - before[0], after[1] - before[1]

@@ -27,6 +27,8 @@ def _source(name: str) -> str:
 def _function(device: int, files: tuple[str, ...], name: str, shared: int, defines: Any) -> Any:
     text = "".join(f"#define {key} {value}\n" for key, value in defines)
     with torch.cuda.device(device):
+        # A thread that has not called the driver has no context, and NVRTC's module needs one.
+        torch.cuda.mem_get_info(device)
         major, minor = torch.cuda.get_device_capability(device)
         # With an "a" come the instructions that this generation alone has.
         kernel = torch.cuda._compile_kernel(

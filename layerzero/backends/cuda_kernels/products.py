@@ -15,9 +15,24 @@ from layerzero.spec.call_spec import CallSpec
 
 # By format: the element, and how its scales are stored.
 _KINDS: Mapping[str, tuple[int, int]] = MappingProxyType({"int4": (0, 0), "mxfp4": (1, 1), "nvfp4": (1, 2)})
-_FEW_ROWS, _WIDE_ROWS, _WIDE_COLUMNS, _CHUNK = 16, 64, 128, 128
+_FEW_ROWS, _WIDE_COLUMNS, _CHUNK = 16, 128, 128
 _WIDE_THREADS, _ADD_THREADS = 256, 256
-_WIDE_SHARED = 3 * (2 * _WIDE_ROWS * 256 + _WIDE_THREADS * 64)
+
+
+class Tile(NamedTuple):
+    """Rows that a block has at once; its turns on their way, and how many chunks of K are a turn."""
+
+    rows: int
+    stages: int
+    chunks: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes: rows and codes of all turns on their way, behind the barriers."""
+        return 128 + self.stages * self.chunks * _CHUNK * (2 * self.rows + _WIDE_COLUMNS // 2)
+
+
+_TILES = (Tile(32, 6, 2), Tile(64, 8, 1), Tile(128, 5, 1))
 # Measured on an H200: chunks in a part of K, blocks of few rows at once, a K that wants more warps.
 _LEAST_CHUNKS, _LEAST_CHUNKS_OF_FEW, _BLOCKS_AT_ONCE, _LONG = 8, 48, 4, 8192
 
@@ -48,13 +63,19 @@ def _few(device: torch.device, form: str, dtype: torch.dtype, group: int, cut: C
     )  # fmt: skip
 
 
-def _wide(device: torch.device, form: str, dtype: torch.dtype, group: int, name: str) -> Any:
+def _wide(device: torch.device, form: str, dtype: torch.dtype, group: int, name: str, tile: Tile) -> Any:
     kind, scale = _KINDS[form]
-    shared = _WIDE_SHARED if name == "product" else 0
     return function(
-        device, ("codes.cuh", "wide_products.cu"), name, shared, KIND=kind, SCALE=scale, HALF=HALF[dtype],
-        GROUP=group,
+        device, ("codes.cuh", "wide_products.cu"), name, tile.shared if name == "product" else 0,
+        KIND=kind, SCALE=scale, HALF=HALF[dtype], GROUP=group, ROWS=tile.rows, STAGES=tile.stages,
+        KGROUPS=tile.chunks,
     )  # fmt: skip
+
+
+def tile_of(rows: int, inner: int) -> Tile:
+    """The smallest tile that holds the rows, else the largest; turns of one chunk where they are odd."""
+    tile = next((tile for tile in _TILES if rows <= tile.rows), _TILES[-1])
+    return tile._replace(chunks=1) if inner // _CHUNK % 2 else tile
 
 
 def cut_of(rows: int, inner: int) -> Cut:
@@ -76,7 +97,11 @@ def parts_of(blocks: int, chunks: int, processors: int, is_few: bool) -> int:
 def unit(request: CallSpec) -> str:
     """What is compiled together."""
     rows = request.dim("N")
-    size = f"{cut_of(rows, request.dim('K'))}" if rows <= _FEW_ROWS else "wide"
+    size = (
+        f"{cut_of(rows, request.dim('K'))}"
+        if rows <= _FEW_ROWS
+        else f"wide {tile_of(rows, request.dim('K'))}"
+    )
     form = next((name for name in _KINDS if f"quant_{name}" in request.features), "")
     return f"{request.dtype} {form} {request.dim('S')} {size}"
 
@@ -90,7 +115,7 @@ def compile_for(request: CallSpec) -> None:
         _few(device, form, dtype, request.dim("S"), cut_of(rows, request.dim("K")))
         return
     for name in ("arrange", "product"):
-        _wide(device, form, dtype, request.dim("S"), name)
+        _wide(device, form, dtype, request.dim("S"), name, tile_of(rows, request.dim("K")))
 
 
 def steady(scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -121,9 +146,9 @@ def quantized_linear(
     flags = [int(part is not None) for part in (zero_point, tensor_scale, bias)]
     others = [or_any(part, scale) for part in (zero_point, tensor_scale, bias)]
     is_few = count <= _FEW_ROWS
-    cut = cut_of(count, inner)
+    cut, tile = cut_of(count, inner), tile_of(count, inner)
     columns = 16 * cut.strips if is_few else _WIDE_COLUMNS
-    blocks, lines = -(-width // columns), -(-count // (8 * cut.tiles if is_few else _WIDE_ROWS))
+    blocks, lines = -(-width // columns), -(-count // (8 * cut.tiles if is_few else tile.rows))
     parts = parts_of(blocks * lines, chunks, multiprocessors(x.device), is_few)
     out = torch.empty((count, width), dtype=x.dtype, device=x.device)
     sums = out if parts == 1 else torch.empty((parts, count, width), dtype=torch.float32, device=x.device)
@@ -134,13 +159,13 @@ def quantized_linear(
             args=[rows, weight, scale, *others, sums, *sizes, rows.stride(0), *steps, *flags, parts],
         )  # fmt: skip
     else:
-        image = torch.empty((lines, chunks, _WIDE_ROWS, _CHUNK), dtype=x.dtype, device=x.device)
-        _wide(x.device, form, x.dtype, group, "arrange")(
+        image = torch.empty((lines, chunks, tile.rows, _CHUNK), dtype=x.dtype, device=x.device)
+        _wide(x.device, form, x.dtype, group, "arrange", tile)(
             grid=(chunks, lines, 1), block=(_WIDE_THREADS, 1, 1),
             args=[rows, image, count, inner, rows.stride(0)],
         )  # fmt: skip
-        _wide(x.device, form, x.dtype, group, "product")(
-            grid=(blocks, parts, lines), block=(_WIDE_THREADS, 1, 1), shared_mem=_WIDE_SHARED,
+        _wide(x.device, form, x.dtype, group, "product", tile)(
+            grid=(blocks, parts, lines), block=(_WIDE_THREADS * tile.chunks, 1, 1), shared_mem=tile.shared,
             args=[image, weight, scale, *others, sums, *sizes, *steps, *flags, parts],
         )  # fmt: skip
     if parts > 1:

@@ -1,13 +1,17 @@
-// Up to 64 rows at a time times a weight of four-bit codes. `arrange` writes the rows in the order in which
-// codes come out of their words, as tiles that the matrix units load; `product` streams both through shared
-// memory. A group of four warps has 128 columns of the result, two tiles of 64; two groups take every second
-// 128 of K. Rows are the matrix units' operand in shared memory, codes become the one in registers.
+// Up to ROWS rows at a time (32, 64 or 128) times a weight of four-bit codes. `arrange` writes the rows in the order
+// in which codes come out of their words, as tiles that the matrix units load; `product` streams both through
+// shared memory, STAGES - 1 turns ahead. A group of four warps has 64 columns of the result and one chunk of 128
+// of K in a turn; KGROUPS pairs of groups share K. Rows are the matrix units' operand in shared memory, codes
+// become the one in registers: those of the next turn while the matrix units have this one.
 
 typedef unsigned long long u64;
-#define ROWS 64
-#define STAGES 3
 #define CHUNK_BYTES (ROWS * 256)
 #define COLUMNS 128
+#define BARRIER_BYTES 128
+#define TILE_BYTES (KGROUPS * CHUNK_BYTES)
+#define STAGE_BYTES (KGROUPS * (CHUNK_BYTES + 2 * 256 * 16))
+#define THREADS (KGROUPS * 256)
+#define BLOCKS_OF_8 (ROWS / 8)
 
 // image[tile of rows][chunk][step][half][row][lane of four], in pairs of numbers
 extern "C" __global__ void arrange(const u16* x, u32* image, int rows, int inner, int x_row) {
@@ -28,150 +32,212 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
+// By one thread: a tile of rows, copied the way that the matrix units read.
+__device__ __forceinline__ void copy_tile(u32 to, const u8* from, u32 barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(TILE_BYTES) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "n"(TILE_BYTES), "r"(barrier) : "memory");
+}
+
+// Until a barrier's phase has ended; phases are even and odd in turns.
+__device__ __forceinline__ void wait_for(u32 barrier, u32 phase) {
+  u32 done;
+  do {
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
+  } while (!done);
+}
+
 // A tile of rows as the matrix units find it: 8 rows of 16 bytes lie together, 128 bytes from one such block to
 // the next along the rows, ROWS * 16 along K. Source: PTX ISA, matrix descriptors without swizzling.
 __device__ __forceinline__ u64 descriptor(u32 address) {
   return (u64)(address >> 4 & 0x3fff) | (u64)ROWS << 16 | (u64)8 << 32;
 }
 
-// sums (64 columns x 64 rows) = a (64 x 16) * the tile's 16 of K, plus themselves where `adds`
-__device__ __forceinline__ void multiply_group(float (&d)[8][4], const u32 (&a)[4], u64 tile, int adds) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %37, 0;"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tile), "r"(adds));
+// The registers of a group's sums, named and bound, by how many a lane has of them.
+#define R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define R64 R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define B4(m) "+f"(d[m][0]), "+f"(d[m][1]), "+f"(d[m][2]), "+f"(d[m][3])
+#define B16 B4(0), B4(1), B4(2), B4(3)
+#define B32 B16, B4(4), B4(5), B4(6), B4(7)
+#define B64 B32, B4(8), B4(9), B4(10), B4(11), B4(12), B4(13), B4(14), B4(15)
+#if ROWS == 32
+#define REGISTERS R16
+#define OTHERS "{%16,%17,%18,%19}, %20, %21"
+#define BOUND B16
+#define SHAPE "m64n32k16"
+#elif ROWS == 64
+#define REGISTERS R32
+#define OTHERS "{%32,%33,%34,%35}, %36, %37"
+#define BOUND B32
+#define SHAPE "m64n64k16"
+#else
+#define REGISTERS R64
+#define OTHERS "{%64,%65,%66,%67}, %68, %69"
+#define BOUND B64
+#define SHAPE "m64n128k16"
+#endif
+
+// sums (64 columns x ROWS rows) = a (64 x 16) * the tile's 16 of K, plus themselves where ADDS
+template <int ADDS>
+__device__ __forceinline__ void multiply_group(float (&d)[BLOCKS_OF_8][4], const u32 (&a)[4], u64 tile) {
+  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " {" REGISTERS "}, " OTHERS ", 1, 1, 0;"
+               : BOUND
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tile), "n"(ADDS));
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) product(
+// A lane's part of a chunk: numbers for the eight steps along K, their scales by column, and the scales that are
+// on their way for the chunk behind the next one.
+struct Chunk {
+  u32 a[8][4];
+  float scale[2];
+  Scales fetched[2];
+};
+
+// The operand in registers of a chunk's eight steps along K, from a lane's words of two columns.
+__device__ __forceinline__ void decode(
+    u32 (&a)[8][4], const u8* own_codes, const u32 (&base)[2][2]) {
+  const Four even = *(const Four*)own_codes, odd = *(const Four*)(own_codes + 256 * 16);
+  #pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const u32 b = base[0][j / 2], c = base[1][j / 2];
+    a[2 * j][0] = numbers<0>(even.x[j], b);
+    a[2 * j][1] = numbers<0>(odd.x[j], c);
+    a[2 * j][2] = numbers<1>(even.x[j], b);
+    a[2 * j][3] = numbers<1>(odd.x[j], c);
+    a[2 * j + 1][0] = numbers<2>(even.x[j], b);
+    a[2 * j + 1][1] = numbers<2>(odd.x[j], c);
+    a[2 * j + 1][2] = numbers<3>(even.x[j], b);
+    a[2 * j + 1][3] = numbers<3>(odd.x[j], c);
+  }
+  // Here, and not where they are used: behind the matrix units, which this is to hide.
+  #pragma unroll
+  for (int step = 0; step < 8; ++step)
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[step][i]));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) product(
     const u8* image, const u8* codes, const u8* scales, const u8* zeros, const float* second, const u16* bias,
     void* out, int rows, int width, int inner, int codes_row, int scale_row, int has_zeros, int has_second,
     int has_bias, int parts) {
   extern __shared__ __align__(128) u8 memory[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int beside = warp % 4, group = warp / 4, part = blockIdx.y, tile = blockIdx.z;
-  const int first_column = blockIdx.x * COLUMNS + 16 * beside;
-  const int chunks = inner / 128, from = chunks * part / parts, to = chunks * (part + 1) / parts;
-  const int turns = (to - from + 1) / 2;
-  const u8* rows_image = image + (i64)tile * chunks * CHUNK_BYTES;
-  const u32 base_address = (u32)__cvta_generic_to_shared(memory);
-  const u32 stage_bytes = 2 * CHUNK_BYTES + 256 * 64;
-  int column[2][2];
+  const int warp = threadIdx.x / 32 % 8, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int kgroup = threadIdx.x / 256, part = blockIdx.y, tile = blockIdx.z;
+  const int own_column = 16 * warp + g;
+  // The host sees to it that K is a whole number of turns.
+  const int all_turns = inner / (128 * KGROUPS), first_turn = all_turns * part / parts;
+  const int turns = all_turns * (part + 1) / parts - first_turn, from = first_turn * KGROUPS;
+  const u8* rows_image = image + ((i64)tile * (inner / 128) + from) * CHUNK_BYTES;
+  const u32 barriers = (u32)__cvta_generic_to_shared(memory), base_address = barriers + BARRIER_BYTES;
+  const u32 own_codes = TILE_BYTES + threadIdx.x % 256 * 16 + kgroup * (2 * 256 * 16);
+  if (threadIdx.x < 2 * STAGES)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                 ::"r"(barriers + 8 * threadIdx.x), "r"(threadIdx.x < STAGES ? 1 : THREADS / 32)
+                 : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+  int column[2];
   #pragma unroll
-  for (int s = 0; s < 2; ++s)
-    #pragma unroll
-    for (int h = 0; h < 2; ++h) column[s][h] = min(first_column + 64 * s + g + 8 * h, width - 1);
+  for (int h = 0; h < 2; ++h) column[h] = min((int)blockIdx.x * COLUMNS + own_column + 8 * h, width - 1);
 
-  Scales next_scales[2][2];
-  auto fetch_scales = [&](int turn) {
-    const int chunk = min(from + 2 * turn + group, to - 1);
-    #pragma unroll
-    for (int s = 0; s < 2; ++s)
-      #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        next_scales[s][h] = load_scales(scales, zeros, has_zeros, (i64)column[s][h] * scale_row, chunk, t);
-  };
-  fetch_scales(0);
   auto fetch = [&](int turn) {
     if (turn < turns) {
-      const u32 stage = base_address + turn % STAGES * stage_bytes;
-      const int chunk = from + 2 * turn, count = min(2, to - chunk) * (CHUNK_BYTES / 16);
-      for (int piece = threadIdx.x; piece < count; piece += 256)
-        copy_async(stage + 16 * piece, rows_image + (i64)chunk * CHUNK_BYTES + 16 * piece);
-      const int own = min(chunk + group, to - 1);
+      const u32 stage = base_address + turn % STAGES * STAGE_BYTES;
+      if (threadIdx.x == 0) {
+        const u32 filled = barriers + turn % STAGES * 8;
+        if (turn >= STAGES) wait_for(filled + STAGES * 8, (turn / STAGES - 1) % 2);
+        copy_tile(stage, rows_image + (i64)turn * TILE_BYTES, filled);
+      }
       #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        copy_async(stage + 2 * CHUNK_BYTES + (i * 256 + threadIdx.x) * 16,
-                   codes + (i64)column[i / 2][i % 2] * codes_row + own * 64 + 16 * t);
+      for (int h = 0; h < 2; ++h)
+        copy_async(stage + own_codes + h * (256 * 16),
+                   codes + (i64)column[h] * codes_row + (from + turn * KGROUPS + kgroup) * 64 + 16 * t);
     }
     asm volatile("cp.async.commit_group;");
   };
-
-  float sums[2][8][4];
-  #pragma unroll
-  for (int s = 0; s < 2; ++s)
+  auto fetch_scales = [&](int turn, Scales (&fetched)[2]) {
+    const int chunk = from + min(turn, turns - 1) * KGROUPS + kgroup;
     #pragma unroll
-    for (int m = 0; m < 8; ++m)
-      #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[s][m][i] = 0.0f;
-
-  #pragma unroll
-  for (int turn = 0; turn < STAGES - 1; ++turn) fetch(turn);
-  for (int turn = 0; turn < turns; ++turn) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
-    // The matrix units read shared memory by another way than the copies have written it.
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
-    fetch(turn + STAGES - 1);
-    const int chunk = from + 2 * turn + group;
-    if (chunk >= to) continue;
-    const u32 stage = base_address + turn % STAGES * stage_bytes;
-    const u8* own_codes = memory + turn % STAGES * stage_bytes + 2 * CHUNK_BYTES;
-    Four words[2][2];
-    u32 base[2][2][2];
-    float scale[2][2];
+    for (int h = 0; h < 2; ++h)
+      fetched[h] = load_scales(scales, zeros, has_zeros, (i64)column[h] * scale_row, chunk, t);
+  };
+  auto decode_turn = [&](int turn, Chunk& chunk) {
+    u32 base[2][2];
     #pragma unroll
-    for (int s = 0; s < 2; ++s)
-      #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        words[s][h] = *(const Four*)(own_codes + ((2 * s + h) * 256 + threadIdx.x) * 16);
-        use_scales(base[s][h], scale[s][h], next_scales[s][h]);
-      }
-    fetch_scales(turn + 1);
-    const u32 tiles = stage + group * CHUNK_BYTES;
+    for (int h = 0; h < 2; ++h) use_scales(base[h], chunk.scale[h], chunk.fetched[h]);
+    fetch_scales(turn + 2, chunk.fetched);
+    decode(chunk.a, memory + BARRIER_BYTES + turn % STAGES * STAGE_BYTES + own_codes, base);
+  };
+
+  float sums[BLOCKS_OF_8][4];
+  #pragma unroll
+  for (int m = 0; m < BLOCKS_OF_8; ++m)
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) sums[m][i] = 0.0f;
+
+  auto wait_for_rows = [&](int turn) { wait_for(barriers + turn % STAGES * 8, turn / STAGES % 2); };
+  // The product of a turn, whose rows are there, while the next copies begin and the codes of the next turn become numbers.
+  auto multiply_turn = [&](int turn, const Chunk& chunk, Chunk& next) {
+    const u64 rows_tile = descriptor(base_address + turn % STAGES * STAGE_BYTES + kgroup * CHUNK_BYTES);
 #if SCALE == 0
-    float partial[2][8][4];
+    float partial[BLOCKS_OF_8][4];
 #else
-    float (&partial)[2][8][4] = sums;
+    float (&partial)[BLOCKS_OF_8][4] = sums;
 #endif
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    multiply_group<SCALE != 0>(partial, chunk.a[0], rows_tile);
     #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        u32 a[2][4];
-        #pragma unroll
-        for (int s = 0; s < 2; ++s) {
-          const u32 even = words[s][0].x[j], odd = words[s][1].x[j], b = base[s][0][j / 2], c = base[s][1][j / 2];
-          a[s][0] = half ? numbers<2>(even, b) : numbers<0>(even, b);
-          a[s][1] = half ? numbers<2>(odd, c) : numbers<0>(odd, c);
-          a[s][2] = half ? numbers<3>(even, b) : numbers<1>(even, b);
-          a[s][3] = half ? numbers<3>(odd, c) : numbers<1>(odd, c);
-        }
-        const u64 tile = descriptor(tiles + (2 * j + half) * (2 * ROWS * 16));
-        #pragma unroll
-        for (int s = 0; s < 2; ++s) multiply_group(partial[s], a[s], tile, SCALE != 0 || j + half > 0);
-      }
+    for (int step = 1; step < 8; ++step)
+      multiply_group<1>(partial, chunk.a[step], rows_tile + step * (2 * ROWS));
     asm volatile("wgmma.commit_group.sync.aligned;");
+    fetch(turn + STAGES - 1);
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));  // a lane's own codes of the next turn
+    decode_turn(turn + 1, next);
+    if (turn + 1 < turns) wait_for_rows(turn + 1);
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    if (lane == 0)  // this warp has read the tile
+      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barriers + (STAGES + turn % STAGES) * 8) : "memory");
 #if SCALE == 0
     #pragma unroll
-    for (int s = 0; s < 2; ++s)
+    for (int m = 0; m < BLOCKS_OF_8; ++m)
       #pragma unroll
-      for (int m = 0; m < 8; ++m)
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[s][m][i] += partial[s][m][i] * scale[s][i / 2];
+      for (int i = 0; i < 4; ++i) sums[m][i] += partial[m][i] * chunk.scale[i / 2];
 #endif
+  };
+
+  Chunk even, odd;
+  fetch_scales(0, even.fetched);
+  fetch_scales(1, odd.fetched);
+  #pragma unroll
+  for (int turn = 0; turn < STAGES - 1; ++turn) fetch(turn);
+  asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+  decode_turn(0, even);
+  wait_for_rows(0);
+  for (int turn = 0; turn < turns; turn += 2) {
+    multiply_turn(turn, even, odd);
+    if (turn + 1 < turns) multiply_turn(turn + 1, odd, even);
   }
 
-  // Both groups' sums; lane (g, t) has columns g and g + 8, rows 2t and 2t + 1 of a tile.
+  // Lane (g, t) has columns g and g + 8 of a warp's 16, rows 2t and 2t + 1 of each 8.
   asm volatile("cp.async.wait_group 0;");
   __syncthreads();
   float* shares = (float*)memory;
   #pragma unroll
-  for (int s = 0; s < 2; ++s)
+  for (int m = 0; m < BLOCKS_OF_8; ++m)
     #pragma unroll
-    for (int m = 0; m < 8; ++m)
-      #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        shares[(group * ROWS + 8 * m + 2 * t + i % 2) * (COLUMNS + 4) + 64 * s + 16 * beside + g + i / 2 * 8] =
-            sums[s][m][i];
+    for (int i = 0; i < 4; ++i)
+      shares[(kgroup * ROWS + 8 * m + 2 * t + i % 2) * (COLUMNS + 4) + own_column + i / 2 * 8] = sums[m][i];
   __syncthreads();
-  for (int at = threadIdx.x; at < ROWS * COLUMNS; at += 256) {
+  for (int at = threadIdx.x; at < ROWS * COLUMNS; at += THREADS) {
     const int line = at / COLUMNS, row = tile * ROWS + line, own = at % COLUMNS;
     const int place_in_row = blockIdx.x * COLUMNS + own;
     if (row >= rows || place_in_row >= width) continue;
-    float total = shares[line * (COLUMNS + 4) + own] + shares[(ROWS + line) * (COLUMNS + 4) + own];
+    float total = shares[line * (COLUMNS + 4) + own];
+#if KGROUPS == 2
+    total += shares[(ROWS + line) * (COLUMNS + 4) + own];
+#endif
     if (has_second) total *= *second;
     const i64 place = (i64)row * width + place_in_row;
     if (parts > 1) {
