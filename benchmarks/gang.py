@@ -36,7 +36,7 @@ from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.step_message import pack
 from layerzero.actors.group.steps import Steps
-from layerzero.actors.group.stores import TorchStore
+from layerzero.actors.remote.stores import TorchStore
 
 REQUESTS = [f"cmpl-{number:08d}" for number in range(64)]
 WARM = 20

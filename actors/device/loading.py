@@ -12,9 +12,10 @@ from layerzero._util.ending import ENDING
 from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.worker import Worker
 from layerzero.observe.counters import Counters
+from layerzero.sharing.work import COMPILE, SHARED, SharedFailureError
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import ConfigurationError
-from layerzero.warmup.apart import ApartCompiler
+from layerzero.warmup.apart import ApartCompiler, compilation_of
 from layerzero.warmup.monitor import announce
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class KernelLoader:
         "_clock",
         "_closing",
         "_counters",
+        "_hardware",
         "_lock",
         "_registry",
         "_settings",
@@ -45,7 +47,7 @@ class KernelLoader:
 
     def __init__(
         self,
-        device: str,
+        hardware: Hardware,
         registry: Registry,
         counters: Counters,
         clock: Callable[[], float],
@@ -57,7 +59,8 @@ class KernelLoader:
         self._clock = clock
         self._changed = changed
         self._settings = settings
-        self._thread = Worker(f"layerzero-warm-{device}")
+        self._hardware = hardware
+        self._thread = Worker(f"layerzero-warm-{hardware.device}")
         self.reset_after_fork()
 
     def reset_after_fork(self) -> None:
@@ -119,7 +122,8 @@ class KernelLoader:
         kernel = self._registry.get(kernel_id)
         if kernel is None or not self._apart.takes(kernel, request):
             return None
-        return self._apart.start(kernel, request, self._settings().plugins)
+        shared_as = compilation_of(kernel, request, self._hardware)
+        return self._apart.start(kernel, request, self._settings().plugins, shared_as)
 
     @property
     def compiling(self) -> bool:
@@ -144,9 +148,7 @@ class KernelLoader:
         try:
             if request is not None:
                 self._wait_for_apart(kernel_id, request)
-            self._registry.callable_of(kernel_id)
-            if request is not None:
-                self._registry.compile(kernel_id, request)
+            self._load_shared(kernel_id, request)
         except Exception as error:
             if not threading.main_thread().is_alive():
                 return  # the process is ending and takes no more threads: that says nothing of the kernel
@@ -159,6 +161,27 @@ class KernelLoader:
             with self._lock:
                 self._underway.discard(kernel_id)
             self._changed()
+
+    def _load_shared(self, kernel_id: str, request: CallSpec | None) -> None:
+        """Load and compile in this thread: of the host's processes that compile the same, one goes first."""
+        registry = self._registry
+        kernel = registry.get(kernel_id)
+
+        def load() -> None:
+            registry.callable_of(kernel_id)
+            if request is not None:
+                registry.compile(kernel_id, request)
+
+        if kernel is None or (not kernel.slow_import and kernel.compile is None):
+            return load()
+        sharing = COMPILE
+        if request is not None and kernel.on_disk is not None and not kernel.on_disk(request):
+            sharing = sharing._replace(fresh_s=0.0)  # what was compiled once is gone
+        try:
+            SHARED.before_all(sharing, compilation_of(kernel, request, self._hardware), load)
+        except SharedFailureError as error:
+            registry.refuse(kernel, error)
+            raise
 
     def stop(self) -> None:
         """Begin nothing more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,17 +108,16 @@ class LocalDevice:
 
     def _wire(self, cost: CostModel) -> None:
         """Make the parts of this device; each gets what it uses, none the device."""
-        now = self.clock.now
-        budget = WorkspaceBudget(self.device, self.hardware, now)
-        self._inputs = SelectionInputs(self.settings, self.hardware, self.registry, self.health, budget, cost)
-        name, settings = str(self.device), lambda: self.settings
-        self.loader = KernelLoader(name, self.registry, self.counters, now, self.refresh, settings)
+        now, registry, counters = self.clock.now, self.registry, self.counters
+        parts = registry, self.health, WorkspaceBudget(self.device, self.hardware, now), cost, counters
+        self._inputs = SelectionInputs(self.settings, self.hardware, *parts)
+        settings = partial(getattr, self, "settings")
+        self.loader = KernelLoader(self.hardware, registry, counters, now, self.refresh, settings)
         self.table_keeper = TableKeeper(self._inputs, self.registry, self.loader, self.refresh)
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
-        calls, counters = self.kernel_calls, self.counters
         refresh, again = self._refresh_budget_now, self._reconsidered
-        self._recovery = Recovery(calls, self.health, counters, self.hardware, refresh, again)
-        self.compiler = PlanCompiler(calls, self.health, self.loader, self._recovery, counters)
+        self._recovery = Recovery(self.kernel_calls, self.health, counters, self.hardware, refresh, again)
+        self.compiler = PlanCompiler(self.kernel_calls, self.health, self.loader, self._recovery, counters)
         self._live_checks = LiveChecks(self.compiler, self._states, self.clock)
         self._probe_timer = ClockTimer(self.clock, self.health.next_change, self.health.tick)
         self._expiry = ClockTimer(self.clock, self._plans_expire_at, self._drop_plans)
@@ -285,6 +285,7 @@ class LocalDevice:
                 max_keys=self.settings.max_keys,
                 cost=self.costs if state.agreed_terms is None else state.agreed_terms.cost or roofline_cost,
                 rehearsed=state.rehearsed_plans.get(op.name, {}),
+                chooser=self._inputs.chooser if state.agreed_terms is None else None,
             )
             table = state.tables.setdefault(op.name, new_table)
         return table

@@ -198,10 +198,14 @@ class Registry:
             with foreign.outside():
                 kernel.compile(request)
         except Exception as error:
-            self._failed = {**self._failed, kernel_id: _load_failure(kernel, error)}
+            self.refuse(kernel, error)
             raise
         with self._lock:
             self._compiled_units |= {unit}
+
+    def refuse(self, kernel: Kernel, error: Exception) -> None:
+        """Block a kernel that failed to load or compile elsewhere."""
+        self._failed = {**self._failed, kernel.id: _load_failure(kernel, error)}
 
     def callable_of(self, kernel_id: str) -> Callable[..., Any]:
         """The loaded callable of a kernel, loading it now if need be.
@@ -224,7 +228,7 @@ class Registry:
         # An interrupt in the middle of an import says nothing of the kernel.
         except BaseException as error:
             if isinstance(error, Exception):
-                self._failed = {**self._failed, kernel_id: _load_failure(kernel, error)}
+                self.refuse(kernel, error)
             raise
         with self._lock:
             # A kernel that was replaced while it loaded must not replace its successor.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from layerzero._util import log
 from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.actors.device.registry import Registry
 from layerzero.health import Health
+from layerzero.observe.counters import Counters
 from layerzero.selection.context import (
     AgreedTerms,
     CostModel,
@@ -15,12 +20,18 @@ from layerzero.selection.context import (
     SelectionOptions,
 )
 from layerzero.selection.policy.policy import Policy
+from layerzero.selection.record import Selection
+from layerzero.sharing.work import CHOICE, SHARED
+from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:
     from layerzero.graphs.proof import Proofs
     from layerzero.selection.active_table import ActiveDispatchTable
+    from layerzero.selection.dispatch import Chooser
+
+CHOICE_UNREADABLE = "sharing.choice_unreadable"
 
 
 class SelectionInputs:
@@ -37,6 +48,7 @@ class SelectionInputs:
         health: Health,
         budget: WorkspaceBudget,
         cost: CostModel,
+        counters: Counters,
     ) -> None:
         self.settings = settings
         self.cost = cost
@@ -45,6 +57,7 @@ class SelectionInputs:
         self._hardware = hardware
         self._registry = registry
         self._health = health
+        self._counters = counters
         self._proofs: Proofs | None = None
         self._ops_with_workspace: dict[str, bool] = {}
 
@@ -56,6 +69,30 @@ class SelectionInputs:
 
             self._proofs = Proofs(self._hardware, ProofStore.within(self.settings.state_dir))
         return self._proofs
+
+    @property
+    def chooser(self) -> Chooser | None:
+        """What takes the choices of other processes; None where the settings share none."""
+        return self._choose_for_all if self.settings.shared_choices_s else None
+
+    def _choose_for_all(self, key: str, request: CallSpec, choose: Callable[[], Selection]) -> Selection:
+        """The choice of `key`: what another process chose, else `choose()`, left for the others."""
+        choices: list[Selection] = []
+
+        def work() -> bytes:
+            choices.append(choose())
+            return msgspec.msgpack.encode(choices[0])
+
+        answer = SHARED.once(CHOICE._replace(fresh_s=self.settings.shared_choices_s or 0.0), key, work)
+        if not answer.leader:
+            return choices[0]
+        try:
+            selection = msgspec.msgpack.decode(answer.body, type=Selection)
+        except msgspec.MsgspecError as error:  # a checkout of this very version that is not ours
+            log.warning(CHOICE_UNREADABLE, op=request.op, leader=answer.leader, why=str(error))
+            return choose()
+        self._counters.add("choices_shared", op=request.op)
+        return msgspec.structs.replace(selection, why=f"{selection.why} (chosen by {answer.leader})")
 
     def states_workspace(self, op: str) -> bool:
         """Whether a kernel of the op states a workspace, so that free memory bears on the choice."""

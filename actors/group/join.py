@@ -33,7 +33,7 @@ from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.step_message import RequestId, check_sendable
 from layerzero.actors.group.steps import Steps
-from layerzero.actors.group.stores import TorchStore
+from layerzero.actors.remote.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE, Scope
 from layerzero.scheduler.scheduled_device import ScheduledDevice

@@ -26,6 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, not dec
 from layerzero._util import log
 from layerzero.actors.group.config import GroupConfig
 from layerzero.actors.group.join import RankHandle, join_with
+from layerzero.actors.remote import stores
 from layerzero.runtime import current
 from layerzero.spec.errors import ConfigurationError, DeviceLostError
 
@@ -81,11 +82,8 @@ def open_store(group: str, timeout_s: float) -> tuple[str, int]:
     """On rank 0's device: the host and port of a new store for the next epoch of `group`; ends the one
     before.
     """
-    host = node_address()
-    store = _STORES[group] = TCPStore(
-        host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False
-    )
-    return host, store.port
+    _STORES[group], address = stores.open_store(node_address(), timeout_s)
+    return address
 
 
 def close_store(group: str) -> None:

@@ -16,10 +16,12 @@ from layerzero._util import log
 from layerzero._util.fork_safety import renew_after_fork
 from layerzero.actors.remote.ray_actor import DeviceSpec, actor_class
 from layerzero.actors.remote.ray_device import RayDevice
+from layerzero.actors.remote.stores import open_store
 from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.spec.settings import Settings
 
 _CONNECT_S = 10.0
+_SHARED_S = 60.0
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
@@ -31,6 +33,7 @@ class Cluster:
         self._settings = settings
         self._owns_ray = owns_ray  # we called ray.init, so we shut it down
         self._group: Any = None
+        self._store: Any = None
         self.devices: list[RayDevice] = []
 
     async def place(self, opener: str) -> list[RayDevice]:
@@ -39,16 +42,24 @@ class Cluster:
         Raises: ConfigurationError: the places do not become free in time; the message says what is there.
             DeviceLostError: a device did not start.
         """
+        import ray
+
         bundles = self._bundles()
         self._group = await self._reserve(bundles)
         secret = secrets.token_bytes(32)
+        self._store, store = open_store(ray.util.get_node_ip_address(), self._settings.placement_timeout_s)
+        shared_s = self._settings.shared_choices_s
+        settings = self._settings.replace(
+            cluster=None, cluster_devices=None, shared_choices_s=_SHARED_S if shared_s is None else shared_s
+        )
         for index, bundle in enumerate(bundles):
             spec = DeviceSpec(
                 name=f"{'gpu' if 'GPU' in bundle else 'cpu'}-{index}",
                 pool=self.name,
-                settings=self._settings.replace(cluster=None, cluster_devices=None),
+                settings=settings,
                 opener=opener,
                 secret=secret,
+                store=store,
             )
             self.devices.append(self._device(spec, bundle, index))
         limit = self._settings.placement_timeout_s
@@ -115,6 +126,7 @@ class Cluster:
         from ray.util.placement_group import remove_placement_group
 
         await asyncio.gather(*(device.close() for device in self.devices))
+        self._store = None
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None

@@ -27,6 +27,7 @@ from layerzero.actors.device.running_kernels import (
     read_crash_log,
 )
 from layerzero.actors.remote.parcels import Payload, payload_bytes, to_payload
+from layerzero.actors.remote.stores import connect_store
 from layerzero.actors.rpc.channel import Listener
 from layerzero.actors.rpc.client import DeviceFacts, DeviceState
 from layerzero.actors.rpc.connection import Connection
@@ -35,6 +36,7 @@ from layerzero.actors.rpc.identity import facts_of
 from layerzero.actors.rpc.server import CallOutcome, CallServer, Envelope, install_server
 from layerzero.actors.rpc.tensors import RemoteTensor, TensorPayload
 from layerzero.native import KERNEL_NOTES
+from layerzero.sharing.work import SHARED, STORE_LOST
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import DeviceLostError
 from layerzero.spec.settings import Settings
@@ -57,8 +59,8 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that an incarnation of a device begins with; only what earlier ones taught differs.
 
     `opener` is an import string "module:function" of a function from Settings to `Opened`. `pool` names the
-    pool, `secret` opens the side channel, `decided` are requests to decide again, `condemned` the kernels
-    that earlier incarnations took out.
+    pool, `secret` opens the side channel and the pool's `store`, `decided` are requests to decide again,
+    `condemned` the kernels that earlier incarnations took out.
     """
 
     name: str
@@ -66,6 +68,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     opener: str
     secret: bytes
+    store: tuple[str, int] | None = None
     decided: tuple[CallSpec, ...] = ()
     quarantined: tuple[str, ...] = ()
 
@@ -124,6 +127,7 @@ class DeviceActor:
         # Before the device opens: this incarnation's journal would be among those of the dead.
         suspects = read_crash_log(folder, spec.name)
         fatal = CrashRecords(folder, spec.name).add(suspects, time.time())
+        await asyncio.to_thread(_share_work, spec)
         self._opened = resolve(spec.opener)(spec.settings)
         device = self._opened.device()
         host = CallServer(device, spec.name)
@@ -285,6 +289,16 @@ def _folder(spec: DeviceSpec) -> Path:
     user = os.getuid() if hasattr(os, "getuid") else 0
     # Anybody may make it first where everybody may write.
     return own_folder(Path(tempfile.gettempdir()) / f"layerzero-{user}", default=True) / spec.pool
+
+
+def _share_work(spec: DeviceSpec) -> None:
+    """Choose and measure once for all devices of the pool, where its store answers."""
+    if spec.store is None or not spec.settings.shared_choices_s:
+        return
+    try:
+        SHARED.join(connect_store(spec.store, f"layerzero-shared-{spec.pool}", spec.secret))
+    except DeviceLostError as error:
+        log.warning(STORE_LOST, why=str(error))
 
 
 def _packed(outcome: CallOutcome) -> CallOutcome:

@@ -18,7 +18,7 @@ from benchmarks.harness import distribution
 from layerzero.actors.group.config import GroupConfig
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.steps import Steps
-from layerzero.actors.group.stores import TorchStore
+from layerzero.actors.remote.stores import TorchStore
 
 WIDE = 256
 

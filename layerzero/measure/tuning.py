@@ -23,10 +23,13 @@ from layerzero.measure.tuner import TunableDevice, Tuner, TuningResult
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.record import Environment, Launch, Measurement
 from layerzero.perfdb.store import PerfDB, read_rows
+from layerzero.selection.context import SelectionContext
 from layerzero.selection.cost.cost_model import load_costs, perfdb_path
+from layerzero.sharing.work import MEASURE, SHARED, digest_of
 from layerzero.spec.errors import ConfigurationError, NoKernelFoundError
 
 TUNED = "tuning.finished"
+MEASURED_ELSEWHERE = "tuning.measured_elsewhere"
 _KEEP_EVERY_S = 10.0
 # A second round comes after the first of so many calls: a machine that is slow for a moment is slow in one.
 _APART = 40
@@ -113,11 +116,44 @@ class TuningJob:
         return (id(self._device), calls, self._launches, self._effort, self._budget_s, self._repeat)
 
     def run(self) -> TuneReport:
-        """Measure, publish and write.
+        """Measure, publish and write; or take what another process measures, which began before.
 
         Raises: ConfigurationError: measurements are to be kept where nothing can be written.
         """
         _need_writable(self._device)
+        reports: list[TuneReport] = []
+
+        def work() -> bytes:
+            reports.append(self._run())
+            return msgspec.json.encode(reports[0])
+
+        answer = SHARED.once(MEASURE, self._digest(), work)
+        if not answer.leader:
+            return reports[0]
+        report = msgspec.json.decode(answer.body, type=TuneReport)
+        log.info(MEASURED_ELSEWHERE, device=report.device, calls=report.calls, leader=answer.leader)
+        path = publish(self._device, report.rows, written=report.path)
+        if self._progress is not None:
+            self._progress(report.calls, report.calls, report.tuned[-1] if report.tuned else None)
+        return msgspec.structs.replace(report, path=str(path) if path else None)
+
+    def _digest(self) -> str:
+        """What a report follows from: equal in processes that would measure the same."""
+        device = self._device
+        contexts = [
+            SelectionContext(
+                device.registry.for_op(op), device.hardware, device.table(ops_table.get(op)).policy
+            )
+            for op in sorted({call.op for call in self._calls})
+        ]
+        return digest_of(
+            msgspec.json.encode(self._calls).decode(),
+            [context.digest(context.kernels[0].op) for context in contexts if context.kernels],
+            self._launches, self._effort, self._budget_s, self._repeat,
+            (device.settings.tie_band, device.settings.default_gain),
+        )  # fmt: skip
+
+    def _run(self) -> TuneReport:
         started = time.monotonic()
         rounds: list[list[TuningResult]] = [[] for _ in range(self._repeat)]
         thirds: list[TuningResult] = []
@@ -220,11 +256,15 @@ def stored_rows(device: TunableDevice) -> tuple[Measurement, ...]:
     return (*rows, *device.measured)
 
 
-def publish(device: TunableDevice, rows: Sequence[Measurement]) -> Path | None:
-    """Keep rows in the device's file, if it has one, and price with them from now on."""
+def publish(device: TunableDevice, rows: Sequence[Measurement], *, written: str | None = None) -> Path | None:
+    """Keep rows in the device's file, if it has one, and price with them from now on.
+
+    `written` is the file that has them already.
+    """
     path = perfdb_path(device.settings)
     if path is not None and rows:
-        anyio.run(_write, path, Environment.of_hardware(device.hardware), rows)
+        if written is None or not path.exists() or not os.path.samefile(path, written):
+            anyio.run(_write, path, Environment.of_hardware(device.hardware), rows)
         device.measured = ()
     else:
         device.measured = (*device.measured, *rows)

@@ -137,7 +137,8 @@ def versions_of(kernel: Kernel) -> str:
 
     What was measured in this process says little of a kernel that runs in another, and the other way round.
     """
-    place = [f"isolated {kernel.isolated}"] if kernel.isolated else []
+    place = [kernel.revision] if kernel.revision else []
+    place += [f"isolated {kernel.isolated}"] if kernel.isolated else []
     return ", ".join([*(_version(text) for text in kernel.distributions), *place])
 
 

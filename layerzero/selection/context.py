@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from layerzero._util.version import VERSION
+from layerzero.perfdb import versions_of
 from layerzero.selection.policy.policy import EMPTY, Policy
+from layerzero.sharing.work import code_of, digest_of
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
+from layerzero.spec.gpu_map import preferred_on
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Rejected
@@ -105,6 +112,43 @@ class SelectionContext:
             # A table ahead is compared with the whole policy: it was solved under all of it.
             (self.dispatch_table.identity, self.policy.digest) if self.dispatch_table is not None else None,
         )
+
+    def digest(self, op: str) -> str:
+        """Equal in processes that decide every request of `op` alike, each on any device of the kind.
+
+        A kernel is known by what it says of itself, by its libraries' versions and by the code of what prices
+        it; a policy with all its rules.
+        """
+        status = self.status
+        kernel_ids = tuple(k.id for k in self.kernels)
+        return digest_of(
+            VERSION,
+            op,
+            tuple(map(_facts_of, self.kernels)),
+            msgspec.structs.replace(self.hardware, device=self.hardware.platform),
+            self.hardware.mma_family,
+            preferred_on(op, self.hardware.sm) if self.hardware.sm is not None else (),
+            self.policy.digest,
+            tuple((k, status.blocked[k].reason) for k in kernel_ids if k in status.blocked),
+            *(tuple(k for k in kernel_ids if k in ids) for ids in (status.unready, status.probing)),
+            None if status.compiled is None else sorted(b for b in status.compiled if b[0] in kernel_ids),
+            self.options,
+            self.modes,
+            self.droppable_modes,
+            self.cost_fingerprint,
+            None if self.dispatch_table is None else repr(self.dispatch_table.identity),
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _facts_of(kernel: Kernel) -> Hashable:
+    """What a choice can follow from of one kernel, as values."""
+    code = [code_of(f) for f in (kernel.workspace_bytes, kernel.copied_bytes, kernel.compile_key)]
+    return (
+        kernel.id, versions_of(kernel), digest_of(kernel.capability, kernel.efficiency, kernel.tiling, code),
+        kernel.tie_break_order, kernel.slow_import, kernel.default, kernel.descriptor, kernel.isolated,
+        kernel.co_requirements,
+    )  # fmt: skip
 
 
 class AgreedTerms:

@@ -23,12 +23,13 @@ from layerzero._util import foreign, log
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.selection.context import AgreedTerms, CostModel, SelectionContext
 from layerzero.selection.decide import decide, decide_ahead
-from layerzero.selection.key import KeyMaker
+from layerzero.selection.key import GRID_VERSION, KeyMaker
 from layerzero.selection.modes import AUTOCAST, CAPTURE, DETERMINISTIC, FORWARD, GRAD, MODE_COUNT, REHEARSAL
 from layerzero.selection.plan import Plan, reference_plan
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.recent import Recent
 from layerzero.selection.record import Selection, empty_selection
+from layerzero.sharing.work import digest_of
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import (
     CudaGraphUnsafeError,
@@ -52,6 +53,8 @@ class _PendingSelection:
         self.error: BaseException | None = None
 
 
+# The selection of a request, by the digest of all it follows from: another process's, or made by the last.
+Chooser = Callable[[str, CallSpec, Callable[[], Selection]], Selection]
 # So many plans for captures are kept where no others are.
 _CAPTURED = 4096
 # Plans for captures by mode and signature, with their kernels: what a new version is handed.
@@ -67,8 +70,10 @@ class PlanTable:
     """
 
     __slots__ = (
+        "_chooser",
         "_compile",
         "_context",
+        "_context_digest",
         "_cost",
         "_key_maker",
         "_lock",
@@ -96,8 +101,11 @@ class PlanTable:
         cost: CostModel,
         timeout_s: float = 60.0,
         rehearsed: RehearsedPlans = _EMPTY,
+        chooser: Chooser | None = None,
     ) -> None:
         self.op = op
+        self._chooser = chooser
+        self._context_digest = ""
         self._rehearsed_before = rehearsed
         self._recent: list[Recent[Signature, Plan]] = [
             Recent(max_keys or (_CAPTURED if bits & CAPTURE else 0)) for bits in range(2 * MODE_COUNT)
@@ -128,9 +136,9 @@ class PlanTable:
                 return reference_plan(self.op, self.describe(args, bits))
             bits &= ~FORWARD
             return self.by_signature[bits].get(signature) or self.resolve(signature, args, bits)
-        if (known := self._recent[bits].get(signature)) is not None:
+        if (remembered := self._recent[bits].get(signature)) is not None:
             self.by_signature[bits] = self._recent[bits].newer
-            return known
+            return remembered
         request = self.describe(args, bits)
         empty = self.op.empty
         if empty is not None and empty(args) is not None:
@@ -191,8 +199,8 @@ class PlanTable:
 
     def rehearsed_plans(self) -> RehearsedPlans:
         """The plans for captures of this version and of those before."""
-        most = self._max_keys or _CAPTURED
-        plans = dict(self._rehearsed_before) if len(self._rehearsed_before) < most else {}
+        limit = self._max_keys or _CAPTURED
+        plans = dict(self._rehearsed_before) if len(self._rehearsed_before) < limit else {}
         kernels_by_id = {kernel.id: kernel for kernel in self._context.kernels}
         for bits in range(CAPTURE, MODE_COUNT):
             for signature, plan in self._recent[bits].items():
@@ -245,7 +253,7 @@ class PlanTable:
 
     def _compute(self, key: Hashable, pending: _PendingSelection, request: CallSpec) -> Plan:
         try:
-            plan = self._compile(self.op, self._ahead(request) or self.recompute(request))
+            plan = self._compile(self.op, self._ahead(request) or self._choose(request))
         except BaseException as error:
             pending.error = error
             raise
@@ -299,6 +307,17 @@ class PlanTable:
         bucketed = self._key_maker.bucket(request)
         selection = decide_ahead(self.op, request, context, bucketed=bucketed, entry=entry)
         return None if selection is None else msgspec.structs.replace(selection, version=self.version)
+
+    def _choose(self, request: CallSpec) -> Selection:
+        """The decision for a request: made here, or by another process under the same circumstances."""
+        if self._chooser is None or "capture" in request.modes:
+            return self.recompute(request)
+        if not self._context_digest:
+            self._context_digest = self._context.digest(self.op.name)
+        anywhere = request.replace(device=request.platform)
+        key = digest_of(self._context_digest, GRID_VERSION, repr(self._key_maker.key(anywhere)))
+        selection = self._chooser(key, request, lambda: self.recompute(request))
+        return msgspec.structs.replace(selection, request=request, version=self.version)
 
     def recompute(
         self, request: CallSpec, *, use_dispatch_table: bool = True, cost: CostModel | None = None

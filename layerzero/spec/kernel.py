@@ -64,6 +64,7 @@ class Kernel:
     that has it may be compiled by a process of its own.
     `origin`, "module:function", says what gives this kernel in another process, where no backend there
     has it; `isolated` is the place where it runs, "process" or an interpreter's path, empty in this process.
+    `revision` says which of several this is, where its distributions' versions do not.
     """
 
     id: str
@@ -86,6 +87,7 @@ class Kernel:
     descriptor: bool = False
     origin: str = ""
     isolated: str = ""
+    revision: str = ""
 
     @classmethod
     def of(

@@ -91,6 +91,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             as many as cores and free memory allow.
         max_keys: distinct keys remembered for each op, those used last; 0 chooses anew for every call.
         plan_ttl_s: seconds after which what is remembered is chosen anew; None remembers it until it changes.
+        shared_choices_s: seconds for which choices serve this user's other processes; None: 60 in a cluster.
         dispatch_table: file of decisions that `solve` made ahead; None chooses everything at run time.
         next_dispatch_table: file of its next version, with calls that it missed, measured in idle time.
         shipped_tables: price with the tables that come with the package, on hardware of their class.
@@ -124,8 +125,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     What it tells:
         kernel_times: count calls and time by kernel; a remembered call then reads the clock twice.
         spans: tell OpenTelemetry's tracer of ops, batches, choices and fallbacks; needs opentelemetry-api.
-        timeline: file for a Chrome trace of what ran when, for whom and why then, written when the runtime
-            closes; `{pid}` and `{rank}` stand for this process's numbers. None records nothing.
+        timeline: file for a Chrome trace of what ran when, for whom and why; `{pid}` and `{rank}` stand for
+            this process's numbers. None records nothing.
         nvtx: a timeline also marks batches and kernels as NVTX ranges, where CUDA is there.
     version: format of the file these settings came from.
 
@@ -159,6 +160,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     compile_processes: Whole | None = None
     max_keys: Whole = 4096
     plan_ttl_s: AboveZero | None = None
+    shared_choices_s: NotNegative | None = None
     dispatch_table: Text | None = None
     next_dispatch_table: Text | None = None
     shipped_tables: bool = True

@@ -24,8 +24,11 @@ import torch
 
 from layerzero._util import log
 from layerzero._util.ending import join_at_exit
+from layerzero._util.version import VERSION
+from layerzero.perfdb import versions_of
+from layerzero.sharing.work import COMPILE, SHARED, code_of, digest_of
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.hardware import free_memory
+from layerzero.spec.hardware import Hardware, free_memory
 from layerzero.spec.kernel import Kernel
 
 COMPILED = "kernel.compiled_apart"
@@ -36,15 +39,24 @@ CHILD_BYTES = 2 << 30
 COMPILER_BYTES = 2 << 30
 
 Unit = tuple[str, str]
+# Where compilers keep what they made.
+_CACHES = (
+    "XDG_CACHE_HOME", "HOME", "TRITON_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_EXTENSIONS_DIR", "FLASHINFER_WORKSPACE_BASE",
+)  # fmt: skip
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a child compiles: a kernel, for a request where the kernel compiles by request."""
+    """What a child compiles: a kernel, for a request where the kernel compiles by request.
+
+    `shared_as` names it among the host's processes (`compilation_of`).
+    """
 
     kernel: str
     op: str
     request: CallSpec
     plugins: tuple[str, ...] = ()
+    shared_as: str = ""
 
 
 class _Job:
@@ -75,14 +87,16 @@ class ApartCompiler:
         """Whether a child would compile something for this request."""
         return kernel.on_disk is not None and self._limit() != 0 and not kernel.on_disk(request)
 
-    def start(self, kernel: Kernel, request: CallSpec, plugins: tuple[str, ...] = ()) -> Future[bool]:
+    def start(
+        self, kernel: Kernel, request: CallSpec, plugins: tuple[str, ...] = (), shared_as: str = ""
+    ) -> Future[bool]:
         """Compile what a request needs, as soon as there is room; once for each unit of a kernel."""
         unit = unit_of(kernel, request)
         with self._lock:
             job = self._jobs.get(unit)
             if job is not None:
                 return job.future
-            job = self._jobs[unit] = _Job(Order(kernel.id, kernel.op, request, tuple(plugins)))
+            job = self._jobs[unit] = _Job(Order(kernel.id, kernel.op, request, tuple(plugins), shared_as))
             if self._closed:
                 job.future.set_result(False)
             else:
@@ -189,6 +203,21 @@ def unit_of(kernel: Kernel, request: CallSpec) -> Unit:
     return kernel.id, kernel.compile_key(request) if kernel.compile_key is not None else ""
 
 
+def compilation_of(kernel: Kernel, request: CallSpec | None, hardware: Hardware) -> str:
+    """A name for what is compiled for a request, equal in processes that share their compilers' caches."""
+    return digest_of(
+        VERSION,
+        sys.prefix,
+        [os.environ.get(name, "") for name in _CACHES],
+        kernel.id,
+        versions_of(kernel),
+        code_of(kernel.load),
+        code_of(kernel.compile),
+        unit_of(kernel, request)[1] if request is not None else "",
+        (hardware.name, hardware.sm, sorted(hardware.isa), hardware.torch, hardware.cuda, hardware.driver),
+    )
+
+
 def _kill(child: subprocess.Popen[bytes]) -> None:
     """End a child and its compilers, and take its status."""
     with suppress(ProcessLookupError, PermissionError):
@@ -215,10 +244,20 @@ def main() -> int:
     if kernel is None:
         print(f"no backend has the kernel {order.kernel!r}", file=sys.stderr)
         return 3
-    kernel.load()
-    if kernel.compile is not None:
-        kernel.compile(order.request)
+    if order.shared_as:
+        # The marker says what was, the disk what is.
+        SHARED.once(COMPILE._replace(fresh_s=0.0), order.shared_as, lambda: _compile(kernel, order.request))
+    else:
+        _compile(kernel, order.request)
     return 0
+
+
+def _compile(kernel: Kernel, request: CallSpec) -> bytes:
+    if kernel.on_disk is None or not kernel.on_disk(request):
+        kernel.load()
+        if kernel.compile is not None:
+            kernel.compile(request)
+    return b""
 
 
 if __name__ == "__main__":

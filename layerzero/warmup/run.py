@@ -1,18 +1,16 @@
-"""Making one call ready: its kernel chosen, loaded and run, under a lock that all processes share."""
+"""Making one call ready: its kernel chosen, loaded and run."""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
+from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from typing import Any, Literal, Protocol
 
 import msgspec
 import torch
 
-from layerzero._util import files, log
+from layerzero._util import log
 from layerzero.graphs.rehearsal import rehearsal
 from layerzero.measure.calls import Call
 from layerzero.ops import table as ops_table
@@ -26,9 +24,6 @@ from layerzero.warmup.monitor import CompileEvent, watching
 
 WARMED = "warmup.call_ready"
 WARM_FAILED = "warmup.call_failed"
-# A compilation takes minutes at worst; a wait longer than this for another process's lock continues without
-# it.
-LOCK_TIMEOUT_S = 900.0
 _ROUNDS = 4
 
 
@@ -72,9 +67,8 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
 class Warmer:
     """Makes calls ready on one device, one after another."""
 
-    def __init__(self, device: WarmupDevice, *, folder: Path | None = None, forbid: bool = False) -> None:
+    def __init__(self, device: WarmupDevice, *, forbid: bool = False) -> None:
         self._device = device
-        self._folder = folder if folder is not None else lock_folder()
         self._forbid = forbid
 
     def warm(self, call: Call, *, critical: bool) -> Warmed:
@@ -143,8 +137,7 @@ class Warmer:
                 better = plan.selection.when_warm
                 if better is None:
                     return plan
-                with self._alone(better):
-                    device.warm((better,), plan.selection.request)
+                device.warm((better,), plan.selection.request)
                 plan = device.plan(op, signature, args, device.mode())
         raise RuntimeError(f"{plan.selection.when_warm} stays unready after {_ROUNDS} attempts to load it")
 
@@ -156,29 +149,3 @@ class Warmer:
                 log.info("warmup.not_capturable", op=op.name, error=f"{type(error).__name__}"[:200])
                 return
             plan.call(*args)
-
-    @contextmanager
-    def _alone(self, kernel_id: str) -> Iterator[None]:
-        """Hold one kernel's lock in this environment: of racing processes one compiles, others find it."""
-        from filelock import FileLock, Timeout
-
-        hardware = self._device.hardware
-        scope = "\0".join((kernel_id, hardware.name, hardware.torch, str(hardware.cuda)))
-        name = f"{kernel_id}-{hashlib.sha256(scope.encode()).hexdigest()[:16]}.lock"
-        files.own_folder(self._folder, default=True)
-        lock = FileLock(self._folder / name)
-        try:
-            lock.acquire(timeout=LOCK_TIMEOUT_S)
-        except Timeout:
-            log.warning("warmup.lock_timeout", kernel=kernel_id, seconds=LOCK_TIMEOUT_S)
-            yield
-            return
-        try:
-            yield
-        finally:
-            lock.release()
-
-
-def lock_folder() -> Path:
-    """Where the processes of this user meet: `layerzero/warmup` in the user's cache folder."""
-    return files.user_folder("warmup")

@@ -19,6 +19,7 @@ from layerzero.actors.rpc.server import current_server
 from layerzero.actors.rpc.tensors import RemoteTensor
 from layerzero.ops import table as ops_table
 from layerzero.runtime import current
+from layerzero.sharing.work import SHARED
 from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
 from tests.kernels import EVERYTHING
@@ -42,6 +43,17 @@ async def add(a: int, b: int = 1) -> int:
 
 def plain(a: int) -> int:
     return a * 2
+
+
+async def choose_norm(rows: int) -> dict[str, Any]:
+    """Run a norm; what was chosen for it, why, and how many choices of others were taken for it."""
+    lz.sync.layer_norm(torch.ones(rows, 24))
+    selection = lz.last_selection()
+    assert selection is not None
+    counts = current().counters.snapshot().items()
+    shared = sum(n for s, n in counts if s.name == "choices_shared" and ("op", "layer_norm") in s.labels)
+    joined = SHARED._leases is not None
+    return {"kernel": selection.kernel, "why": selection.why, "shared": shared, "joined": joined}
 
 
 async def pid() -> int:

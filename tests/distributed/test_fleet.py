@@ -166,6 +166,14 @@ async def test_the_draft_of_a_speculation_lives_on_another_device_than_the_targe
     assert [(await device_pool.run(drafts.opened, on=name))[1] for name in ("gpu-0", "gpu-1")] == [[], []]
 
 
+async def test_the_devices_of_a_pool_choose_once(device_pool: DevicePool) -> None:
+    """Of two that are asked the same one chooses; the other takes its choice and says whose it is."""
+    first, *others = [await device_pool.run(hosted.choose_norm, 7, on=name) for name in ("gpu-0", "gpu-1")]
+    assert first["joined"] and (first["shared"], others[0]["shared"]) == (0, 1)
+    assert [other["kernel"] for other in others] == [first["kernel"]]
+    assert "(chosen by " in others[0]["why"] and "(chosen by " not in first["why"]
+
+
 # Last: it closes the devices.
 async def test_a_device_leaves_nothing_behind(device_pool: DevicePool, ray_cluster: Any) -> None:
     """After close: no actor, no place taken, no journal, no socket's folder."""

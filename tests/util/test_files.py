@@ -161,7 +161,7 @@ def test_a_held_file_is_the_one_that_was_checked(tmp_path: Path) -> None:
 READERS = {
     "settings": "layerzero.spec.settings:Settings.load",
     "policy": "layerzero.selection.policy:load_policy",
-    "hub": "layerzero.backends.hub:_read",
+    "hub": "layerzero.backends.hub.repository:_read",
     "deployment": "layerzero.cli.deployment:load",
     "workload": "layerzero.measure.calls:Workload.load",
     "warmup": "layerzero.warmup.manifest:Manifest.load",

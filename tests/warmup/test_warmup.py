@@ -247,10 +247,12 @@ def load():
         part.replace(library)
     return table.get("rms_norm").reference
 
-with lz.start(lz.Settings.load(warm="off", device="cpu")) as runtime:
+with lz.start(lz.Settings.load(warm="off", device="cpu", shared_choices_s=300.0)) as runtime:
     runtime.add_kernel(kernel("made.rms_norm", load=load, launch_us=0.01, rank=1, cold=True))
     report = warmup_blocking([call("rms_norm", x=tensor(4, 32, dtype="float32"))])
-    print(json.dumps({"kernel": report.critical[0].kernel, "compiled": report.compiled}))
+    counts = {series.name: count for series, count in runtime.counters.snapshot().items()}
+    chosen = counts["selections"] - counts.get("choices_shared", 0)
+    print(json.dumps({"kernel": report.critical[0].kernel, "compiled": report.compiled, "chosen": chosen}))
 """
 
 
@@ -267,9 +269,15 @@ def raced(folder: Path, count: int) -> list[dict[str, Any]]:
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(360)
-def test_eight_racing_processes_compile_once(tmp_path: Path) -> None:
-    """One starts the compiler, seven find its library; a process after a restart compiles nothing either."""
-    results = raced(tmp_path, 8)
+def test_ten_racing_processes_choose_and_compile_once(tmp_path: Path) -> None:
+    """One starts the compiler, nine find its library; each choice is made once, by whichever came first.
+
+    A process after a restart compiles and chooses nothing either.
+    """
+    results = raced(tmp_path, 10)
     assert {r["kernel"] for r in results} == {"made.rms_norm"}
-    assert sorted(r["compiled"] > 0 for r in results) == [False] * 7 + [True]
-    assert raced(tmp_path, 1) == [{"kernel": "made.rms_norm", "compiled": 0}]
+    assert sorted(r["compiled"] > 0 for r in results) == [False] * 9 + [True]
+    (tmp_path / "alone").mkdir()
+    (alone,) = raced(tmp_path / "alone", 1)
+    assert sum(r["chosen"] for r in results) == alone["chosen"] > 0
+    assert raced(tmp_path, 1) == [{"kernel": "made.rms_norm", "compiled": 0, "chosen": 0}]

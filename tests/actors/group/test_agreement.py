@@ -20,7 +20,7 @@ from layerzero.actors.group.agreement import (
     digest_of,
     propose,
 )
-from layerzero.actors.group.stores import TorchStore
+from layerzero.actors.remote.stores import TorchStore
 
 PLAN = b'{"kernels":["a","b"]}'
 RANKS = 3

@@ -19,7 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 import layerzero as lz
 from layerzero.actors.group.join import JoinContext, RankHandle
 from layerzero.actors.group.rank_group import RankGroup
-from layerzero.actors.group.stores import TorchStore
+from layerzero.actors.remote.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
 from layerzero.scheduler.loop_drivers import LoopDrivers
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError

@@ -20,7 +20,7 @@ from layerzero.actors.group.config import GroupConfig
 from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.steps import Steps
-from layerzero.actors.group.stores import TorchStore
+from layerzero.actors.remote.stores import TorchStore
 from layerzero.ops import table as ops_table
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, NoKernelFoundError
 from layerzero.spec.kernel import Kernel

@@ -29,7 +29,7 @@ from layerzero.actors.group.plan import AgreedPlan, RankProfile, common_plan, pr
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.step_message import MAX_VALUES, StepSequence, decode, encode, pack, unpack
 from layerzero.actors.group.steps import Steps
-from layerzero.actors.group.stores import TorchStore
+from layerzero.actors.remote.stores import TorchStore
 from layerzero.ops import table as ops_table
 from layerzero.selection.cost.measured import MeasuredCosts, SourcedMeasurement
 from layerzero.selection.cost.roofline import MEASURED

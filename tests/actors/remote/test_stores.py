@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from layerzero.actors.group.agreement import propose
-from layerzero.actors.group.stores import TorchStore
+from layerzero.actors.remote.stores import TorchStore
 from layerzero.spec.errors import ConsistencyError
 
 TOKEN = bytes(range(32))

@@ -1,4 +1,4 @@
-"""TorchStore: where ranks meet before they can agree, over a store of torch.distributed."""
+"""TorchStore: where processes of a cluster meet before they can agree, over a store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]  # public, not declared
+from torch.distributed import (  # type: ignore[attr-defined]  # public, not declared
+    DistNetworkError,
+    DistStoreError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from layerzero.spec.errors import ConsistencyError, DeviceLostError
 
@@ -96,6 +102,22 @@ class TorchStore:
             if time.monotonic() - started < timeout / 2:
                 raise  # not a timeout: the store has another problem
             return None
+
+
+def open_store(host: str, timeout_s: float) -> tuple[TCPStore, tuple[str, int]]:
+    """A new store in this process, and where others find it; it ends with the object."""
+    store = TCPStore(host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    return store, (host, store.port)
+
+
+def connect_store(address: tuple[str, int], prefix: str, token: bytes, timeout_s: float = 10.0) -> TorchStore:
+    """The store that a process has opened.
+
+    Raises: DeviceLostError: it does not answer.
+    """
+    return TorchStore(
+        _reached(lambda: TCPStore(*address, None, False, timedelta(seconds=timeout_s))), prefix, token
+    )
 
 
 def _reached(call: Callable[[], T]) -> T:

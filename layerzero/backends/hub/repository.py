@@ -3,17 +3,15 @@
 `kernels` loads them; what is trusted is decided here, before it: its own lock file pins a commit and no
 content. A repository is at `<folder>/<owner>/<name>` as the hub lays it out (`build/<variant>/...`).
 Every file of it must be in the lock file with its SHA-256, and nothing may be there that is not: compiled
-Python beside the sources would run in their place. Downloading from the hub is not done here and has not
-been tried.
+Python beside the sources would run in their place. `download` fills the folder from the hub, `unpack` from an
+archive, both with files that were locked and nothing else; of the variants for several systems one is enough.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -24,8 +22,11 @@ from typing import Any
 import msgspec
 
 from layerzero._util.files import decode_json, own_user_folder, read_bounded, read_given
+from layerzero.backends.hub.loading import load_module
+from layerzero.backends.hub.refusal import refusal
+from layerzero.backends.hub.sources import Check, download_files, unpack_files
 from layerzero.spec.capability import Capability
-from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
+from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.kernel import Efficiency, Kernel
 from layerzero.spec.reasons import Reason
 
@@ -60,32 +61,87 @@ class Locked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Hub:
     """A folder of kernel repositories with the lock file that says what may be in it.
 
-    `allow` are the repositories that may be loaded at all; code of a repository runs in this process.
+    `allow` are the repositories that may be loaded at all; code of a repository runs in this process. With
+    `signed` it must carry a signature of a publisher that `kernels` trusts (sigstore; fetches its roots).
     Raises: ConfigurationError: the lock file is missing, too large or malformed; a repository is twice in it.
     """
 
-    def __init__(self, folder: str | Path, lockfile: str | Path, *, allow: Collection[str]) -> None:
+    def __init__(
+        self, folder: str | Path, lockfile: str | Path, *, allow: Collection[str], signed: bool = False
+    ) -> None:
         if isinstance(allow, str):
             raise ConfigurationError(f"allow needs a collection of repositories, got the string {allow!r}")
         self.folder = Path(folder).resolve()
         self.allow = frozenset(allow)
         self.locked = _read(Path(lockfile))
+        self._signed = signed
+
+    def entry(self, repository: str) -> Locked:
+        """What the lock file says of a repository that may be loaded.
+
+        Raises: BackendNotAvailableError: it is not allowed, or not locked.
+        """
+        if not _REPOSITORY.fullmatch(repository):
+            raise refusal(repository, "its name is no <owner>/<name>")
+        if repository not in self.allow:
+            raise refusal(repository, "it is not on the allow list")
+        if repository not in self.locked:
+            raise refusal(repository, "it is not in the lock file")
+        return self.locked[repository]
+
+    def download(self, repository: str) -> Path:
+        """Fetch the locked commit from the hub, the variant for this system; the repository's folder.
+
+        `kernels` downloads; nothing is asked of the hub before both lists name the repository.
+        Raises: BackendNotAvailableError: `entry`; or what the hub has is not what was locked.
+        """
+        entry = self.entry(repository)
+        check = _checker(repository, entry)
+        files = download_files(repository, entry.lock.commit, entry.files.keys(), check)
+        return self._place(repository, files)
+
+    def unpack(self, archive: str | Path) -> list[Path]:
+        """Take the repositories of a tar archive (`<owner>/<name>/build/...`), all or none; their folders.
+
+        Raises: BackendNotAvailableError: `entry`; or a member is a link, a device, elsewhere, or not what was
+            locked.
+        """
+
+        def wanted(name: str) -> tuple[str, Check]:
+            repository = "/".join(name.split("/")[:2])
+            entry = self.entry(repository)
+            if name.removeprefix(f"{repository}/") not in entry.files:
+                raise refusal(repository, f"{name} is not in the lock file")
+            return repository, _checker(repository, entry)
+
+        repositories = unpack_files(Path(archive), wanted)
+        for repository, files in repositories.items():
+            need_whole_variants(repository, files.keys(), self.locked[repository])
+        return [self._place(repository, files) for repository, files in repositories.items()]
+
+    def _place(self, repository: str, files: Mapping[str, bytes]) -> Path:
+        """Put checked files in place of a repository's folder."""
+        where = self.folder / repository
+        try:
+            where.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".new-", dir=self.folder) as draft:
+                _write_all(Path(draft) / "new", files)
+                if os.path.lexists(where):
+                    where.replace(Path(draft) / "old")
+                (Path(draft) / "new").replace(where)
+        except OSError as error:
+            raise refusal(repository, f"it cannot be written to {where}: {error}") from error
+        return where
 
     def verified(self, repository: str) -> Path:
         """The folder of a repository, after every check that needs no code of it to run.
 
         Raises: BackendNotAvailableError: it is not allowed, not locked, not there, or not what was locked.
         """
-        if not _REPOSITORY.fullmatch(repository):
-            raise _refused(repository, "its name is no <owner>/<name>")
-        if repository not in self.allow:
-            raise _refused(repository, "it is not on the allow list")
-        entry = self.locked.get(repository)
-        if entry is None:
-            raise _refused(repository, "it is not in the lock file")
+        entry = self.entry(repository)
         where = self.folder / repository
         if not where.is_dir() or where.resolve() != where:
-            raise _refused(repository, f"{where} is no folder, or a link that leads elsewhere")
+            raise refusal(repository, f"{where} is no folder, or a link that leads elsewhere")
         for _ in _pieces(repository, where, entry):
             pass
         return where
@@ -97,24 +153,23 @@ class Hub:
         """
         where = self.verified(repository)
         entry = self.locked[repository]
+        present = _files(repository, where).keys()
+        entry = msgspec.structs.replace(entry, files={p: d for p, d in entry.files.items() if p in present})
         name = hashlib.sha256(msgspec.json.encode((repository, sorted(entry.files.items())))).hexdigest()[:32]
         try:
             base = own_user_folder("hub")
             copy = base / name / repository
             if not _intact(copy, entry):
                 with tempfile.TemporaryDirectory(prefix="new-", dir=base) as draft:
-                    for path, content in _pieces(repository, where, entry):
-                        target = Path(draft) / "copy" / repository / path
-                        target.parent.mkdir(parents=True, exist_ok=True)
-                        target.write_bytes(content)
+                    _write_all(Path(draft) / "copy" / repository, dict(_pieces(repository, where, entry)))
                     with suppress(FileNotFoundError):
                         (base / name).replace(Path(draft) / "damaged")
                     with suppress(OSError):  # another process was quicker; what it made is looked at below
                         (Path(draft) / "copy").replace(base / name)
             if not _intact(copy, entry):
-                raise _refused(repository, f"its copy in {copy} is not what was locked")
+                raise refusal(repository, f"its copy in {copy} is not what was locked")
         except OSError as error:
-            raise _refused(repository, f"no private copy of it can be made: {error}") from error
+            raise refusal(repository, f"no private copy of it can be made: {error}") from error
         return copy
 
     def load(self, repository: str) -> ModuleType:
@@ -124,17 +179,8 @@ class Hub:
 
         Raises: BackendNotAvailableError: as `verified`; or nothing in it was built for this system.
         """
-        where = self._copied(repository)
-        library = importlib.import_module("kernels")
-        writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-        try:
-            module: ModuleType = library.get_local_kernel(where)
-        except (FileNotFoundError, ValueError, ImportError, OSError) as error:
-            reason = Reason.BACKEND_PLATFORM_BUILD
-            raise _refused(repository, f"{type(error).__name__}: {error}"[:400], reason) from error
-        finally:
-            sys.dont_write_bytecode = writes
-        return module
+        version = self.entry(repository).dependency.version
+        return load_module(repository, self._copied(repository), version, signed=self._signed)
 
 
 def hub_kernel(
@@ -155,6 +201,7 @@ def hub_kernel(
     and imported when the kernel is loaded, in the background; a refusal blocks the kernel with its reason.
     `origin`, "module:function", names a function that gives this kernel, for a process of its own.
     """
+    locked = hub.locked.get(repository)
     return Kernel(
         id=kernel_id,
         op=op,
@@ -164,7 +211,8 @@ def hub_kernel(
         efficiency=efficiency or Efficiency(0.5, 0.6, 20.0, "an estimate for a hub kernel; tune measures"),
         tie_break_order=rank,
         slow_import=True,
-        distributions=("kernels>=0.10",),
+        distributions=("kernels>=0.17",),
+        revision=f"{repository} {locked.lock.commit[:12]}" if locked is not None else "",
         origin=origin,
     )
 
@@ -180,7 +228,7 @@ def lock_folder(
     entries = []
     for repository, (version, commit) in repositories.items():
         if not _REPOSITORY.fullmatch(repository):
-            raise _refused(repository, "its name is no <owner>/<name>")
+            raise refusal(repository, "its name is no <owner>/<name>")
         files = _files(repository, Path(folder).resolve() / repository)
         digests = {path: _digest(_content(repository, file)) for path, file in sorted(files.items())}
         dependency = {"repo-id": repository, "version": version}
@@ -211,12 +259,12 @@ def _files(repository: str, where: Path) -> dict[str, Path]:
     for folder, folders, files in os.walk(where):
         for name in (*folders, *files):
             if (Path(folder) / name).is_symlink():
-                raise _refused(repository, f"{name} is a link")
+                raise refusal(repository, f"{name} is a link")
         for name in files:
             path = Path(folder) / name
             paths[path.relative_to(where).as_posix()] = path
     if not paths:
-        raise _refused(repository, f"{where} holds no file")
+        raise refusal(repository, f"{where} holds no file")
     return paths
 
 
@@ -225,18 +273,45 @@ def _pieces(repository: str, where: Path, entry: Locked) -> Iterator[tuple[str, 
 
     Raises: BackendNotAvailableError: a file is not what was locked, missing, or one too many.
     """
-    files = _files(repository, where)
-    for path in sorted(files.keys() | entry.files.keys()):
+    files, check = _files(repository, where), _checker(repository, entry)
+    for path in sorted(files.keys() - entry.files.keys()):
+        raise refusal(repository, f"{path} is not in the lock file")
+    need_whole_variants(repository, files.keys(), entry)
+    for path in sorted(entry.files):
+        if path in files:
+            content = _content(repository, files[path])
+            check(path, content)
+            yield path, content
+
+
+def need_whole_variants(repository: str, present: Collection[str], entry: Locked) -> None:
+    """Refuse a variant of which a file is missing; variants for other systems may be absent as a whole."""
+    variants = {path.split("/")[1] for path in present if path.startswith("build/")}
+    for path in sorted(entry.files.keys() - set(present)):
+        parts = path.split("/")
+        if parts[0] != "build" or parts[1] in variants or not variants:
+            raise refusal(repository, f"{path} is locked and not there")
+
+
+def _checker(repository: str, entry: Locked) -> Check:
+    """What refuses a file that is not what was locked."""
+
+    def check(path: str, content: bytes) -> None:
         if path not in entry.files:
-            raise _refused(repository, f"{path} is not in the lock file")
-        if path not in files:
-            raise _refused(repository, f"{path} is locked and not there")
-        content = _content(repository, files[path])
+            raise refusal(repository, f"{path} is not in the lock file")
         if _digest(content) != entry.files[path]:
-            raise _refused(repository, f"{path} is not what was locked")
+            raise refusal(repository, f"{path} is not what was locked")
         if path.endswith(".so"):
             _check_abi(repository, path, content)
-        yield path, content
+
+    return check
+
+
+def _write_all(folder: Path, files: Mapping[str, bytes]) -> None:
+    for path, content in files.items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
 
 
 def _intact(copy: Path, entry: Locked) -> bool:
@@ -253,7 +328,7 @@ def _content(repository: str, path: Path) -> bytes:
     try:
         return read_given(path, _MAX_FILE)
     except (OSError, ValueError) as error:
-        raise _refused(repository, f"{path.name} cannot be read: {error}") from error
+        raise refusal(repository, f"{path.name} cannot be read: {error}") from error
 
 
 def _digest(content: bytes) -> str:
@@ -263,21 +338,13 @@ def _digest(content: bytes) -> str:
 def _check_abi(repository: str, path: str, content: bytes) -> None:
     """A shared object must be Python's stable ABI and need no newer C or C++ library than manylinux_2_28."""
     if not path.endswith(".abi3.so"):
-        raise _refused(repository, f"{path} is not built for Python's stable ABI (.abi3.so)")
+        raise refusal(repository, f"{path} is not built for Python's stable ABI (.abi3.so)")
     if not content.startswith(b"\x7fELF"):
-        raise _refused(repository, f"{path} is no ELF file")
+        raise refusal(repository, f"{path} is no ELF file")
     libc = max(((int(a), int(b)) for a, b in _LIBC.findall(content)), default=_ANY_LIBC)
     cxx = max((int(a) for a in _CXX.findall(content)), default=0)
     if libc > _MOST_LIBC or cxx > _MOST_CXX:
         needs = f"GLIBC_{libc[0]}.{libc[1]} and GLIBCXX_3.4.{cxx}"
-        raise _refused(
+        raise refusal(
             repository, f"{path} needs {needs}, above manylinux_2_28", Reason.BACKEND_PLATFORM_BUILD
         )
-
-
-def _refused(
-    repository: str, why: str, reason: Reason = Reason.BACKEND_IMPORT_FAILED
-) -> BackendNotAvailableError:
-    return BackendNotAvailableError(
-        f"hub repository {repository!r} is refused: {why}", backend="hub", reason=reason
-    )
