@@ -17,7 +17,7 @@ from layerzero._util.strict_yaml import quote
 from layerzero.measure.calls import Call, Operand, Plain, tensor
 from layerzero.measure.model_calls import ModelConfig, model_calls
 from layerzero.report.call_maps import FreshChooser
-from layerzero.report.engine_flags import ENGINES, FP8_CACHE, Choice, Flag
+from layerzero.report.engine_flags import ENGINES, FP8_CACHE, Flag, FlagValue
 from layerzero.selection.cost.roofline import MEASURED, SHIPPED
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import ConfigurationError, NoKernelFoundError
@@ -206,7 +206,7 @@ def _advice(flag: Flag, model: ModelConfig, parts: Sequence[_Part], sm: int | No
     return Advice(flag.name, flag.parts, value, why, compared)
 
 
-def _option(choice: Choice, parts: Sequence[_Part]) -> Option:
+def _option(choice: FlagValue, parts: Sequence[_Part]) -> Option:
     """One value's microseconds a token in each part, of the fastest kernel that it runs there."""
     us_by_part: dict[str, float] = {}
     grounds = []
@@ -229,7 +229,7 @@ def _loss(option: Option, best: Option | None) -> float | None:
     return sum(option.us[part] for part in common) / sum(best.us[part] for part in common) - 1
 
 
-def _why_untimed(choice: Choice, part: _Part) -> str:
+def _why_untimed(choice: FlagValue, part: _Part) -> str:
     verdicts = {kernel: why for kernel, why in sorted(part.refusals.items()) if choice.runs(kernel)}
     unmeasured = [kernel for kernel, why in verdicts.items() if not why]
     if unmeasured:
