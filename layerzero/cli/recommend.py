@@ -56,7 +56,7 @@ def recommend(
                 if table is not None
                 else FreshChooser(opened.hardware, opened.costs, runtime.policy)
             )
-            found = recommended(
+            recommendation = recommended(
                 engine, model, chooser, load, tie_band=runtime.settings.tie_band, folder=model_config
             )
     except LayerZeroError as error:
@@ -64,9 +64,10 @@ def recommend(
     except click.UsageError as error:
         hint = f"; or the name of a table: {', '.join(sorted(tables))}" if "--device" in error.message else ""
         raise click.UsageError(f"{error.message}{hint}") from error
-    title = f"{found.engine} for {found.model} on {found.device}: {rows} rows, {context} tokens before them"
-    parts = [part for advice in found.flags for part in _parts_of(advice)]
-    output.show(json_, msgspec.to_builtins(found), title, *parts, found.command)
+    model_name, device_name = recommendation.model, recommendation.device
+    title = f"{engine} for {model_name} on {device_name}: {rows} rows, {context} tokens before them"
+    parts = [part for advice in recommendation.flags for part in _parts_of(advice)]
+    output.show(json_, msgspec.to_builtins(recommendation), title, *parts, recommendation.command)
 
 
 def _parts_of(advice: Advice) -> list[str | output.Table]:

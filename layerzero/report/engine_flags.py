@@ -15,7 +15,7 @@ import msgspec
 FP8_CACHE = "float8_e4m3fn"
 
 
-class Choice(msgspec.Struct, frozen=True):
+class FlagValue(msgspec.Struct, frozen=True):
     """One value of a flag: the kernels, as globs, that it runs on compute capabilities `sm`, ends included.
 
     Without kernels it is a value that the engine has and nobody here can time. `like` are kernels of our own
@@ -41,8 +41,8 @@ class Flag(msgspec.Struct, frozen=True):
 
     name: str
     parts: tuple[str, ...]
-    choices: tuple[Choice, ...]
-    latent: tuple[Choice, ...] = ()
+    choices: tuple[FlagValue, ...]
+    latent: tuple[FlagValue, ...] = ()
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -57,23 +57,23 @@ _FLASHINFER = ("flashinfer.*.fa2", "flashinfer.*.fa3")
 _TRITON = ("triton.paged_attention.decode",)
 _CODES = ("triton.paged_attention.decode_codes", "cuda.paged_attention.codes")
 _VLLM_ATTENTION = (
-    Choice("FLASH_ATTN", _FA2, sm=(80, 89)),
-    Choice("FLASH_ATTN", _FA3, sm=(90, 99)),
-    Choice("FLASH_ATTN", _FA4, sm=(100, 119)),
-    Choice("FLASHINFER", _FLASHINFER, sm=(75, 999)),
-    Choice("TRITON_ATTN", like=_TRITON),
-    Choice("FLEX_ATTENTION"),
+    FlagValue("FLASH_ATTN", _FA2, sm=(80, 89)),
+    FlagValue("FLASH_ATTN", _FA3, sm=(90, 99)),
+    FlagValue("FLASH_ATTN", _FA4, sm=(100, 119)),
+    FlagValue("FLASHINFER", _FLASHINFER, sm=(75, 999)),
+    FlagValue("TRITON_ATTN", like=_TRITON),
+    FlagValue("FLEX_ATTENTION"),
 )
-_VLLM_LATENT = tuple(map(Choice, ("FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "TRITON_MLA")))
+_VLLM_LATENT = tuple(map(FlagValue, ("FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "TRITON_MLA")))
 _SGLANG_ATTENTION = (
-    Choice("fa3", _FA3, sm=(80, 99)),
-    Choice("flashinfer", _FLASHINFER, sm=(75, 999)),
-    Choice("fa4", _FA4, sm=(90, 119)),
-    Choice("triton", like=_TRITON),
-    Choice("torch_native", like=("torch.attention.sdpa",)),
-    Choice("flex_attention"),
+    FlagValue("fa3", _FA3, sm=(80, 99)),
+    FlagValue("flashinfer", _FLASHINFER, sm=(75, 999)),
+    FlagValue("fa4", _FA4, sm=(90, 119)),
+    FlagValue("triton", like=_TRITON),
+    FlagValue("torch_native", like=("torch.attention.sdpa",)),
+    FlagValue("flex_attention"),
 )
-_SGLANG_LATENT = (Choice("fa3"), Choice("flashinfer", _FLASHINFER, sm=(75, 999)), Choice("triton"))
+_SGLANG_LATENT = (FlagValue("fa3"), FlagValue("flashinfer", _FLASHINFER, sm=(75, 999)), FlagValue("triton"))
 
 ENGINES: Mapping[str, Engine] = MappingProxyType(
     {
@@ -81,11 +81,11 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             "vllm serve",
             (
                 Flag("--attention-backend", ("prefill", "decode"), _VLLM_ATTENTION, _VLLM_LATENT),
-                Flag("--kv-cache-dtype", ("kv",), (Choice("fp8_e4m3", like=_CODES),)),
+                Flag("--kv-cache-dtype", ("kv",), (FlagValue("fp8_e4m3", like=_CODES),)),
                 Flag(
                     "--moe-backend",
                     ("moe",),
-                    (Choice("triton", like=("torch.moe.grouped",)), Choice("flashinfer_cutlass")),
+                    (FlagValue("triton", like=("torch.moe.grouped",)), FlagValue("flashinfer_cutlass")),
                 ),
                 Flag("--linear-backend", ("linear",), ()),
             ),
@@ -95,11 +95,11 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             (
                 Flag("--prefill-attention-backend", ("prefill",), _SGLANG_ATTENTION, _SGLANG_LATENT),
                 Flag("--decode-attention-backend", ("decode",), _SGLANG_ATTENTION, _SGLANG_LATENT),
-                Flag("--kv-cache-dtype", ("kv",), (Choice("fp8_e4m3", like=_CODES),)),
+                Flag("--kv-cache-dtype", ("kv",), (FlagValue("fp8_e4m3", like=_CODES),)),
                 Flag(
                     "--moe-runner-backend",
                     ("moe",),
-                    (Choice("triton", like=("torch.moe.grouped",)), Choice("flashinfer_cutlass")),
+                    (FlagValue("triton", like=("torch.moe.grouped",)), FlagValue("flashinfer_cutlass")),
                 ),
                 Flag("--fp8-gemm-backend", ("linear",), ()),
             ),

@@ -17,7 +17,7 @@ from layerzero._util.strict_yaml import quote
 from layerzero.measure.calls import Call, Operand, Plain, tensor
 from layerzero.measure.model_calls import ModelConfig, model_calls
 from layerzero.report.call_maps import FreshChooser
-from layerzero.report.engine_flags import ENGINES, FP8_CACHE, Choice, Flag
+from layerzero.report.engine_flags import ENGINES, FP8_CACHE, Flag, FlagValue
 from layerzero.selection.cost.roofline import MEASURED, SHIPPED
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import ConfigurationError, NoKernelFoundError
@@ -113,11 +113,16 @@ def recommend(
         message = f"engine needs one of {', '.join(ENGINES)}, got {quote(engine)}"
         raise ConfigurationError(message, field="engine")
     parts = [_part(name, share, call, chooser) for name, share, call in serving_calls(model, load)]
-    asked = ENGINES[engine]
-    flags = tuple(_advice(flag, model, parts, chooser.hardware.sm, tie_band) for flag in asked.flags)
+    chosen_engine = ENGINES[engine]
+    flags = tuple(_advice(flag, model, parts, chooser.hardware.sm, tie_band) for flag in chosen_engine.flags)
     words = [word for each in flags if each.value != AUTO for word in (each.flag, each.value)]
     return Recommendation(
-        engine, model.name, chooser.hardware.name, load, " ".join((asked.command, folder, *words)), flags
+        engine,
+        model.name,
+        chooser.hardware.name,
+        load,
+        " ".join((chosen_engine.command, folder, *words)),
+        flags,
     )
 
 
@@ -165,7 +170,7 @@ def _part(name: str, share: float, call: Call, chooser: FreshChooser) -> _Part:
                 us, source = measured[kernel]
                 refusals[kernel] = f"{kernel} takes {us:.1f} us with its planning ({source}), which {PLANNED}"
         measured = _measured(request, chooser)
-    times = {kernel: found for kernel, found in measured.items() if not refusals[kernel]}
+    times = {kernel: price for kernel, price in measured.items() if not refusals[kernel]}
     return _Part(name, share, refusals, times)
 
 
@@ -185,35 +190,35 @@ def _measured(request: CallSpec, chooser: FreshChooser) -> dict[str, tuple[float
 
 
 def _advice(flag: Flag, model: ModelConfig, parts: Sequence[_Part], sm: int | None, tie: float) -> Advice:
-    mine = [part for part in parts if part.name in flag.parts]
-    if not mine:
+    flag_parts = [part for part in parts if part.name in flag.parts]
+    if not flag_parts:
         return Advice(flag.name, flag.parts, AUTO, _NOT_ASKED[flag.parts[0]], ())
     choices = [
         choice
         for choice in (flag.latent if model.latent and flag.latent else flag.choices)
         if sm is not None and choice.sm[0] <= sm <= choice.sm[1]
     ]
-    options = [_option(choice, mine) for choice in choices]
-    whole = [option for option in options if len(option.us) == len(mine)]
+    options = [_option(choice, flag_parts) for choice in choices]
+    whole = [option for option in options if len(option.us) == len(flag_parts)]
     best = min(whole, key=lambda option: sum(option.us.values()), default=None)
     compared = tuple(msgspec.structs.replace(option, loss=_loss(option, best)) for option in options)
-    value, why = _decided(flag, compared, len(mine), sm, tie)
+    value, why = _decided(flag, compared, len(flag_parts), sm, tie)
     return Advice(flag.name, flag.parts, value, why, compared)
 
 
-def _option(choice: Choice, parts: Sequence[_Part]) -> Option:
+def _option(choice: FlagValue, parts: Sequence[_Part]) -> Option:
     """One value's microseconds a token in each part, of the fastest kernel that it runs there."""
-    found: dict[str, float] = {}
+    us_by_part: dict[str, float] = {}
     grounds = []
     for part in parts:
         timed = [(us, kernel, source) for kernel, (us, source) in part.times.items() if choice.runs(kernel)]
         if timed:
             us, kernel, source = min(timed)
-            found[part.name] = us * part.share
+            us_by_part[part.name] = us * part.share
             grounds.append(f"{part.name} {us:.1f} us by {kernel} ({source})")
         else:
             grounds.append(f"{part.name}: {_why_untimed(choice, part)}")
-    return Option(choice.value, found, None, "; ".join(dict.fromkeys(grounds)))
+    return Option(choice.value, us_by_part, None, "; ".join(dict.fromkeys(grounds)))
 
 
 def _loss(option: Option, best: Option | None) -> float | None:
@@ -224,7 +229,7 @@ def _loss(option: Option, best: Option | None) -> float | None:
     return sum(option.us[part] for part in common) / sum(best.us[part] for part in common) - 1
 
 
-def _why_untimed(choice: Choice, part: _Part) -> str:
+def _why_untimed(choice: FlagValue, part: _Part) -> str:
     verdicts = {kernel: why for kernel, why in sorted(part.refusals.items()) if choice.runs(kernel)}
     unmeasured = [kernel for kernel, why in verdicts.items() if not why]
     if unmeasured:
@@ -250,15 +255,15 @@ def _decided(
     whole = [option for option in timed if len(option.us) == parts and (option.loss or 0) <= tie]
     if not whole:
         return AUTO, "no value's kernels were measured here: --tune-s on the machine does that"
-    taken, *_ = whole
-    rivals = [option for option in timed if option is not taken]
+    first_choice, *_ = whole
+    rivals = [option for option in timed if option is not first_choice]
     losses = ", ".join(f"{o.value} {o.loss:+.0%} in {' and '.join(o.us)}" for o in rivals)
     faster = [option.value for option in rivals if (option.loss or 0) < -tie]
     if not rivals:
-        return AUTO, f"{taken.value} alone was measured here: nothing to compare"
+        return AUTO, f"{first_choice.value} alone was measured here: nothing to compare"
     if faster:
         return (
             AUTO,
             f"{' and '.join(faster)} is faster where it was measured, not everywhere: {losses}",
         )
-    return taken.value, f"{taken.why}; beside it {losses}"
+    return first_choice.value, f"{first_choice.why}; beside it {losses}"

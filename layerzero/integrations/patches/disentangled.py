@@ -37,17 +37,17 @@ class DisentangledForward(Substitute):
         rel_embeddings: Tensor | None = None,
     ) -> Any:
         """What the module's forward takes; weights of attention, and what the op cannot do, are its own."""
-        given = (
+        arguments = (
             hidden_states, attention_mask, output_attentions, query_states, relative_pos, rel_embeddings,
         )  # fmt: skip
         if torch.compiler.is_compiling() or not self.enabled or hidden_states.device.type == "meta":
-            return self.original(*given)
+            return self.original(*arguments)
         joined = hasattr(self.module, "in_proj")
         if output_attentions or (joined and query_states is not None):
-            return self.decline("arguments", given, {})
+            return self.decline("arguments", arguments, {})
         if type(hidden_states) not in PLAIN:
-            return self.decline("tensor subclass", given, {})
-        return attend(self.module, *given, sync.attention), None
+            return self.decline("tensor subclass", arguments, {})
+        return attend(self.module, *arguments, sync.attention), None
 
 
 def attend(
@@ -101,7 +101,7 @@ def substitute(module: nn.Module) -> DisentangledForward | str:
     ids = torch.arange(_TOKENS, device="cpu")
     span = max(getattr(module, name, 0) for name in ("pos_ebd_size", "max_relative_positions"))
     mask = (ids < torch.tensor([3, 2], device="cpu")[:, None])[:, None, None]
-    given = (
+    arguments = (
         x,
         mask & mask.mT,
         False,
@@ -109,8 +109,8 @@ def substitute(module: nn.Module) -> DisentangledForward | str:
         (ids[:, None] - ids)[None],
         probe.numbers(2 * span, _WIDTH, seed=2),
     )
-    theirs = probe.answer(type(module).forward, double, *given)
-    ours = probe.answer(attend, double, *given, attention_reference)
+    theirs = probe.answer(type(module).forward, double, *arguments)
+    ours = probe.answer(attend, double, *arguments, attention_reference)
     if isinstance(theirs, tuple) and probe.same(ours, theirs[0]):
         return DisentangledForward(module)
     return probe.why_not(theirs if isinstance(theirs, Exception) else None)

@@ -75,16 +75,16 @@ def substitutes(model: nn.Module, parts: Iterable[str], verdicts: Verdicts) -> l
 
 def _rewired(module: nn.Module, parts: Iterable[str], verdicts: Verdicts) -> frozenset[str]:
     """The parts of a module's own forward that are functions which it calls, and ops of ours can be."""
-    found: dict[str, tuple[str | None, str]] = {}
+    verdict_by_part: dict[str, tuple[str | None, str]] = {}
     if "rope" in parts and rope.turns(module):
-        found["rope"] = rope.verdict(module)
+        verdict_by_part["rope"] = rope.verdict(module)
     if "attention" in parts and calls_attention(module):
-        found["attention"] = "attention", ""
+        verdict_by_part["attention"] = "attention", ""
     if "forward" in module.__dict__:
-        found = dict.fromkeys(found, (None, TAKEN))
-    for part, (op, why) in found.items():
+        verdict_by_part = dict.fromkeys(verdict_by_part, (None, TAKEN))
+    for part, (op, why) in verdict_by_part.items():
         verdicts.add(part, module, op, why)
-    return frozenset(part for part, (op, _) in found.items() if op is not None)
+    return frozenset(part for part, (op, _) in verdict_by_part.items() if op is not None)
 
 
 def calls_attention(module: nn.Module) -> bool:

@@ -136,8 +136,8 @@ def rewired(forward: Callable[..., Any], parts: frozenset[str]) -> Callable[...,
 def _rotations(forward: Callable[..., Any]) -> dict[str, Any]:
     """Our rotation under the names of its file's that are the op's."""
     names = [name for name in reads(forward) if name.startswith(PREFIX)]
-    found = {name: rotation_of(forward.__globals__.get(name)) for name in names}
-    return {name: rotation for name, rotation in found.items() if rotation is not None}
+    rotations = {name: rotation_of(forward.__globals__.get(name)) for name in names}
+    return {name: rotation for name, rotation in rotations.items() if rotation is not None}
 
 
 @functools.cache
