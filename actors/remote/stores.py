@@ -12,9 +12,9 @@ from typing import TypeVar
 from torch.distributed import (  # type: ignore[attr-defined]  # public, not declared
     DistNetworkError,
     DistStoreError,
-    PrefixStore,
-    Store,
-    TCPStore,
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
 from layerzero.spec.errors import ConsistencyError, DeviceLostError

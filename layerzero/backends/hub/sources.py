@@ -54,9 +54,10 @@ def download_files(repository: str, commit: str, locked: Collection[str], check:
 def _listed(repository: str, commit: str) -> dict[str, int]:
     """The files below `build` at a commit with their sizes, as the hub says."""
     from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
 
     tree = HfApi().list_repo_tree(repository, "build", repo_type="kernel", revision=commit, recursive=True)
-    return {entry.path: entry.size for entry in tree if hasattr(entry, "size")}
+    return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
 
 
 def _read(variant: Path, listed: list[str]) -> Iterator[tuple[str, bytes]]:
