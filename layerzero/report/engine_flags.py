@@ -18,8 +18,8 @@ FP8_CACHE = "float8_e4m3fn"
 class FlagValue(msgspec.Struct, frozen=True):
     """One value of a flag: the kernels, as globs, that it runs on compute capabilities `sm`, ends included.
 
-    Without kernels it is a value that the engine has and no kernel here is timed for. `like` are kernels of our own
-    that do the same work in other code: shown, never counted.
+    Without kernels it is a value that the engine has and no kernel here is timed for. `like` are kernels of
+    our own that do the same work in other code: shown, never counted.
     """
 
     value: str
