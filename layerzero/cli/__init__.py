@@ -54,7 +54,7 @@ COMMANDS = {
         "Say whether a fresh process would serve MANIFEST without compiling; compiles nothing itself",
     ),
     "recommend": (
-        "recommend",
+        "judging.recommend",
         "Print the flags that ENGINE should serve a model with, each with its reason and what others lose",
     ),
     "report": (

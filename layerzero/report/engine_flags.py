@@ -18,8 +18,8 @@ FP8_CACHE = "float8_e4m3fn"
 class FlagValue(msgspec.Struct, frozen=True):
     """One value of a flag: the kernels, as globs, that it runs on compute capabilities `sm`, ends included.
 
-    Without kernels it is a value that the engine has and nobody here can time. `like` are kernels of our own
-    that do the same work in other code: shown, never counted.
+    Without kernels it is a value that the engine has and no kernel here is timed for. `like` are kernels of
+    our own that do the same work in other code: shown, never counted.
     """
 
     value: str
@@ -32,7 +32,7 @@ class FlagValue(msgspec.Struct, frozen=True):
         return any(fnmatchcase(kernel, glob) for glob in self.kernels)
 
     def resembles(self, kernel: str) -> bool:
-        """Whether a kernel of ours stands beside the engine's for the value."""
+        """Whether a kernel of ours is like the engine's for the value."""
         return any(fnmatchcase(kernel, glob) for glob in self.like)
 
 

@@ -103,7 +103,7 @@ def recommend(
     tie_band: float,
     folder: str = "MODEL",
 ) -> Recommendation:
-    """The flags of `engine` for a model on the chooser's hardware; `folder` stands in the command.
+    """The flags of `engine` for a model on the chooser's hardware; `folder` is part of the command.
 
     Values whose times are within `tie_band` of the best are equal: the engine's first preference counts.
 

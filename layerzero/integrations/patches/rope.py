@@ -105,7 +105,7 @@ class AttentionForward(Substitute):
         super().__init__(module)
         self.parts = parts
         self.forward = type(module).forward
-        self.run = rewired(self.forward, parts)
+        self.run = forward_on_ops(self.forward, parts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; a traced one is left as it is."""
@@ -121,11 +121,11 @@ class AttentionForward(Substitute):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.forward = type(self.module).forward
-        self.run = rewired(self.forward, self.parts)
+        self.run = forward_on_ops(self.forward, self.parts)
 
 
 @functools.cache
-def rewired(forward: Callable[..., Any], parts: frozenset[str]) -> Callable[..., Any] | None:
+def forward_on_ops(forward: Callable[..., Any], parts: frozenset[str]) -> Callable[..., Any] | None:
     """`forward` with our functions under the names of its file's; None where it reads none of an op's."""
     replaced: dict[str, Any] = {}
     for part, of in (("rope", _rotations), ("attention", sdpa.replacements)):
