@@ -73,8 +73,8 @@ async def _encoded(
     text: str, tokenizer: Tokenizer, options: EncodeOptions, priority: int, timeout_s: float | None
 ) -> Tokens:
     if len(text) >= LONG:
-        (tokens,) = await _beside(lambda: tokenizer.encode_rows([text], [options]), timeout_s)
-        return tokens
+        rows: list[Tokens] = await _beside(lambda: tokenizer.encode_rows([text], [options]), timeout_s)
+        return rows[0]
     # A batcher learns what a call costs: texts of very different lengths are different functions to it.
     size = max(len(text), _SHORT).bit_length() // 2
     encode = _awaited(tokenizer, tokenizer.encode_rows, f"encode_rows, {size}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import importlib.util
 import logging
 import subprocess
@@ -18,6 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))  # where the server's parser is
@@ -25,7 +27,7 @@ sys.path.insert(0, str(ROOT / "examples"))  # where the server's parser is
 
 def _guided(name: str, runs: int, seed: int, out: Path) -> None:
     """Fuzz by atheris, which ends the process."""
-    import atheris
+    atheris: Any = importlib.import_module("atheris")
 
     from tests.fuzz.changes import MAX_LEN, mutated
 
@@ -96,7 +98,7 @@ def _one(name: str, runs: int, seed: int, out: Path, limit_s: float) -> tuple[st
 
 def main() -> int:
     """Read the command line and fuzz; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="targets; `python -m tests.fuzz` prints them")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--runs", type=int, default=100_000)

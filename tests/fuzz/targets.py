@@ -96,9 +96,8 @@ def _policy(data: bytes) -> None:
 
 
 def _environment(data: bytes) -> None:
-    variables = dict(
-        line.partition("=")[::2] for line in data.decode("utf-8", "surrogateescape").splitlines()
-    )
+    parts = (line.partition("=") for line in data.decode("utf-8", "surrogateescape").splitlines())
+    variables = {name: value for name, _, value in parts}
     environment_policy(variables)
     Settings.load(env={name: text for name, text in variables.items() if name != "LAYERZERO_CONFIG"})
 

@@ -11,7 +11,7 @@ import functools
 import os
 import unittest
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -63,7 +63,7 @@ class _Common:
     """One family under the common tests."""
 
     all_model_classes: tuple[Any, ...]
-    tester: Callable[[], Tester]
+    tester: ClassVar[Callable[[], Tester]]
 
     def setUp(self) -> None:
         """A tester, and models that are patched where that is asked for."""

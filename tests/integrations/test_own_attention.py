@@ -132,16 +132,17 @@ def test_a_linear_of_another_class_counts_by_what_it_computes() -> None:
     """A product written by hand is torch's Linear; one that scales it is not, nor one that needs more."""
 
     class ByHand(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight.T if self.bias is None else x @ self.weight.T + self.bias
+        def forward(self, input: Tensor) -> Tensor:
+            product = input @ self.weight.T
+            return product if self.bias is None else product + self.bias
 
     class Scaled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * 1.01
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 1.01
 
     class Packed(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.get_buffer("scales")
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * self.get_buffer("scales")
 
     kinds: list[Any] = [nn.Linear, ByHand, Scaled, Packed, nn.Bilinear]
     parts = [kind(2, 2) if kind is not nn.Bilinear else kind(2, 2, 2) for kind in kinds]

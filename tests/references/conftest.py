@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Raises: pytest.UsageError: no definition is of that kind or name.
     """
-    kinds, globs = config.getoption("--op-type", []), config.getoption("--definition-name", [])
+    kinds, globs = config.getoption("--op-type", []) or [], config.getoption("--definition-name", []) or []
     known = files()
     kinds_known = {path.parent.name for path in known}
     lost = [("--op-type", word) for word in kinds if word not in kinds_known]

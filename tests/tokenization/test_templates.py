@@ -36,6 +36,7 @@ def test_a_chat_is_its_rendered_text_with_special_tokens_read() -> None:
     """Awaited and blocking, with tools and without a beginning of an answer; the cache finds it again."""
     tokenizer = Tokenizer(encoding(), chat_template=lz.ChatTemplate(TEMPLATE), cache=lz.PromptCache())
     every: list[dict[str, Any]] = [{}, {"tools": [{"name": "é"}]}, {"add_generation_prompt": False}]
+    text = ""
     for options in every:
         text = tokenizer.render(MESSAGES, **options)
         right = encoding().encode(text, allowed_special="all")
