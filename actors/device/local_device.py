@@ -391,10 +391,8 @@ class LocalDevice:
         with self._lock:
             self.closed = True
             self.snapshot = DispatchState(self.snapshot.version + 1, self.snapshot.policy)
-        self._live_checks.close()
-        self.worker.close()
-        self.event_thread.close()
-        self.loader.close()
+        for part in (self._live_checks, self.worker, self.event_thread, self.loader):
+            part.close()
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Every kernel registered on this device."""

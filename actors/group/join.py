@@ -355,12 +355,8 @@ def rank_group(
         rank=_number("rank", rank, "RANK"),
         ranks=_number("ranks", ranks, "WORLD_SIZE"),
         epoch=epoch if epoch is not None else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        mode=mode,
-        tp_invariant=tp_invariant,
-        host=host,
-        timeout_s=timeout_s,
-        on_failure=on_failure,
-    )
+        mode=mode, tp_invariant=tp_invariant, host=host, timeout_s=timeout_s, on_failure=on_failure,
+    )  # fmt: skip
     return join_with(runtime, config, _default_store() if store is None else store, device)
 
 
@@ -399,7 +395,6 @@ def _default_store() -> Store:
 
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ConfigurationError(
-            "store needs a torch.distributed.Store, or torch.distributed.init_process_group() before, "
-            "got None"
+            "store needs a torch.distributed.Store, or torch.distributed.init_process_group() before, got None"
         )
     return _get_default_store()

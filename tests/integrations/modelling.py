@@ -67,7 +67,8 @@ class _Common:
 
     def setUp(self) -> None:
         """A tester, and models that are patched where that is asked for."""
-        self.model_tester = type(self).tester()
+        make: Any = vars(type(self))["tester"]
+        self.model_tester = make()
         for kind in self.all_model_classes if IS_PATCHED else ():
             swap = mock.patch.object(kind, "__init__", _patching(kind))
             swap.start()
