@@ -394,7 +394,6 @@ def _default_store() -> Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     if not (distributed.is_available() and distributed.is_initialized()):
-        raise ConfigurationError(
-            "store needs a torch.distributed.Store, or torch.distributed.init_process_group() before, got None"
-        )
+        needs = "a torch.distributed.Store, or torch.distributed.init_process_group() before"
+        raise ConfigurationError(f"store needs {needs}, got None")
     return _get_default_store()

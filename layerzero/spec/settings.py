@@ -66,8 +66,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         cluster_devices: how many devices to take there; None takes every GPU, or one CPU a node without GPUs.
         policy: path of the policy file; None has no file.
         state_dir: folder in which quarantined kernels are remembered; None forgets them with the process.
-        perfdb: file of this machine's measurements; "auto": in `state_dir`, else in the user's cache; None: none.
-        freeze_gc: collect garbage when `start` opens the runtime; later collections leave out what lived then.
+        perfdb: file of this machine's measurements; "auto" is one in `state_dir` or the user's cache.
+        freeze_gc: collect garbage when `start` opens the runtime; what lives then is left out afterwards.
     What it may do:
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
         capabilities: file that takes away from what kernels claim to take; it cannot add to it.
