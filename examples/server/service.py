@@ -252,7 +252,7 @@ class Service:
         tokens = await lz.tokenize(
             text, self.tokenizer, special_tokens=not ask.is_chat, parse_special=ask.is_chat
         )
-        ids: list[int] = tokens.ids.tolist()
+        ids = tokens.as_list()
         if not ids:
             raise BadRequest(f"{param} needs at least one token", param)
         return ids

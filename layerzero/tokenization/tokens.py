@@ -17,6 +17,11 @@ class Tokens(msgspec.Struct, frozen=True):
     ids: Tensor
     offsets: Tensor | None = None
 
+    def as_list(self) -> list[int]:
+        """The ids as numbers; they are in the host's memory, and nothing is waited for."""
+        ids: list[int] = self.ids.tolist()
+        return ids
+
 
 class Padded(msgspec.Struct, frozen=True):
     """Texts of one length: ids (B, T) int64, and the mask (B, T) bool, true where a text's own tokens are."""

@@ -24,7 +24,7 @@ RECORD = Path(families.__file__).with_name("results") / "families_cpu.json"
         ("gpt_oss", "equal"),
         ("bigbird_pegasus", "equal"),
         ("inkling2_text", "equal, falls back"),
-        ("falcon", "equal, without attention"),
+        ("bloom", "equal, without attention"),
     ],
 )
 def test_a_family_is_compared(family: str, state: str) -> None:

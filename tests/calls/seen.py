@@ -225,6 +225,11 @@ def expiring(at: Site) -> Any:
     return at.cpu.table(op) is not before
 
 
+def sharing(at: Site) -> Any:
+    """Whether choices are taken from other processes and left for them."""
+    return at.cpu._inputs.chooser is not None
+
+
 _MISSED = itertools.count(1)
 
 

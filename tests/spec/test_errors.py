@@ -31,6 +31,8 @@ PARENTS = {
     "ConsistencyError": "LayerZeroError",
     "RuntimeClosedError": "LayerZeroError",
     "ReportRefusedError": "FileRefusedError",
+    "TokenizerMismatchError": "LayerZeroError",
+    "ChatTemplateError": "LayerZeroError",
 }
 
 

@@ -27,6 +27,7 @@ KNOWN = {
     "PLAN_DAMAGED": Category.PLAN,
     "REPORT_FORMAT": Category.REPORT,
     "BASELINE_STALE": Category.GATE,
+    "TOKENIZER_CHANGED": Category.TOKENIZER,
 }
 
 

@@ -182,7 +182,7 @@ def append_kv_reference(
         codes, row_scale = kv_formats.encode_rows(rows, pool.dtype, scale if scale.dim() < 2 else None)
         by_token.view(torch.uint8)[page, token] = codes.view(torch.uint8)
         if row_scale is not None:
-            (scale if tokens == 1 else scale.transpose(1, 2))[page, token] = row_scale
+            (scale if tokens == 1 else scale.transpose(1, 2))[page, token] = row_scale.to(scale.dtype)
         kv_formats.note_format(pool, scale)
     return slot_mapping
 
