@@ -31,7 +31,7 @@ settings.register_profile(
 )
 settings.register_profile(
     "ci",
-    max_examples=300,
+    max_examples=150,
     derandomize=True,
     deadline=None,
     suppress_health_check=_SLOW_IS_FINE,
