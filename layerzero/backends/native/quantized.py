@@ -250,7 +250,7 @@ _INPUTS = "inputs_float inputs_quantized inputs_int8 inputs_fp8_e4m3"
 _LIMITS = ("S % 8 == 0 when scale_per_group", "S % 16 == 0 when scale_per_block")
 _kernel = functools.partial(
     Kernel.of,
-    measured="an estimate: ordered by benchmarks/quantized.py on an Intel Xeon with AMX",
+    measured="an estimate: ordered by benchmarks/results/quantized_cpu.json",
     source="by construction; run against float64 and bitwise in batches on an Intel Xeon, every level",
     platforms="cpu",
     isa="avx2 fma",
