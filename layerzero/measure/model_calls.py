@@ -154,8 +154,8 @@ def decode_calls(model: ModelConfig, rows: int, context: int, filled: int | None
     yield call("embedding", ids=_ids(rows, model.vocab), weight=_floats(model, model.vocab, model.width))
     yield call("rms_norm", x=x, weight=norm, eps=model.eps)
     tables = {
-        "block_tables": tensor(rows, pages, dtype="int64", fill="permutation", bound=pages * rows),
-        "seq_lens": tensor(rows, dtype="int64", fill="constant", bound=filled or context),
+        "block_tables": tensor(rows, pages, dtype="int32", fill="permutation", bound=pages * rows),
+        "seq_lens": tensor(rows, dtype="int32", fill="constant", bound=filled or context),
     }
     if model.latent:
         yield from _latent_attention(model, rows, pages, tables)

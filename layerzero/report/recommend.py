@@ -133,20 +133,9 @@ def serving_calls(model: ModelConfig, load: Load) -> Iterator[tuple[str, float, 
         if part == "prefill":
             yield part, 1 / load.answer, each
         elif part is not None:
-            paged = _as_engines_page(each)
-            yield part, 1 / load.rows, paged
+            yield part, 1 / load.rows, each
             if each.op == "paged_attention":
-                yield "kv", 1 / load.rows, _coded(paged)
-
-
-def _as_engines_page(decode: Call) -> Call:
-    """The same step with tables and lengths of 32 bits, as both engines keep them."""
-    narrow: dict[str, Operand | Plain] = {
-        name: msgspec.structs.replace(value, dtype="int32")
-        for name, value in decode.args.items()
-        if isinstance(value, Operand) and value.dtype == "int64"
-    }
-    return Call(decode.op, decode.args | narrow)
+                yield "kv", 1 / load.rows, _coded(each)
 
 
 def _coded(decode: Call) -> Call:

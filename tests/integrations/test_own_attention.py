@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero as lz
-from layerzero.integrations.patches import disentangled, mlp
+from layerzero.integrations.patches import disentangled, mlp, sdpa
 from tests.integrations import models
 from tests.integrations.models import transformers
 
@@ -160,3 +160,18 @@ def test_what_is_not_served_says_so() -> None:
     assert [row.why for row in table.rows if row.part == "attention"] == [
         "it does not ask transformers' attention interface"
     ]
+
+
+@pytest.mark.parametrize("keys", [3, 5])
+@pytest.mark.parametrize("as_bias", [False, True])
+def test_a_mask_counts_beside_a_causal_one(keys: int, as_bias: bool) -> None:
+    """As in torch, which counts queries and keys from the first; it was dropped where their numbers differ."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 3, 8, generator=generator)
+    k, v = (torch.randn(1, 2, keys, 8, generator=generator) for _ in range(2))
+    seen = torch.tensor([True, False, True, True, True])[:keys].expand(3, keys)
+    mask = torch.zeros(3, keys).masked_fill(~seen, -2.5) if as_bias else seen
+    both = seen & torch.ones(3, keys, dtype=torch.bool).tril()
+    bias = mask.masked_fill(~torch.ones(3, keys, dtype=torch.bool).tril(), -torch.inf) if as_bias else both
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    torch.testing.assert_close(sdpa.scaled_dot_product_attention(q, k, v, mask, is_causal=True), expected)

@@ -33,7 +33,7 @@ class Tile(NamedTuple):
 
 
 _TILES = (Tile(32, 6, 2), Tile(64, 8, 1), Tile(128, 5, 1))
-# Measured on an H200: chunks in a part of K, blocks of few rows at once, a K that wants more warps.
+# Chosen by trials on an H200: chunks in a part of K, blocks of few rows at once, a K that wants more warps.
 _LEAST_CHUNKS, _LEAST_CHUNKS_OF_FEW, _BLOCKS_AT_ONCE, _LONG = 8, 48, 4, 8192
 
 

@@ -43,9 +43,15 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     queries, keys = query.shape[-2], key.shape[-2]
-    if is_causal and queries != keys:
-        # torch counts both from the first, the op from the last.
-        attn_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+    if is_causal and (queries != keys or attn_mask is not None):
+        # torch counts both from the first, the op from the last; and torch takes both masks.
+        causal = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+        if attn_mask is None:
+            attn_mask = causal
+        elif attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask & causal
+        else:
+            attn_mask = attn_mask.masked_fill(~causal, -torch.inf)
         is_causal = False
     out: Tensor = sync.attention(
         query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p
