@@ -1,5 +1,4 @@
-"""`lz.rank_group`: ranks that meet in collectives run the same requests in the same order under the same
-plan.
+"""`lz.rank_group`: ranks that meet in collectives run the same requests in the same order under one plan.
 
 Rank 0 has the coroutines, the queue and every decision. It announces each batch by a step message, which
 every other rank obeys (`follow`), or compares its own batch with, before the first collective.
@@ -260,7 +259,7 @@ class GroupScope(Scope):
     __slots__ = ("_state", "_version")
 
     def __init__(self, snapshot: DispatchState, runtime: Runtime | None, version: int) -> None:
-        """`plan` is a number of the plan in force, below 0."""
+        """`version` is the number of the plan in force, below 0."""
         super().__init__(runtime=runtime)
         self._state = snapshot
         self._version = version
@@ -270,7 +269,8 @@ class GroupScope(Scope):
         outer, terms = self._state, self._state.agreed_terms
         assert terms is not None
         inner = merge(outer.policy, policy)
-        state = terms.blocks.setdefault(inner.digest, DispatchState(outer.version, inner, agreed_terms=terms))
+        if (state := terms.blocks.get(inner.digest)) is None:
+            terms.blocks.put(inner.digest, state := DispatchState(outer.version, inner, agreed_terms=terms))
         return GroupScope(state, self.runtime, self._version)
 
     @property

@@ -13,6 +13,7 @@ import msgspec
 from layerzero._util.version import VERSION
 from layerzero.perfdb import versions_of
 from layerzero.selection.policy.policy import EMPTY, Policy
+from layerzero.selection.recent import Recent
 from layerzero.sharing.work import code_of, digest_of
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.gpu_map import preferred_on
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from layerzero.selection.active_table import ActiveDispatchTable
     from layerzero.selection.dispatch import DispatchState
 
+MAX_BLOCKS = 64  # policies of blocks whose states an agreement keeps
 CostModel = Callable[[Kernel, WorkEstimate, CallSpec, Hardware], tuple[float, str]]
 
 
@@ -175,7 +177,7 @@ class AgreedTerms:
         self.options = options
         self.modes = modes
         self.cost = cost
-        self.blocks: dict[str, DispatchState] = {}
+        self.blocks: Recent[str, DispatchState] = Recent(MAX_BLOCKS)
         self._kernels_run: list[str] = []
         self._hash = hashlib.sha256()
 

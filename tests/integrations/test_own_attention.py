@@ -165,7 +165,7 @@ def test_what_is_not_served_says_so() -> None:
 @pytest.mark.parametrize("keys", [3, 5])
 @pytest.mark.parametrize("as_bias", [False, True])
 def test_a_mask_counts_beside_a_causal_one(keys: int, as_bias: bool) -> None:
-    """As in torch, which counts queries and keys from the first; it was dropped where their numbers differ."""
+    """As in torch, which counts queries and keys from the first; it was dropped where these differ."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 2, 3, 8, generator=generator)
     k, v = (torch.randn(1, 2, keys, 8, generator=generator) for _ in range(2))
