@@ -1,7 +1,6 @@
 """The generation server under Ray Serve: each of its replicas is a whole server on a GPU of its own.
 
-    serve run server.ray_serve:app model=FOLDER device=cuda replicas=2     from examples/, with layerzero's extra
-    [ray-serve]
+    serve run server.ray_serve:app model=FOLDER device=cuda replicas=2     # in examples/, extra ray-serve
 
 Ray Serve spreads requests, restarts replicas and scales them; what a request meets inside one is the same as
 under uvicorn. With `--cluster` in place of it the server's own front spreads them, by what each replica has

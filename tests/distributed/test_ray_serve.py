@@ -17,7 +17,7 @@ pytest.importorskip("ray.serve", reason=WHY, exc_type=ImportError)
 pytest.importorskip("starlette", reason="the server needs starlette: pip install 'layerzero-runtime[serve]'")
 
 # Marked for the time that Ray Serve takes to start and to end: it has a controller, a proxy and a replica.
-pytestmark = [pytest.mark.ray, pytest.mark.stress]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 PROGRAM = """
 import json, socket, sys
@@ -32,7 +32,8 @@ ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 serve.start(http_options={"host": "127.0.0.1", "port": port})
 serve.run(deployment(pages=64), route_prefix="/")
 url = f"http://127.0.0.1:{port}"
-chat = {"model": "generate", "messages": [{"role": "user", "content": "In the beginning"}], "max_tokens": 8, "seed": 1}
+messages = [{"role": "user", "content": "In the beginning"}]
+chat = {"model": "generate", "messages": messages, "max_tokens": 8, "seed": 1}
 answer = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=120)
 with httpx.stream("POST", f"{url}/v1/chat/completions", json={**chat, "stream": True}, timeout=120) as stream:
     events = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
