@@ -104,7 +104,7 @@ def test_what_is_compiled_together_differs_where_the_source_does() -> None:
 def test_a_block_for_few_rows_holds_them(rows: int, dtype: torch.dtype) -> None:
     """All of them at once, whatever the sizes."""
     for width, inner in ((4096, 4096), (14336, 4096), (4096, 14336)):
-        plan = products.plan_of(rows, width, inner, dtype)
+        plan = products.plan_of("int4", rows, width, inner, dtype)
         assert plan.rows >= rows
 
 
@@ -117,7 +117,7 @@ def test_a_block_for_few_rows_holds_them(rows: int, dtype: torch.dtype) -> None:
 )  # fmt: skip
 def test_a_tile_holds_the_rows_where_one_can(dtype: torch.dtype, rows: int, tile: int) -> None:
     """The smallest that does; what is on its way fits a multiprocessor; an odd K has turns of one chunk."""
-    chosen = products.plan_of(rows, 4096, 4096, dtype)
+    chosen = products.plan_of("int4", rows, 4096, 4096, dtype)
     assert isinstance(chosen, products.Tile)
     assert chosen.rows == tile
     assert chosen.shared <= 232_448

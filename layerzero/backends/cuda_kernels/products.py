@@ -1,4 +1,4 @@
-"""Rows of sixteen bits times weights of four-bit codes, in CUDA C++: products.cu, arrange.cu, wide_products.cu."""
+"""Rows of sixteen bits times weights of four-bit codes, in CUDA C++: products.cu and wide_products.cu."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ def _wide(device: torch.device, form: str, dtype: torch.dtype, group: int, tile:
     )  # fmt: skip
 
 
-def plan_of(rows: int, width: int, inner: int, dtype: torch.dtype) -> Cut | Tile:
+def plan_of(form: str, rows: int, width: int, inner: int, dtype: torch.dtype) -> Cut | Tile:
     """The block for rows, columns and K: a `Cut` for few rows, else a tile of many. By trials on an H200."""
     if rows <= 8:
-        if inner > _LONG:
+        if inner > _LONG or (form == "nvfp4" and width >= _LONG):
             return Cut(1, 2, 8, 1, 2)
         return Cut(1, 2, 4, 1, 3) if width >= _LONG else Cut(1, 1, 8, 1, 2)
     if rows <= 16 and (width < _LONG or dtype != torch.bfloat16):
@@ -124,7 +124,7 @@ def _asked(request: CallSpec) -> tuple[str, torch.dtype, Cut | Tile]:
     """Format, type and block of a request."""
     dtype = getattr(torch, request.dtype)
     form = next((name for name in _KINDS if f"quant_{name}" in request.features), "")
-    return form, dtype, plan_of(request.dim("N"), request.dim("C"), request.dim("K"), dtype)
+    return form, dtype, plan_of(form, request.dim("N"), request.dim("C"), request.dim("K"), dtype)
 
 
 def unit(request: CallSpec) -> str:
@@ -173,7 +173,7 @@ def quantized_linear(
         return x.new_empty((*x.shape[:-1], width))
     flags = [int(part is not None) for part in (zero_point, tensor_scale, bias)]
     others = [or_any(part, scale) for part in (zero_point, tensor_scale, bias)]
-    plan = plan_of(count, width, inner, x.dtype)
+    plan = plan_of(form, count, width, inner, x.dtype)
     blocks, lines = -(-width // plan.columns), -(-count // plan.rows)
     parts = parts_of(blocks * lines, chunks, multiprocessors(x.device), isinstance(plan, Cut))
     out = torch.empty((count, width), dtype=x.dtype, device=x.device)
