@@ -104,8 +104,8 @@ class compile_choice:
         except NoKernelFoundError as error:
             return self._declined(op, "", f"no kernel takes the call: {str(error).splitlines()[0]}")
         why = selection.why
-        if not _is_torch(kernel) and (fused := _fusable(op, selection)) is not None:
-            kernel, why = fused, f"fused by the compiler, in the place of {kernel.id}"
+        if not _is_torch(kernel) and (torchs := _fusable(op, selection)) is not None:
+            kernel, why = torchs, f"fused by the compiler, in the place of {kernel.id}"
         if not _is_torch(kernel):
             return self._declined(
                 op, kernel.id, "is not made of torch's operators: chosen where the graph runs"

@@ -20,8 +20,8 @@ class CompileChoice:
     """What `layerzero.compile_choice` decided for this process.
 
     `mark` is what operators of new graphs carry in the place of a backend, and torch's caches keep graphs of
-    two marks apart by it. `serves` says of each mark there was whether its graphs still run as they are: after
-    a block they do, after another decision for the process they do not. torch's compiler guards on it.
+    two marks apart by it. `serves` says of each mark whether its graphs still run as they are: after a block
+    they do, after another decision for the process they do not. torch's compiler guards on it.
     `inline(op, full)` gives a call in operators of torch, or NotImplemented.
     """
 

@@ -206,7 +206,8 @@ def front(op: Op) -> Callable[..., Any]:
         else:
             lines.append(f"    return {call}")
     namespace = {
-        "_ops": torch.ops, "_Tensor": Tensor, "_int64": int64, "_plain": _plain_front(op), "_mark": mark_of_graph,
+        "_ops": torch.ops, "_Tensor": Tensor, "_int64": int64, "_plain": _plain_front(op),
+        "_mark": mark_of_graph,
     }  # fmt: skip
     return _made(op.name, lines, namespace)
 

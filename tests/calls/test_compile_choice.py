@@ -105,7 +105,7 @@ def test_a_change_of_the_choice_compiles_a_function_anew() -> None:
 
 
 def test_what_was_compiled_inside_stays_frozen_after_the_block() -> None:
-    """Without being compiled again, until another choice is made for the process; so in a block of a block."""
+    """It is not compiled again until another choice is made for the process; so in a block of a block."""
     seen: list[list[str]] = []
 
     def backend(graph: Any, example: Any) -> Any:
