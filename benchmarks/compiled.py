@@ -28,9 +28,9 @@ PLAN, TINY = Plan(rounds=15), Plan(rounds=100)
 
 
 class Block(torch.nn.Module):
-    """One layer; `ours` says whose ops compute it."""
+    """One layer; `ours` says whose ops compute it, and when its kernels are chosen, so that a graph knows."""
 
-    def __init__(self, ours: bool, generator: torch.Generator) -> None:
+    def __init__(self, ours: str, generator: torch.Generator) -> None:
         super().__init__()
         self.ours, size = ours, WIDTH // HEADS
         shapes = {
@@ -78,7 +78,7 @@ class Block(torch.nn.Module):
 class Model(torch.nn.Module):
     """Tokens to logits."""
 
-    def __init__(self, ours: bool) -> None:
+    def __init__(self, ours: str) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.ours = ours
@@ -104,38 +104,41 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def compiled(model: Model, choice: str, ids: Tensor, **options: Any) -> Callable[[Tensor], Tensor]:
-    """The model compiled whole for one shape, with kernels chosen as `choice` says."""
-    torch.compiler.reset()
-    with lz.compile_choice(choice):
-        run: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True, dynamic=False, **options)
+def compiled(model: Model, ids: Tensor, **options: Any) -> Callable[[Tensor], Tensor]:
+    """The model compiled whole for one shape, with kernels chosen as the model says."""
+    run: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True, dynamic=False, **options)
+    with lz.compile_choice(model.ours or "runtime"):
         run(ids)
     return run
 
 
 def compare(device: str, shape: tuple[int, int]) -> dict[str, Any]:
     """Median microseconds of each way to run the model, and torch's time over ours."""
-    theirs, ours = Model(False).to(device), Model(True).to(device)
+    models = {"torch": Model(""), "ours": Model("runtime"), "frozen": Model("freeze")}
+    for model in models.values():
+        model.to(device)
+    theirs, ours = models["torch"], models["ours"]
     ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(1)).to(device)
     torch.testing.assert_close(ours(ids), theirs(ids), rtol=1e-3, atol=1e-3)
     settle(lambda: ours(ids), device)
-    ways: dict[str, dict[str, Any]] = {"eager": {"torch": theirs, "ours": ours}}
+    record = {"eager": measured({"torch": theirs, "ours": ours}, ids)}
     modes: dict[str, dict[str, Any]] = {"compiled": {}}
     if device == "cuda":
         modes["captured"] = {"mode": "reduce-overhead"}
     for name, options in modes.items():
-        ways[name] = {
-            "torch": compiled(theirs, "runtime", ids, **options),
-            "ours": compiled(ours, "runtime", ids, **options),
-            "frozen": compiled(ours, "freeze", ids, **options),
-        }
-    record: dict[str, Any] = {}
-    for name, models in ways.items():
-        arms = interleave(PLAN, **{who: (lambda run=run: run(ids)) for who, run in models.items()})
-        medians = {who: us(arm)["wall_us"]["median"] for who, arm in arms.items()}
-        ratios = {who: round(medians["torch"] / us_, 3) for who, us_ in medians.items() if who != "torch"}
-        record[name] = {"median_us": medians, "torch_over": ratios}
+        torch.compiler.reset()  # a graph of the mode before would serve
+        runs = {who: compiled(model, ids, **options) for who, model in models.items()}
+        with torch.compiler.set_stance("fail_on_recompile"):  # each arm runs what was compiled for it
+            record[name] = measured(runs, ids)
     return record
+
+
+def measured(runs: dict[str, Callable[[Tensor], Tensor]], ids: Tensor) -> dict[str, Any]:
+    """Median microseconds of each, taken in turn, and torch's over the others'."""
+    arms = interleave(PLAN, **{who: (lambda run=run: run(ids)) for who, run in runs.items()})
+    medians = {who: us(arm)["wall_us"]["median"] for who, arm in arms.items()}
+    ratios = {who: round(medians["torch"] / us_, 3) for who, us_ in medians.items() if who != "torch"}
+    return {"median_us": medians, "torch_over": ratios}
 
 
 def settle(call: Callable[[], Any], device: str) -> None:

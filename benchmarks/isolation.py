@@ -2,13 +2,16 @@
 
     python benchmarks/isolation.py [--device cpu|cuda] [--json benchmarks/results/isolation_cpu.json]
 
-Each row is one op at one size. On a card the time is that of the host for one call, with the device idle
-before it and waited for behind it, so that both ways end where their result can be read.
+Each row is one op at one size. `copies` takes turns with both: this process moves the same bytes by memmove,
+operands once and outputs twice, as a call in another process does. What is left of `beyond` is `fixed`. On a
+card the time is that of the host for one call, with the device idle before it and waited for behind it, so
+that all end where their result can be read.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import time
 from collections.abc import Callable
@@ -58,6 +61,21 @@ def _nothing() -> None:
     pass
 
 
+def copies(args: tuple[Any, ...], output: torch.Tensor) -> Callable[[], None]:
+    """Move every operand's bytes once, and an output's twice, to where something else was."""
+    tensors = [each for each in args if isinstance(each, torch.Tensor)] + [output, output]
+    places = [torch.empty_like(each) for each in tensors]
+    if output.is_cuda:
+        return lambda: [place.copy_(each) for place, each in zip(places, tensors, strict=True)] and None
+    moves = [(to.data_ptr(), each.data_ptr(), each.nbytes) for to, each in zip(places, tensors, strict=True)]
+
+    def move(keep: Any = (places, tensors)) -> None:
+        for to, source, count in moves:
+            ctypes.memmove(to, source, count)
+
+    return move
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="What a process of its own costs a kernel")
     parser.add_argument("--device", choices=tuple(LIMIT_US), default="cpu")
@@ -73,14 +91,19 @@ def main(argv: list[str] | None = None) -> None:
         for what, kernel, args in cases(given.device):
             here, there = (r.device().registry.callable_of(kernel) for r in (plain, apart))
             torch.testing.assert_close(there(*args), here(*args))
-            one, other = timed(
-                [lambda here=here, args=args: here(*args), lambda there=there, args=args: there(*args)],
+            one, other, moved = timed(
+                [
+                    lambda here=here, args=args: here(*args),
+                    lambda there=there, args=args: there(*args),
+                    copies(args, here(*args)),
+                ],
                 given.seconds,
                 given.device,
             )  # type: ignore[misc]
-            inside, outside = one[len(one) // 2], other[len(other) // 2]
+            inside, outside, moving = (times[len(times) // 2] for times in (one, other, moved))
             rows[what] = {
                 "in_process_us": inside, "isolated_us": outside, "beyond_us": outside - inside,
+                "copies_us": moving, "fixed_us": outside - inside - moving,
                 "isolated_p90_us": other[9 * len(other) // 10], "calls": len(other),
                 "bytes": sum(a.nbytes for a in args if isinstance(a, torch.Tensor)),
             }  # fmt: skip
@@ -88,15 +111,12 @@ def main(argv: list[str] | None = None) -> None:
     plain.close()
     limit = LIMIT_US[given.device]
     least = min(row["beyond_us"] for row in rows.values())
+    names = ("in_process", "isolated", "beyond", "copies", "fixed", "isolated_p90")
     show(
         f"A call in a process of its own, microseconds (limit {limit:g})",
-        ("call", "in process", "isolated", "beyond", "isolated, 90th"),
-        [
-            (what, f"{r['in_process_us']:.1f}", f"{r['isolated_us']:.1f}", f"{r['beyond_us']:.1f}",
-             f"{r['isolated_p90_us']:.1f}")
-            for what, r in rows.items()
-        ],
-    )  # fmt: skip
+        ("call", *names),
+        [(what, *(f"{row[f'{name}_us']:.1f}" for name in names)) for what, row in rows.items()],
+    )
     record = {"environment": environment(), "limit_us": limit, "least_beyond_us": least, "rows": rows}
     if given.json is not None:
         write(given.json, record)

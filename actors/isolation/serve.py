@@ -25,6 +25,7 @@ from layerzero._util.version import VERSION
 from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.arena import Arena, DeviceArena, HostArena
 from layerzero.actors.isolation.descriptions import describe
+from layerzero.actors.isolation.receiver import Receiver
 from layerzero.backends import availability, load_builtin, load_plugins
 from layerzero.backends.builds import check_build
 from layerzero.health.device_faults import lost_device
@@ -84,12 +85,12 @@ class Server:
 
     def serve(self) -> None:
         """Answer until the other side is gone."""
-        receive, send, runs = self._socket.recv, self._socket.send, self._runs
+        receive, send, runs = Receiver(self._socket).receive, self._socket.send, self._runs
         verbs = {
             frames.LOAD: self._load, frames.COMPILE: self._compile, frames.HOST_ARENA: self._take_host_arena,
             frames.DEVICE_ARENA: self._take_device_arena, frames.DESCRIBE: self._describe,
         }  # fmt: skip
-        while message := receive(frames.MAX_MESSAGE):
+        while message := receive():
             try:
                 if message[:1] == frames.CALL:
                     run = runs.get(message)

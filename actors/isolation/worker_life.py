@@ -14,6 +14,7 @@ import torch
 
 from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.arena import Arena
+from layerzero.actors.isolation.receiver import Receiver
 
 _SAID = 16_384
 _LONGEST_S = 1e9
@@ -48,6 +49,7 @@ class WorkerLife:
                 self.socket.close()
                 self._output.close()
                 raise
+        self._receiver = Receiver(self.socket)
         self.arenas: dict[str, Arena] = {}
         self.limit_s = 0.0
         self.asked = False  # whether an answer is on its way
@@ -74,7 +76,7 @@ class WorkerLife:
 
     def answer(self) -> bytes:
         """The answer to what was sent; raises as `ask`."""
-        reply = self.socket.recv(frames.MAX_MESSAGE)
+        reply = self._receiver.receive()
         if not reply:
             raise ConnectionResetError("the worker closed its socket")
         self.asked = False

@@ -158,7 +158,9 @@ class Batched(Generic[R]):
         if self.entries is None or pending.batch_key is None or SCOPE.get() is not None:
             return
         device = ACTIVE.devices.get(pending.device.device)
-        if device is not None and device is pending.device:
+        if device is None or device is not pending.device:
+            return
+        if device.device.type == "cpu" or any(isinstance(value, Tensor) for value in pending.args):
             home = (ACTIVE.devices, device, device.loop_drivers.by_loop)
             self.entries.remember(pending.args, home, pending.batch_key, pending.modes)
 

@@ -29,6 +29,8 @@ MODES = ("runtime", "freeze", "autotune")
 # Whose kernels are operators of torch and nothing else; of them, not what compiles by itself.
 _IN_TORCH = frozenset({"torch", "reference"})
 _COMPILES_ITSELF = frozenset({"torch.attention.flex"})
+# Passes over rows: fused with what is around them they cost less than the fastest kernel called from a graph.
+_FUSABLE = frozenset({"add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm", "rope"})
 _CHOSEN = "compile.chosen"
 
 
@@ -46,12 +48,13 @@ class compile_choice:
 
     "runtime", as without this call: each time the graph runs, by policy, measurements and health.
     "freeze": while it is compiled, for the sizes of then. A kernel that is made of torch's operators becomes
-    a part of the graph, so that Inductor fuses around it, and is not looked at again; what stays an operator
-    is chosen at run time.
+    a part of the graph, so that Inductor fuses around it, and is not looked at again; norms and rotations
+    take such a kernel in the place of a faster one, unless a policy wants that. What stays an operator is
+    chosen at run time.
     "autotune": Inductor times the kernels that accept a call beside the operator, and keeps the fastest
     (`register_custom_op_autotuning`; ops with one output).
-    Holds for the process, or as a context manager until its end, for what is compiled inside. A change
-    compiles functions anew. `choices` says what was chosen.
+    Holds for the process, or as a context manager until its end. What was compiled inside stays as it is
+    after the block; another decision for the process compiles functions anew. `choices` says what was chosen.
 
     Raises: ValueError, TypeError: no such mode.
 
@@ -69,13 +72,14 @@ class compile_choice:
         need_choice("mode", mode, MODES)
         self.mode = mode
         self.choices: list[CompiledChoice] = []
-        self._before = CHOICE.mark, CHOICE.inline
+        self._before = CHOICE.saved()
         if mode == "autotune":
             self._autotune()
-        elif self._before[0] is not None:
+        elif CHOICE.mark is not None:
             _stop_autotuning()
-        CHOICE.mark, CHOICE.inline = None, None
-        if mode != "runtime":
+        if mode == "runtime":
+            CHOICE.set(None, None)
+        else:
             # Another process and another policy may choose otherwise: torch's caches must not mix them up.
             policy = hash(context_runtime().program_policy)
             CHOICE.set(f"{mode}:{os.getpid()}:{policy}", self._inline if mode == "freeze" else None)
@@ -88,7 +92,7 @@ class compile_choice:
     ) -> None:
         if self.mode == "autotune":
             _stop_autotuning()
-        CHOICE.mark, CHOICE.inline = self._before
+        CHOICE.restore(self._before)
 
     def _inline(self, op: Op, full: Args) -> Any:
         """The call in torch's operators, by the kernel that is chosen now; NotImplemented if it has none."""
@@ -99,6 +103,9 @@ class compile_choice:
             selection, kernel = _chosen(op, example)
         except NoKernelFoundError as error:
             return self._declined(op, "", f"no kernel takes the call: {str(error).splitlines()[0]}")
+        why = selection.why
+        if not _is_torch(kernel) and (torchs := _fusable(op, selection)) is not None:
+            kernel, why = torchs, f"fused by the compiler, in the place of {kernel.id}"
         if not _is_torch(kernel):
             return self._declined(
                 op, kernel.id, "is not made of torch's operators: chosen where the graph runs"
@@ -107,7 +114,7 @@ class compile_choice:
             result = _traceable(op, selection, kernel)(*full)
         except Exception as error:
             return self._declined(op, kernel.id, f"cannot be traced: {type(error).__name__}: {error}")
-        self._note(op, kernel.id, selection.why, inlined=True)
+        self._note(op, kernel.id, why, inlined=True)
         return result
 
     def _declined(self, op: Op, kernel: str, why: str) -> Any:
@@ -160,6 +167,16 @@ def _chosen(op: Op, example: Args) -> tuple[Selection, Kernel]:
     kernel = device.registry.get(selection.kernel)
     assert kernel is not None
     return selection, kernel
+
+
+def _fusable(op: Op, selection: Selection) -> Kernel | None:
+    """The first kernel behind the chosen one that is made of torch's operators, if no policy preferred it."""
+    chosen = selection.candidate(selection.kernel).accepted
+    if op.name not in _FUSABLE or chosen is None or chosen.total_us < chosen.kernel_us + chosen.transform_us:
+        return None
+    registry = context_runtime().device(selection.request.device).registry
+    kernels = (registry.get(kernel_id) for kernel_id in selection.order)
+    return next((k for k in kernels if k is not None and k.backend == "torch" and _is_torch(k)), None)
 
 
 def _is_torch(kernel: Kernel) -> bool:

@@ -20,9 +20,10 @@ struct Kinds {
 PyTypeObject* KindsType = nullptr;
 enum Home { DEVICES, DEVICE, FRONTS, HOMES };
 
-// The rows and bytes of one call's tensors, where they lie and the key of its kind, as `_seen` finds them; false
-// where Python has to look: subclasses, tensors without rows or with different numbers of them, tensors of several
-// devices, a stream of the caller's own, what needs a gradient.
+// The rows and bytes of one call's tensors, where they lie and the key of its kind, as `describe_rows` finds them;
+// false where Python has to look: subclasses, tensors without rows or with different numbers of them, tensors of
+// several devices, a stream of the caller's own, what needs a gradient. A call without tensors is one row of the
+// host's; of a function on another device Python remembers none.
 bool see(PyObject* args, int modes, Key& key, long long& rows, long long& bytes, int& place) {
   rows = -1;
   bytes = 0;
@@ -49,7 +50,11 @@ bool see(PyObject* args, int modes, Key& key, long long& rows, long long& bytes,
     key.add(reinterpret_cast<uint64_t>(Py_TYPE(value)));
     for (const int64_t extent : sizes.slice(1)) key.add(uint64_t(extent));
   }
-  return rows >= 0 && on_default_stream(place);
+  if (rows < 0) {
+    rows = 1;
+    place = HOST;
+  }
+  return on_default_stream(place);
 }
 
 void forget_kinds(Kinds* self) {

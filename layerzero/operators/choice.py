@@ -19,21 +19,52 @@ CAPTURED = f"{_MARK}captured"
 class CompileChoice:
     """What `layerzero.compile_choice` decided for this process.
 
-    `mark` is what operators of new graphs carry in the place of a backend; torch's compiler guards on it,
-    and its caches keep graphs of two marks apart. `inline(op, full)` gives a call in operators of torch, or
-    NotImplemented.
+    `mark` is what operators of new graphs carry in the place of a backend, and torch's caches keep graphs of
+    two marks apart by it. `serves` says of each mark whether its graphs still run as they are: after a block
+    they do, after another decision for the process they do not. torch's compiler guards on it.
+    `inline(op, full)` gives a call in operators of torch, or NotImplemented.
     """
 
     def __init__(self) -> None:
         self.mark: str | None = None
         self.inline: Callable[[Op, Args], Any] | None = None
+        self.serves: dict[str, bool] = {}
 
     def set(self, mark: str | None, inline: Callable[[Op, Args], Any] | None) -> None:
         """Choose while compiling, under the name `mark`, or with None where graphs run."""
         self.mark = None if mark is None else _MARK + mark
         self.inline = inline
+        self.serves = dict.fromkeys(self.serves, False)
+        if self.mark is not None:
+            self.serves[self.mark] = True
+
+    def saved(self) -> tuple[Any, ...]:
+        """What `restore` takes."""
+        return self.mark, self.inline, self.serves
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        """Go back to what was saved; graphs that serve now still do."""
+        self.mark, self.inline, before = saved
+        self.serves = {mark: serves or before.get(mark, False) for mark, serves in self.serves.items()}
 
 
+def mark_of_graph() -> str | None:
+    """What an operator of the graph that is being compiled carries.
+
+    The compiler reads this with its guards: a graph of a mark runs while `serves` says so, a graph without
+    one while nothing else was decided.
+    """
+    mark = _mark_now()
+    return mark if mark is not None and CHOICE.serves[mark] else CHOICE.mark
+
+
+def _mark_now() -> str | None:
+    return CHOICE.mark
+
+
+# The compiler takes what it returns for a constant, without a guard; so does torch.compiler's own decorator,
+# which imports the compiler.
+_mark_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
 CHOICE = CompileChoice()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.operators.choice import CHOICE
+from layerzero.operators.choice import mark_of_graph
 from layerzero.ops import table
 from layerzero.ops.op import Op
 
@@ -197,7 +197,7 @@ def front(op: Op) -> Callable[..., Any]:
     for schema in reversed(schemas):
         flags = [name for name, value in schema.fixed.items() if value]
         packed = [_packed(p) for p in schema.parameters[:-1]]
-        packed.append("_choice.mark if backend is None else backend")
+        packed.append("_mark() if backend is None else backend")
         call = f"_ops.{NAMESPACE}.{schema.name}.default({', '.join(packed)})"
         if op.writes:
             lines += [f"    {call}", f"    return {_GIVEN_BACK[op.name]}"]
@@ -206,7 +206,8 @@ def front(op: Op) -> Callable[..., Any]:
         else:
             lines.append(f"    return {call}")
     namespace = {
-        "_ops": torch.ops, "_Tensor": Tensor, "_int64": int64, "_plain": _plain_front(op), "_choice": CHOICE,
+        "_ops": torch.ops, "_Tensor": Tensor, "_int64": int64, "_plain": _plain_front(op),
+        "_mark": mark_of_graph,
     }  # fmt: skip
     return _made(op.name, lines, namespace)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import anyio
@@ -24,6 +24,7 @@ _SHORT = 1024
 # From so many characters or tokens on a text fills a thread by itself, and would hold up the ops of the CPU
 # behind it in the batcher. The libraries work without the interpreter's lock.
 LONG = 1 << 14
+_ENCODE = tuple(f"encode_rows, {size}" for size in range(LONG.bit_length() // 2 + 1))
 _THREADS: RunVar[anyio.CapacityLimiter] = RunVar("layerzero_tokenizing_threads")
 
 
@@ -69,17 +70,21 @@ async def tokenize(
     return tokens
 
 
-async def _encoded(
+def _encoded(
     text: str, tokenizer: Tokenizer, options: EncodeOptions, priority: int, timeout_s: float | None
-) -> Tokens:
+) -> Awaitable[Tokens]:
     if len(text) >= LONG:
-        rows: list[Tokens] = await _beside(lambda: tokenizer.encode_rows([text], [options]), timeout_s)
-        return rows[0]
+        return _encoded_beside(text, tokenizer, options, timeout_s)
     # A batcher learns what a call costs: texts of very different lengths are different functions to it.
     size = max(len(text), _SHORT).bit_length() // 2
-    encode = _awaited(tokenizer, tokenizer.encode_rows, f"encode_rows, {size}")
-    tokens: Tokens = await encode(text, options, priority=priority, timeout=timeout_s)
-    return tokens
+    encode = _awaited(tokenizer, tokenizer.encode_rows, _ENCODE[size])
+    return encode(text, options, priority=priority, timeout=timeout_s)
+
+
+async def _encoded_beside(
+    text: str, tokenizer: Tokenizer, options: EncodeOptions, timeout_s: float | None
+) -> Tokens:
+    return (await _beside(lambda: tokenizer.encode_rows([text], [options]), timeout_s))[0]
 
 
 def _awaited(tokenizer: Tokenizer, run: Callable[..., list[T]], key: str) -> Batched[T]:

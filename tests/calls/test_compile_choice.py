@@ -25,6 +25,7 @@ def runtime() -> Iterator[None]:
     with lz.start(lz.Settings(warm="off")):
         yield
     assert CHOICE.mark is None and CHOICE.inline is None
+    CHOICE.serves.clear()
     torch._dynamo.reset()
 
 
@@ -101,6 +102,47 @@ def test_a_change_of_the_choice_compiles_a_function_anew() -> None:
         lz.compile_choice("runtime")
     run(x, weight)
     assert seen == [False, True]
+
+
+def test_what_was_compiled_inside_stays_frozen_after_the_block() -> None:
+    """It is not compiled again until another choice is made for the process; so in a block of a block."""
+    seen: list[list[str]] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        seen.append([str(n.args[-1]) for n in graph.graph.nodes if "layerzero" in str(n.target)])
+        return graph.forward
+
+    run = torch.compile(norm, fullgraph=True, backend=backend)
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    with lz.compile_choice("runtime"), lz.compile_choice("freeze"):
+        run(x, weight)
+    for _ in range(3):
+        run(x, weight)
+    with lz.compile_choice("freeze"):
+        run(x, weight)
+    assert len(seen) == 1 and seen[0][0].startswith("compile_choice:freeze")
+    lz.compile_choice("runtime")
+    run(x, weight)
+    run(x, weight)
+    assert len(seen) == 2 and seen[1] == ["None"]
+
+
+def test_a_norm_is_frozen_as_torchs_where_only_its_cost_chose_another() -> None:
+    """The compiler fuses it; a preference of the policy keeps the kernel that it prefers."""
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    lz.sync.rms_norm(x, weight, backend="native.rms_norm.rows")  # loaded, so that it may be chosen
+    with lz.compile_choice("freeze") as chosen:
+        out, targets = traced(norm, x, weight)
+    torch.testing.assert_close(out, norm(x, weight))
+    assert lz.which("rms_norm", x, weight) == "native.rms_norm.rows"
+    assert not any("layerzero" in target for target in targets)
+    assert chosen.choices[0].kernel == "torch.rms_norm.native"
+    assert chosen.choices[0].why == "fused by the compiler, in the place of native.rms_norm.rows"
+    torch._dynamo.reset()
+    lz.add_policy(prefer="native", op="rms_norm")
+    with lz.compile_choice("freeze") as chosen:
+        _, targets = traced(norm, x, weight)
+    assert "layerzero.rms_norm.default" in targets and chosen.choices[0].kernel == "native.rms_norm.rows"
 
 
 def test_a_mode_that_does_not_exist_is_named() -> None:

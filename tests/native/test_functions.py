@@ -52,6 +52,10 @@ class Model:
         self.met.append(("both", len(x)))
         return y + 1, x - 1
 
+    def lengths(self, texts: list[str], factors: list[int]) -> list[int]:
+        self.met.append(("lengths", len(texts)))
+        return [len(text) * factor for text, factor in zip(texts, factors, strict=True)]
+
     def picky(self, x: Tensor) -> Tensor:
         self.met.append(("picky", len(x)))
         if bool((x > 1e4).any()):
@@ -172,6 +176,30 @@ async def test_a_known_call_is_queued_without_python() -> None:
         assert not FAST_PATH.module.queue(front, ticket), "this task has never called: Python makes it known"
         assert front.batcher.queued == 0 and ticket.state == 0
     assert call.entries.find((x, "a"), {}) is None, "the runtime is gone"
+
+
+@pytest.mark.asyncio
+async def test_a_known_call_without_tensors_is_a_row_of_the_host() -> None:
+    """Texts are queued without Python as rows are; results are their callers'; other classes, other kinds."""
+    model = Model()
+    with lz.start(lz.Settings(warm="off"), scoped=False) as runtime:
+        call: Any = lz.batched(model.lengths)
+        assert call.entries.find(("a", 1), {}) is None
+        wanted = [[size * 3, size * 3] for size in range(4)]
+
+        async def twice(text: str) -> list[int]:
+            return [await call(text, 3), await call(text, 3)]
+
+        assert await asyncio.gather(*(twice("x" * size) for size in range(4))) == wanted
+        assert model.met == [("lengths", 4)] * 2
+        call.us_per_row = 2.5
+        ticket = call.entries.find(("a", 1), {})
+        assert (ticket.tokens, ticket.bytes, ticket.expected_us) == (1, 0, 2.5)
+        assert ticket.device is runtime.device("cpu")
+        assert call.entries.find((b"a", 1), {}) is None and call.entries.find(("a",), {}) is None
+        with torch.no_grad():
+            assert call.entries.find(("a", 1), {}) is None, "other modes are another kind"
+    assert call.entries.find(("a", 1), {}) is None, "the runtime is gone"
 
 
 @pytest.mark.asyncio
