@@ -190,7 +190,7 @@ def application(options: Options) -> Starlette:
     """The server as an ASGI application; its lifespan opens the runtime, and drains it at the end."""
 
     determinism = "strict" if options.strict else "default"
-    fleet = {} if options.cluster is None else {"cluster": options.cluster}
+    fleet: dict[str, Any] = {} if options.cluster is None else {"cluster": options.cluster}
     if options.replicas is not None:
         fleet |= {"cluster_devices": options.replicas}
     settings = lz.Settings.load(

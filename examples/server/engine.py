@@ -78,8 +78,9 @@ class _Rules:
         grammar: Grammar | None,
     ) -> None:
         self._grammar = grammar
-        for token in so_far if grammar is not None else ():
-            grammar.accept(token)
+        if grammar is not None:
+            for token in so_far:
+                grammar.accept(token)
         self.args: LogitRules | None = None
         if sampling.has_rules or grammar is not None:
             self._history = torch.zeros(len(prompt) + max_tokens, dtype=torch.int64)

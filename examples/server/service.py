@@ -9,7 +9,8 @@ from models.llama import Llama, load
 
 import layerzero as lz
 from server.engine import Drawn, Engine, Grammar
-from server.front import KV_FORMATS, Front
+from server.front import KV_FORMATS as KV_FORMATS
+from server.front import Front
 from server.front import Full as Full
 from server.front import Options as Options
 from server.protocol import Ask, Sampling

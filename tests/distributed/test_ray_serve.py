@@ -38,7 +38,7 @@ answer = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=120)
 with httpx.stream("POST", f"{url}/v1/chat/completions", json={**chat, "stream": True}, timeout=120) as stream:
     events = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
 unknown = httpx.post(f"{url}/v1/chat/completions", json={**chat, "moon": 1}, timeout=120)
-print(json.dumps({
+print("said", json.dumps({
     "status": answer.status_code, "whole": answer.json()["choices"][0]["message"]["content"],
     "streamed": "".join(json.loads(e)["choices"][0]["delta"].get("content", "") for e in events[:-1]),
     "last": events[-1], "unknown": [unknown.status_code, unknown.json()["error"]["param"]],
@@ -54,6 +54,7 @@ def test_a_chat_goes_through_ray_serve(tmp_path: Path) -> None:
     script.write_text(PROGRAM)
     done = forked.run([str(script), str(forked.ROOT / "examples")], tmp_path, 200)
     assert done.returncode == 0, done
-    said = json.loads(done.stdout.splitlines()[-1])
+    (line,) = [each for each in done.stdout.splitlines() if each.startswith("said ")]
+    said = json.loads(line[5:])
     assert said["status"] == 200 and said["whole"] and said["whole"] == said["streamed"]
     assert said["last"] == "[DONE]" and said["unknown"] == [400, "moon"]

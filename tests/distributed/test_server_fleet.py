@@ -141,6 +141,7 @@ def test_streams_of_a_killed_replica_go_on_at_the_other(fleet: Running) -> None:
     assert got == asyncio.run(streamed(fleet, seeds, asyncio.Event(), **more))
 
 
+@pytest.mark.slow
 def test_a_rolling_restart_into_another_environment_refuses_the_bundle_and_serves(
     fleet: Running, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +154,10 @@ def test_a_rolling_restart_into_another_environment_refuses_the_bundle_and_serve
     monkeypatch.setattr(bundle_files, "environment_of", upgraded)
     save_bundle(bundle)
     pool = fleet.service.pool
+    until_s = time.monotonic() + LIMIT_S
+    while any(each.state.value != "running" for each in pool.devices.values()):  # one was killed before
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
     before = {facts.name: facts.incarnation for facts in pool.facts}
     alone = text(fleet, seed=7)
     restart = asyncio.run_coroutine_threadsafe(pool.rolling_restart(), fleet.loop)  # type: ignore[arg-type]
