@@ -144,12 +144,17 @@ def metrics() -> str:
         runtime.device("cpu")
         families = list(lz.metrics.collector(runtime).collect())
         rows: list[list[object]] = [
-            [f"`{family.name}{'_total' * (family.type == 'counter')}`", family.type, ", ".join(labels(family)), family.documentation]
+            [f"`{scraped_name(family)}`", family.type, ", ".join(labels(family)), family.documentation]
             for family in families
         ]
     finally:
         runtime.close()
     return table(["metric", "type", "labels", "meaning"], rows)
+
+
+def scraped_name(family: Any) -> str:
+    """A family's name as a scrape has it."""
+    return f"{family.name}_total" if family.type == "counter" else str(family.name)
 
 
 def labels(family: Any) -> list[str]:

@@ -104,6 +104,23 @@ def outcome(tree: Path, *words: str) -> tuple[int, list[dict[str, str]]]:
     return status, json.loads(report.read_text())
 
 
+def test_a_record_is_gone_on_from(tree: Path, tmp_path: Path) -> None:
+    """What was killed is not tried again until its edit is another; what survived is, and no row is lost."""
+    record = tmp_path / "record.json"
+    survives = {"rows": ["A3"], **EDIT, "old": "2 * a", "new": "3 * a"}
+    entries(tree, {"rows": ["A1"], **EDIT}, survives)
+    _, first = outcome(tree, "--record", str(record))
+    assert sorted(each["verdict"] for each in first) == ["SURVIVED", "killed"]
+    _, second = outcome(tree, "--record", str(record))
+    assert [each["verdict"] for each in second] == ["SURVIVED"]
+    entries(tree, {"rows": ["A1"], **EDIT, "new": "a * b"}, survives)
+    _, third = outcome(tree, "--record", str(record))
+    assert sorted(each["verdict"] for each in third) == ["SURVIVED", "killed"]
+    kept = json.loads(record.read_text())
+    assert sorted(row["verdict"] for row in kept["rows"]) == ["SURVIVED", "killed", "killed"]
+    assert {row["commit"] for row in kept["rows"]} == {kept["environment"]["commit"]}
+
+
 def contents(tree: Path) -> dict[str, bytes]:
     """Every file of a tree."""
     return {str(path): path.read_bytes() for path in tree.rglob("*") if path.is_file()}
