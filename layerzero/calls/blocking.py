@@ -106,8 +106,8 @@ def _routed(op: Op, route: Route) -> Callable[..., Any]:
             return _run_uncached(op, signature, full, backend)
         except (AttributeError, TypeError) as error:
             return _first_call(op, route, args, kwargs, backend, error)
-        last.plan = plan
         counted()
+        last.plan = plan
         cache.remember(args, kwargs, full, device, snapshot, plan)
         try:
             return plan.call(*full)

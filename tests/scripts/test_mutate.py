@@ -107,7 +107,7 @@ def outcome(tree: Path, *words: str) -> tuple[int, list[dict[str, str]]]:
 def test_a_record_is_gone_on_from(tree: Path, tmp_path: Path) -> None:
     """What was killed is not tried again until its edit is another; what survived is, and no row is lost."""
     record = tmp_path / "record.json"
-    survives = {"rows": ["A3"], **EDIT, "old": "2 * a", "new": "3 * a"}
+    survives: dict[str, object] = {"rows": ["A3"], **EDIT, "old": "2 * a", "new": "3 * a"}
     entries(tree, {"rows": ["A1"], **EDIT}, survives)
     _, first = outcome(tree, "--record", str(record))
     assert sorted(each["verdict"] for each in first) == ["SURVIVED", "killed"]
