@@ -204,9 +204,9 @@ async def test_without_a_timeline_nothing_is_attached(tmp_path: Path) -> None:
         await crowd()
         seen = len(timeline.encode())
         await crowd()
-        assert attached() == off == ((), None, False, False, None)
+        assert attached() == off == ((), None, False, None)
         assert len(timeline.encode()) == seen
-    assert on[0] == (timeline,) and on[1].timeline is timeline and on[2:] == (True, True, timeline)
+    assert on[0] == (timeline,) and on[1].timeline is timeline and on[2:] == (True, timeline)
 
 
 def test_a_timeline_around_a_program_sees_the_runtime_that_opens_inside(tmp_path: Path) -> None:
