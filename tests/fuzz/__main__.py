@@ -129,21 +129,27 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def _recorder(path: Path | None) -> Callable[[list[dict[str, Any]]], None]:
+    """What writes rows to a file, where there is one."""
+    if path is None:
+        return lambda rows: None
+    from benchmarks.harness import environment, write  # here: it imports torch
+
+    facts = environment()
+    return lambda rows: write(path, {"environment": facts, "rows": rows})
+
+
 def _all(names: list[str], given: argparse.Namespace, one: Callable[[str, argparse.Namespace], Ran]) -> int:
     """Every target, told and recorded as it ends; the exit status."""
     rows: list[dict[str, Any]] = []
-    if given.record is not None:  # here: what it is made with imports torch
-        from benchmarks.harness import environment, write
-
-        facts = environment()
+    record = _recorder(given.record)
     with ThreadPoolExecutor(max(1, given.jobs)) as pool:
         for ran in pool.map(lambda name: one(name, given), names):
             state = "BROKEN" if ran.ended else "ok"
             print(f"{ran.parser:16} {ran.runs} runs {ran.seconds:8.1f} s {state}", flush=True)
             print(ran.said, end="\n" if ran.said else "")
             rows.append(asdict(ran))
-            if given.record is not None:
-                write(given.record, {"environment": facts, "rows": rows})
+            record(rows)
     return int(any(row["ended"] for row in rows))
 
 
