@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 SPEC := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress coverage lint ruff layers mypy pyright format bench examples docs dist ci dev clean
+.PHONY: help demo test stress fuzz coverage lint ruff layers mypy pyright format bench examples docs dist ci dev clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,11 @@ test: $(VENV)/.installed-test  ## set up and run the test suite
 
 stress: $(VENV)/.installed-stress  ## every stage of the release gate's stress suite: soak, a million fuzz runs a parser, coverage
 	LZ_STRESS=1 $(PY) -m layerzero gate RELEASE.yaml --suite stress --artifacts build/stress
+
+# Two at a time: about half an hour where two cores are free.
+FUZZ_FLAGS ?= --jobs 2
+fuzz: $(VENV)/.installed-test  ## a million changed inputs for each parser of what comes from outside
+	$(PY) -m tests.fuzz --all --plain --runs 1000000 $(FUZZ_FLAGS)
 
 # Folder by folder, so that one test's mistake does not cost the figures of the others; fails below the bound in pyproject.toml.
 COVERED ?= $(filter-out tests/cuda/ tests/distributed/ tests/benchmarks/ tests/docs/ tests/data/ tests/mutations/,$(wildcard tests/*/))

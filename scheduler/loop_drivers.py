@@ -202,7 +202,6 @@ class LoopDrivers:
             watch = BatchWatch(driver, self._streams, *timeline)
             for task, caller in list(driver._callers.items()):
                 watch.name(caller, task)
-        driver.batcher.explains = watch is not None
         driver.watch = watch
 
     def set_settings(self, settings: Settings) -> None:

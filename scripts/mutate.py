@@ -4,6 +4,7 @@
     python -m scripts.mutate --rows T9 PS-010      those of some rows
     python -m scripts.mutate --sample 20 --seed 3  as many drawn at random
     python -m scripts.mutate --part 2/9            the second of nine parts, to try all in several runs
+    python -m scripts.mutate --record FILE         what FILE does not have as killed, noted there as it comes
     python -m scripts.mutate --check               only whether each edit still applies
 
 Every run of a proof is a process of its own. A mutation is killed if its proof fails under it and passes
@@ -33,6 +34,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from scripts import ledger, mutations
+from scripts.mutation_record import MutationRecord, parts
 from scripts.mutations import Mutation, MutationError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -376,6 +378,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="proofs at a time, each in its copy")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds a proof may take")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result there")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="go on where FILE ends")
     parser.add_argument("--check", action="store_true", help="only see whether each mutation applies")
     return parser
 
@@ -404,13 +407,26 @@ def _asked(options: argparse.Namespace, source: Path) -> int:
         outcomes = [shown(result) for result in check(source, chosen)]
         print(f"{len(chosen) - len(outcomes)} of {len(chosen)} apply")
     else:
-        outcomes = [shown(r) for r in results(source, chosen, jobs=options.jobs, limit_s=options.limit)]
+        outcomes = list(_tried(source, chosen, options))
         counts = Counter(result.verdict for result in outcomes)
         print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "nothing to run")
     if options.json:
         told = [{**asdict(r.mutation), "verdict": r.verdict, "why": r.why} for r in outcomes]
         options.json.write_text(json.dumps(told, indent=1) + "\n")
     return int(any(result.verdict not in GOOD for result in outcomes))
+
+
+def _tried(source: Path, chosen: Sequence[Mutation], options: argparse.Namespace) -> Iterator[Result]:
+    """What came of each, told and recorded as it comes."""
+    limits = {"jobs": options.jobs, "limit_s": options.limit}
+    if options.record is None:
+        yield from map(shown, results(source, chosen, **limits))
+        return
+    record = MutationRecord(options.record)
+    for part in parts([mutation for mutation in chosen if record.verdict(mutation) != KILLED]):
+        for result in results(source, part, **limits):
+            record.add(result.mutation, result.verdict, result.why)
+            yield shown(result)
 
 
 def shown(result: Result) -> Result:

@@ -144,12 +144,17 @@ def metrics() -> str:
         runtime.device("cpu")
         families = list(lz.metrics.collector(runtime).collect())
         rows: list[list[object]] = [
-            [f"`{family.name}`", family.type, ", ".join(labels(family)), family.documentation]
+            [f"`{scraped_name(family)}`", family.type, ", ".join(labels(family)), family.documentation]
             for family in families
         ]
     finally:
         runtime.close()
     return table(["metric", "type", "labels", "meaning"], rows)
+
+
+def scraped_name(family: Any) -> str:
+    """A family's name as a scrape has it."""
+    return f"{family.name}_total" if family.type == "counter" else str(family.name)
 
 
 def labels(family: Any) -> list[str]:
@@ -213,7 +218,7 @@ def counters() -> str:
     """Every counter that the package adds to: its labels and the modules that count."""
     counted: dict[str, tuple[set[str], set[str]]] = {}
     for path, tree in modules().items():
-        for call in calls_of(tree, ("add",), "counters"):
+        for call in (*calls_of(tree, ("add",), "counters"), *calls_of(tree, ("add",), "_counters")):
             name = text_of(call.args[0], {}) if call.args else None
             if name is None:
                 continue

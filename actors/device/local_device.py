@@ -133,7 +133,7 @@ class LocalDevice:
             self.refresh()
 
     def _apply_settings(self) -> None:
-        """What follows from the settings: how modes are read, what may run on the caller's thread."""
+        """What follows from the settings: how modes are read."""
         cuda = self.device.type == "cuda"
         if self.settings.inference:
             self.mode: Callable[[], int] = (
@@ -144,7 +144,6 @@ class LocalDevice:
         # For who holds the captured modes already: their bits that count here, and what else adds one.
         self.mode_mask = ~GRAD if self.settings.inference else -1
         self.capturing: Callable[[], bool] | None = torch.cuda.is_current_stream_capturing if cuda else None
-        self.inline_limit_us = float("inf") if cuda else self.settings.inline_limit_us
 
     def set_settings(self, settings: Settings, dispatch_table: ActiveDispatchTable | None = None) -> None:
         """Put other settings in force, and the dispatch table that `dispatch_table_for` made of them."""

@@ -28,6 +28,7 @@ from layerzero.spec.errors import (
     NoKernelFoundError,
 )
 from layerzero.spec.hardware import Hardware, free_memory
+from layerzero.spec.reasons import Reason
 
 _is_traced = torch.compiler.is_dynamo_compiling
 _ARGUMENT_ERRORS = (ValueError, TypeError, IndexError)
@@ -163,10 +164,11 @@ class Recovery:
         except Exception as other:
             message = f"so did {smallest} ({_short(other)}); {usage}: make the call smaller"
             raise self._error(plan.kernel, error, message) from other
+        self._counters.add("fallbacks", kernel=plan.kernel, reason=_reason_of(error))
         return result, self._record_fallback(plan, smallest, error)
 
     def _count_failure(self, plan: Plan, broken: str, used: str, error: Exception) -> None:
-        self._counters.add("fallbacks", kernel=broken)
+        self._counters.add("fallbacks", kernel=broken, reason=_reason_of(error))
         log.warning("kernel.fell_back", kernel=broken, used=used, op=plan.op.name, error=_short(error))
         self._health.failure(broken, _short(error), op=plan.op.name)
 
@@ -256,3 +258,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _short(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _reason_of(error: BaseException) -> str:
+    """The code of an error that has one, else its class: a label has no library's wording."""
+    reason = getattr(error, "reason", None)
+    return reason.value if isinstance(reason, Reason) else type(error).__name__

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from layerzero.calls.call_cache import remembered_calls
 from layerzero.health.breaker import BreakerState
 from layerzero.runtime import Runtime
+from layerzero.scheduler.core.launch_reasons import CAUSES, REASONS
 
 if TYPE_CHECKING:
     from layerzero.observe.counters import Collector
@@ -23,9 +25,11 @@ def collector(runtime: Runtime, prefix: str = "layerzero_") -> Collector:
     """A collector for a `prometheus_client` registry: batchers and counters are read when it is scraped.
 
     Every batcher family is labelled by device. `batcher_queue_wait_seconds` sums the time that launched calls
-    queued; `batcher_batch_size` counts batches by their calls; `batcher_calls` counts calls by how they
+    queued; `batcher_batch_size` counts batches by their calls, `batcher_batches` by why they were launched,
+    `batcher_hold_seconds` those that were held for callers; `batcher_calls` counts calls by how they
     ended; `batcher_in_flight` is what has been submitted and has not ended, `batcher_queued` what of it
-    waits. `kernels_out` counts kernels that do not serve, `kv_pages` pages of all paged caches.
+    waits. `kernels_out` counts kernels that do not serve, `kv_pages` pages of all paged caches. The calls of
+    `calls_remembered` are those of the process.
     """
     return _BatcherCollector(runtime, prefix)
 
@@ -47,6 +51,12 @@ class _BatcherCollector:
         wait = SummaryMetricFamily(name + "queue_wait_seconds", "time launched calls queued", labels=device)
         worst = GaugeMetricFamily(name + "queue_wait_max_seconds", "longest wait of a call", labels=device)
         sizes = HistogramMetricFamily(name + "batch_size", "calls in one batch", labels=device)
+        batches = CounterMetricFamily(
+            name + "batches", "batches by why they were launched when they were", labels=["device", "reason"]
+        )
+        holds = SummaryMetricFamily(
+            name + "hold_seconds", "time batches were held for callers", labels=["device", "cause"]
+        )
         items = CounterMetricFamily(name + "items", "calls submitted", labels=device)
         at_once = CounterMetricFamily(
             name + "at_once", "calls that few could join: never queued", labels=device
@@ -64,6 +74,11 @@ class _BatcherCollector:
             wait.add_metric(labels, count_value=launched, sum_value=stats.wait_s)
             worst.add_metric(labels, stats.wait_max_s)
             sizes.add_metric(labels, _buckets(stats.sizes), sum_value=launched)
+            for reason in REASONS:
+                batches.add_metric([*labels, reason], stats.reasons.get(reason, 0))
+            for cause in CAUSES:
+                count, seconds = stats.holds.get(cause, 0), stats.held_s.get(cause, 0.0)
+                holds.add_metric([*labels, cause], count_value=count, sum_value=seconds)
             items.add_metric(labels, stats.submitted)
             at_once.add_metric(labels, stats.at_once)
             tokens.add_metric(labels, stats.tokens)
@@ -79,7 +94,14 @@ class _BatcherCollector:
         for name, (used, free) in _kv_pages().items():
             pages.add_metric([name, "used"], used)
             pages.add_metric([name, "free"], free)
-        yield from (wait, worst, sizes, items, at_once, tokens, calls, live, queued, kernels_out, pages)
+        remembered = CounterMetricFamily(
+            self._prefix + "calls_remembered", "calls whose kernel was chosen before", labels=["op"]
+        )
+        for op_name, count in remembered_calls().items():
+            if count:
+                remembered.add_metric([op_name], count)
+        yield from (wait, worst, sizes, batches, holds, items, at_once, tokens, calls, live, queued)
+        yield from (kernels_out, pages, remembered)
         yield from self._runtime.counters.collector(self._prefix).collect()
 
 

@@ -82,6 +82,7 @@ class AwaitedOp:
             except (AttributeError, TypeError):
                 built = None  # a wrong argument: below it is named
             else:
+                self.cache.count_known()
                 driver = None if bits & CAPTURE else device.loop_drivers.current()
                 return Described(device, driver, full, plan.expected_us, plan, modes)
         if batching is not None:

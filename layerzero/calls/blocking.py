@@ -82,6 +82,7 @@ def _routed(op: Op, route: Route) -> Callable[..., Any]:
     """The blocking call of an op; `route` answers calls on tensors that are transformed or traced."""
     build, name, active, scoped, last = op.build, op.name, ACTIVE, SCOPE.get, LAST
     cache, may_be_foreign = BlockingCallCache(op, last, _recover), foreign.may_be_foreign
+    counted = cache.count_known
 
     def call(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         if backend is None and cache.entries is not None:
@@ -105,6 +106,7 @@ def _routed(op: Op, route: Route) -> Callable[..., Any]:
             return _run_uncached(op, signature, full, backend)
         except (AttributeError, TypeError) as error:
             return _first_call(op, route, args, kwargs, backend, error)
+        counted()
         last.plan = plan
         cache.remember(args, kwargs, full, device, snapshot, plan)
         try:

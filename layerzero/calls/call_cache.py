@@ -10,8 +10,11 @@ beside the default one) never enter.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.scope import SCOPE
@@ -43,34 +46,72 @@ def _has_drawn(op: Op, kwargs: dict[str, Any]) -> bool:
     return op.stochastic and kwargs.get("seed") is None
 
 
-class BlockingCallCache:
-    """One op's plans of blocking calls while the compiled twin is there, else None.
+class _CallCache:
+    """What the caches of blocking and awaited calls share: the twin's `entries`, and how many were known."""
 
-    `last` notes a thread's last plan, `recover` continues where a kernel raised.
-    """
+    __slots__ = ("__weakref__", "_before", "_known", "_op", "count_known", "entries")
 
-    __slots__ = ("_last", "_op", "_recover", "entries")
-
-    def __init__(self, op: Op, last: Any, recover: Callable[..., Any]) -> None:
+    def __init__(self, op: Op) -> None:
         self._op = op
-        self._last = last
-        self._recover = recover
         self.entries: Any = None
+        self._before = 0  # of twins that are gone
+        self._known = count()
+        self.count_known = self._known.__next__  # for calls that Python answers; threads lose no increment
+        _CACHES.add(self)
         FAST_PATH.on_ready(self.install)
         ACTIVE.on_change(self.clear)
 
     def install(self, module: Any) -> None:
         """Begin with the compiled twin, or go without."""
-        parameters = _parameters(self._op)
-        if module is None or parameters is None:
-            self.entries = None
-            return
-        self.entries = module.PlanCache(*parameters, ACTIVE, SCOPE, REHEARSAL, self._last, self._recover)
+        raise NotImplementedError
 
     def clear(self) -> None:
         """Keep nothing alive that belonged to a runtime which is gone."""
         if self.entries is not None:
             self.entries.forget()
+
+    def _answer_by(self, entries: Any) -> None:
+        if self.entries is not None:
+            self._before += self.entries.hits
+        self.entries = entries
+
+    def known_calls(self) -> tuple[str, int]:
+        """The op, and how many of its calls were known."""
+        by_python = int(repr(self._known)[len("count(") : -1])
+        return self._op.name, self._before + by_python + (0 if self.entries is None else self.entries.hits)
+
+
+_CACHES: WeakSet[_CallCache] = WeakSet()
+
+
+def remembered_calls() -> dict[str, int]:
+    """Calls of each op in this process whose plan was known; those in a scope or with `backend=` left out."""
+    totals: Counter[str] = Counter()
+    for name, known in [cache.known_calls() for cache in list(_CACHES)]:
+        totals[name] += known
+    return dict(totals)
+
+
+class BlockingCallCache(_CallCache):
+    """One op's plans of blocking calls while the compiled twin is there, else None.
+
+    `last` notes a thread's last plan, `recover` continues where a kernel raised.
+    """
+
+    __slots__ = ("_last", "_recover")
+
+    def __init__(self, op: Op, last: Any, recover: Callable[..., Any]) -> None:
+        self._last = last
+        self._recover = recover
+        super().__init__(op)
+
+    def install(self, module: Any) -> None:
+        """Begin with the compiled twin, or go without."""
+        parameters = _parameters(self._op)
+        if module is None or parameters is None:
+            self._answer_by(None)
+            return
+        self._answer_by(module.PlanCache(*parameters, ACTIVE, SCOPE, REHEARSAL, self._last, self._recover))
 
     def remember(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], full: Args, device: LocalDevice,
@@ -92,31 +133,24 @@ def find_nothing(args: Args, kwargs: dict[str, Any], last: Any = None) -> Pendin
     return None
 
 
-class AwaitedCallCache:
+class AwaitedCallCache(_CallCache):
     """One op's memo while the compiled twin is there, else None."""
 
-    __slots__ = ("_op", "entries", "find")
+    __slots__ = ("find",)
 
     def __init__(self, op: Op) -> None:
-        self._op = op
-        self.entries: Any = None
         self.find: Callable[..., Any] = find_nothing
-        FAST_PATH.on_ready(self.install)
-        ACTIVE.on_change(self.clear)
+        super().__init__(op)
 
     def install(self, module: Any) -> None:
         """Begin a memo of the compiled twin, or go without."""
         parameters = _parameters(self._op)
         if module is None or parameters is None:
-            self.entries, self.find = None, find_nothing
+            self._answer_by(None)
+            self.find = find_nothing
             return
-        self.entries = module.CallCache(self._op, *parameters, ACTIVE, SCOPE, REHEARSAL)
+        self._answer_by(module.CallCache(self._op, *parameters, ACTIVE, SCOPE, REHEARSAL))
         self.find = self.entries.find
-
-    def clear(self) -> None:
-        """Keep nothing alive that belonged to a runtime which is gone."""
-        if self.entries is not None:
-            self.entries.forget()
 
     def remember(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], full: Args, device: ScheduledDevice, plan: Plan,

@@ -796,6 +796,7 @@ struct Memo {
   PyObject_HEAD
   PyObject *op, *names, *defaults, *active, *scope, *rehearsal;
   Py_ssize_t positional;
+  unsigned long long hits;  // calls it has found
   Remembered* kept;
 };
 
@@ -974,6 +975,7 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
   const long long tokens = entry.tokens, bytes = entry.bytes;
   const int place = entry.place;
   if (!usual(self, place)) return none();
+  ++self->hits;
   const Py_ssize_t all = PyTuple_GET_SIZE(self->names);
   if (count == 3 && given[2] != Py_None && place == HOST) {
     const bool solo = group.get() == Py_None;
@@ -1089,6 +1091,7 @@ PyObject* memo_new(PyTypeObject* type, PyObject* given, PyObject*) {
   self->scope = Ref::to(scope).release();
   self->rehearsal = Ref::to(rehearsal).release();
   self->positional = positional;
+  self->hits = 0;
   self->kept = new Remembered();
   PyObject_GC_Track(self);
   return reinterpret_cast<PyObject*>(self);
@@ -1138,6 +1141,8 @@ void memo_dealloc(Memo* self) {
 
 PyObject* memo_size(Memo* self, void*) { return PyLong_FromSize_t(self->kept->entries.size()); }
 
+PyObject* memo_hits(Memo* self, void*) { return PyLong_FromUnsignedLongLong(self->hits); }
+
 PyMethodDef memo_methods[] = {
     {"find", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(memo_find)), METH_FASTCALL,
      "The ticket of a known call, (value,) of one that ran at once, or None."},
@@ -1146,6 +1151,7 @@ PyMethodDef memo_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef memo_getset[] = {
     {"size", reinterpret_cast<getter>(memo_size), nullptr, "Calls it knows.", nullptr},
+    {"hits", reinterpret_cast<getter>(memo_hits), nullptr, "How often it was asked for one it knew.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot memo_slots[] = {{Py_tp_doc, const_cast<char*>("What is known about the calls of one op.")},
                             {Py_tp_new, reinterpret_cast<void*>(memo_new)},

@@ -20,6 +20,7 @@ struct Plans {
   PyObject *names, *defaults, *active, *scope, *rehearsal;
   PyObject *last, *recover;  // what notes a thread's last plan, and what goes on after an error
   Py_ssize_t positional;
+  unsigned long long hits;  // calls it has run
   std::unordered_map<int, DevicePlans>* by_place;
 };
 
@@ -118,6 +119,7 @@ PyObject* run_known(Plans* self, PyObject* args, PyObject* kwargs) {
     PyObject* constant = PyTuple_GET_ITEM(constants.get(), i);
     if (constant != Py_Ellipsis) values[i] = constant;
   }
+  ++self->hits;
   if (PyObject_SetAttr(self->last, known.plan, plan.get())) return nullptr;
   Ref call(PyObject_GetAttr(plan.get(), known.call));
   if (!call) return nullptr;
@@ -194,6 +196,7 @@ PyObject* plans_new(PyTypeObject* type, PyObject* given, PyObject*) {
   self->last = Ref::to(last).release();
   self->recover = Ref::to(recover).release();
   self->positional = positional;
+  self->hits = 0;
   self->by_place = new std::unordered_map<int, DevicePlans>();
   PyObject_GC_Track(self);
   return reinterpret_cast<PyObject*>(self);
@@ -247,6 +250,8 @@ PyObject* plans_size(Plans* self, void*) {
   return PyLong_FromSize_t(size);
 }
 
+PyObject* plans_hits(Plans* self, void*) { return PyLong_FromUnsignedLongLong(self->hits); }
+
 PyMethodDef plans_methods[] = {
     {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(plans_run)), METH_FASTCALL,
      "The result of a known call, or NotImplemented."},
@@ -255,6 +260,7 @@ PyMethodDef plans_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef plans_getset[] = {
     {"size", reinterpret_cast<getter>(plans_size), nullptr, "Calls it knows.", nullptr},
+    {"hits", reinterpret_cast<getter>(plans_hits), nullptr, "How often it was asked for one it knew.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot plans_slots[] = {{Py_tp_doc, const_cast<char*>("The plans of one op's blocking calls.")},
                              {Py_tp_new, reinterpret_cast<void*>(plans_new)},

@@ -2,7 +2,7 @@
 
 One call: `op.build` makes a signature; the device's `DispatchState` holds one `PlanTable` per op; the table
 maps the signature to a plan; the plan is called. A hit is two attribute loads and two dict lookups: no lock,
-no counter, no clock, no log. Everything below `PlanTable.resolve` is the cold path.
+no clock, no log. Who looks up counts it. Everything below `PlanTable.resolve` is the cold path.
 
 A state is never changed, only inserted into and dropped whole: a policy change, a breaker or a newly
 loaded kernel makes the next version, which shares the tables whose verdicts cannot have changed. A miss

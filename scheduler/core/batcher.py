@@ -49,8 +49,8 @@ class Batcher:
 
     __slots__ = (
         "_last_was_urgent", "_turn_due", "_urgent", "_waiting_for_room", "at_once", "deadlines",
-        "deferred_until", "draining", "expected_callers", "explains", "inflight_batches", "limits",
-        "mean_batch_s", "queued", "queued_bytes", "round_robin", "running_calls", "stats",
+        "deferred_until", "draining", "expected_callers", "inflight_batches", "limits", "mean_batch_s",
+        "queued", "queued_bytes", "round_robin", "running_calls", "stats",
     )  # fmt: skip
 
     def __init__(self, limits: BatchLimits | None = None) -> None:
@@ -65,7 +65,6 @@ class Batcher:
         self.inflight_batches = self.running_calls = 0  # batches, pending calls
         self.mean_batch_s = 0.0
         self.draining = False
-        self.explains = False  # whether batches say why they are launched
         self._turn_due = False
         self._last_was_urgent = False
         # A plain dict looks through all that it has lost for its first key.
@@ -158,8 +157,9 @@ class Batcher:
         batch.queue = queue
         if queue.costs is not None:
             batch.expected_us = queue.costs.expected_us(len(calls), batch.expected_us)
-        if self.explains:
-            batch.why = launch_reason(queue, chosen, expected)
+        batch.why = launch_reason(queue, chosen, expected)
+        self.stats.count_launch(batch.why, queue.held, now_s)
+        queue.held = None
         if expected is not None:
             batch.launch = expected.launched(calls, queue, now_s)
         return batch
@@ -301,6 +301,8 @@ class Batcher:
         queue.count -= 1
         queue.tokens -= call.tokens
         queue.bytes -= call.bytes
+        if not queue.count:
+            queue.held = None
         self.queued -= 1
         self.queued_bytes -= call.bytes
         point.count -= 1
@@ -392,6 +394,6 @@ class Batcher:
             self._admit()
         batch = Batch(calls, now_s, expected_us)
         batch.tokens = tokens
-        if self.explains and since - oldest * size < SAME_TIME_S:
+        if since - oldest * size < SAME_TIME_S:
             batch.submitted_at = oldest
         return batch

@@ -20,7 +20,14 @@ from collections import deque
 from collections.abc import Collection, Iterable, Set
 from typing import Final
 
-from layerzero.scheduler.core.launch_reasons import DEVICE_DRY, GRACE_OVER, LIMIT, NOBODY_EXPECTED
+from layerzero.scheduler.core.launch_reasons import (
+    CALLERS_READ,
+    DEVICE_DRY,
+    DEVICE_RUNS,
+    GRACE_OVER,
+    LIMIT,
+    NOBODY_EXPECTED,
+)
 from layerzero.scheduler.core.limits import BatchLimits
 from layerzero.scheduler.core.pending_call import Caller, PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint
@@ -163,6 +170,9 @@ class ExpectedCallers:
             until = self._until(group, present[group], expected, now_s) if expected else now_s
             if until > now_s:
                 held.add(group)
+                if group.held is None:
+                    cause = CALLERS_READ if self.released[group] == GRACE_OVER else DEVICE_RUNS
+                    group.held = cause, now_s
                 self.until = min(self.until, until)
                 self.needs_device |= until == math.inf
         return held

@@ -1,4 +1,4 @@
-"""Why a batch was launched when it was: the batcher's own words, which a timeline tells."""
+"""Why a batch was launched when it was, and what it was held for: the batcher's own words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ NOBODY_EXPECTED: Final = "nobody_expected"  # who is away calls elsewhere next
 ALONE: Final = "alone"  # its call shares no batch
 PRIORITY: Final = "priority"  # of a call that overtakes
 DEADLINE: Final = "deadline"  # of a call that would have started too late
-UNEXPLAINED: Final = "unexplained"  # launched when no timeline asked
+REASONS: Final = (
+    TURN, ALL_HERE, LIMIT, GRACE_OVER, DEVICE_DRY, NOBODY_EXPECTED, ALONE, PRIORITY, DEADLINE
+)  # fmt: skip
+DEVICE_RUNS: Final = "device_runs"  # the device still runs the last batch of callers that are away
+CALLERS_READ: Final = "callers_read"  # it has run it, and they read its results
+CAUSES: Final = (DEVICE_RUNS, CALLERS_READ)  # of holds
 
 
 def launch_reason(queue: BatchQueue, chosen: PendingCall | None, expected: ExpectedCallers | None) -> str:

@@ -74,8 +74,8 @@ class BatcherStats:
     """Counters of one batcher; `submitted == done + failed + cancelled + expired + rejected + lane.live`."""
 
     __slots__ = (
-        "at_once", "batches", "cancelled", "detached", "done", "expired", "failed", "rejected", "sizes",
-        "submitted", "tokens", "wait_max_s", "wait_s",
+        "at_once", "batches", "cancelled", "detached", "done", "expired", "failed", "held_s", "holds",
+        "reasons", "rejected", "sizes", "submitted", "tokens", "wait_max_s", "wait_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -85,6 +85,9 @@ class BatcherStats:
         self.at_once = 0  # calls that were never queued, beside those counted as submitted
         self.wait_s = self.wait_max_s = 0.0
         self.sizes: dict[int, int] = {}
+        self.reasons: dict[str, int] = {}  # batches by why they were launched
+        self.holds: dict[str, int] = {}  # batches that were held back for callers, by what for
+        self.held_s: dict[str, float] = {}  # and how long, together
 
     @property
     def ended(self) -> int:
@@ -100,8 +103,19 @@ class BatcherStats:
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.wait_max_s = max(self.wait_max_s, other.wait_max_s)
-        for size, count in other.sizes.items():
-            self.sizes[size] = self.sizes.get(size, 0) + count
+        for name in _BY_KIND:
+            mine = getattr(self, name)
+            for kind, count in getattr(other, name).copy().items():  # its thread goes on
+                mine[kind] = mine.get(kind, 0) + count
+
+    def count_launch(self, reason: str, held: tuple[str, float] | None, now_s: float) -> None:
+        """Count a batch by why it is launched, and what it was `held` for since when."""
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        if held is not None:
+            cause, since_s = held
+            self.holds[cause] = self.holds.get(cause, 0) + 1
+            self.held_s[cause] = self.held_s.get(cause, 0.0) + now_s - since_s
 
 
-_SUMS = tuple(name for name in BatcherStats.__slots__ if name not in ("sizes", "wait_max_s"))
+_BY_KIND = ("held_s", "holds", "reasons", "sizes")
+_SUMS = tuple(name for name in BatcherStats.__slots__ if name not in (*_BY_KIND, "wait_max_s"))

@@ -12,7 +12,6 @@ from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from layerzero.native import FAST_PATH
-from layerzero.scheduler.core.launch_reasons import UNEXPLAINED
 from layerzero.spec.errors import RuntimeClosedError
 
 if TYPE_CHECKING:  # this folder runs without torch
@@ -293,9 +292,9 @@ class Batch:
         self.queue: BatchQueue | None = None  # that its calls were in
         self.ran_us = 0.0  # what it took where it ran
         self.launch: Launch | None = None  # on a device that answers before it has run
-        self.record: BatchObserver | None = None  # of a timeline; `tokens` and `why` are for it
+        self.record: BatchObserver | None = None  # of a timeline
         self.tokens = 0
-        self.why = UNEXPLAINED
+        self.why = ""
         self.submitted_at: float | None = None  # of all its calls, where they came at one time
         self.calls = calls
         self.started = started

@@ -39,6 +39,7 @@ class BatchQueue:
         "costs",
         "count",
         "followers",
+        "held",
         "key",
         "launched_at",
         "period_s",
@@ -63,6 +64,7 @@ class BatchQueue:
         self.top = -1  # the last place in the order among those, as far as the sweep has seen them
         self.launched_at: float | None = None
         self.period_s = self.run_s = 0.0
+        self.held: tuple[str, float] | None = None  # what its calls wait for, and since when
 
 
 class ProgramPoint:

@@ -403,9 +403,11 @@ def test_a_table_s_cold_kernel_is_loaded_and_takes_over(table: Path, closing: li
     assert lz.warmup_blocking([norm("rms_norm", 16, 64, "float32")]).critical[0].kernel == "quick.rms_norm"
 
 
-@pytest.mark.parametrize("wrong", ["missing", "content"])
+@pytest.mark.parametrize(
+    ("wrong", "why"), [("missing", "No such file"), ("content", "do not match its content hash")]
+)
 def test_a_process_whose_table_decides_nothing_is_not_ready(
-    table: Path, tmp_path: Path, closing: list[Runtime], wrong: str
+    table: Path, tmp_path: Path, closing: list[Runtime], wrong: str, why: str
 ) -> None:
     """Missing or damaged: warm-up and readiness both name the table and why."""
     if wrong == "missing":
@@ -418,6 +420,7 @@ def test_a_process_whose_table_decides_nothing_is_not_ready(
     assert not report.ready and not standing.ready and report.critical[0].state == "ready"
     assert report.problems == standing.problems
     assert str(table) in standing.problems[0] and standing.problems[0].startswith("dispatch_table: ")
+    assert why in standing.problems[0]
     lz.configure(dispatch_table=None)
     assert lz.warmup_blocking([norm("rms_norm", 16, 64, "float32")]).ready and lz.readiness_check().ready
 

@@ -273,11 +273,14 @@ def transformed(at: Site) -> Any:
 
 
 def differentiated(at: Site) -> Any:
-    """Whether a result wants a gradient."""
+    """Whether a result wants a gradient, and whether its kernel was asked for one."""
     weight = WEIGHT.clone().requires_grad_()
     with torch.no_grad():  # what is remembered of such a call must not answer for the other
         layerzero.sync.rms_norm(X, weight, backend=FAST)
-    return layerzero.sync.rms_norm(X, weight, backend=FAST).requires_grad
+    wants = layerzero.sync.rms_norm(X, weight, backend=FAST).requires_grad
+    selection = lz.last_selection()
+    assert selection is not None
+    return wants, "grad" in selection.request.modes
 
 
 def safe(at: Site) -> Any:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -80,6 +83,36 @@ def test_a_planted_defect_is_found_and_its_input_kept(
     kept = list(tmp_path.glob("http-*.input"))
     assert kept and TARGETS["http"].broken_by(kept[0].read_bytes())
     assert "BROKEN http" in capsys.readouterr().out
+
+
+def test_what_was_run_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record counts runs, seconds, new inputs and broken ones of each target, and where it comes from."""
+    found = tmp_path / "corpus" / "http"
+    found.mkdir(parents=True)
+
+    def ran(words: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        name, broken = words[3], words[3] == "http"
+        if broken:
+            (found / "new").write_bytes(b"{}")
+        said = "BROKEN http: ValueError: a plant\n" if broken else ""
+        assert {"--here", "--plain", "--runs", "40"} <= set(words) and name in TARGETS
+        return subprocess.CompletedProcess(words, 0, said, "")
+
+    own = SimpleNamespace(run=ran, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(command, "subprocess", own)
+    record = tmp_path / "record.json"
+    options = ["--plain", "--runs", "40", "--out", str(tmp_path), "--record", str(record)]
+    monkeypatch.setattr(sys, "argv", ["fuzz", "policy", "http", *options])
+    monkeypatch.setenv("LZ_SOURCE_COMMIT", "0" * 40)
+    assert command.main() == 1
+    told = json.loads(record.read_text())
+    assert told["environment"]["commit"] == "0" * 40
+    kept = [(row["parser"], row["runs"], row["new_corpus"], row["crashes"]) for row in told["rows"]]
+    assert kept == [("policy", 40, 0, 0), ("http", 40, 1, 1)]
+    assert all(row["seconds"] >= 0 and row["engine"] == "plain" for row in told["rows"])
+    assert "BROKEN http: ValueError: a plant" in capsys.readouterr().out
 
 
 def test_an_unknown_target_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

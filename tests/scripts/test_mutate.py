@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts import ledger, mutate, mutations
-from scripts.mutations import MutationError
+from scripts.mutations import Mutation, MutationError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,6 +103,30 @@ def outcome(tree: Path, *words: str) -> tuple[int, list[dict[str, str]]]:
     report = tree.parent / "report.json"
     status = mutate.main(["--json", str(report), *words], source=tree)
     return status, json.loads(report.read_text())
+
+
+def test_a_record_is_gone_on_from(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was killed is not tried again until its edit is another; what survived is, and no row is lost."""
+
+    def results(source: Path, chosen: list[Mutation], **limits: float) -> Iterator[mutate.Result]:
+        for mutation in chosen:
+            verdict = mutate.SURVIVED if mutation.rows == ("A3",) else mutate.KILLED
+            yield mutate.Result(mutation, verdict, "as told")
+
+    monkeypatch.setattr(mutate, "results", results)
+    record = tmp_path / "record.json"
+    survives: dict[str, object] = {"rows": ["A3"], **EDIT, "old": "2 * a", "new": "3 * a"}
+    entries(tree, {"rows": ["A1"], **EDIT}, survives)
+    _, first = outcome(tree, "--record", str(record))
+    assert sorted(each["verdict"] for each in first) == ["SURVIVED", "killed"]
+    _, second = outcome(tree, "--record", str(record))
+    assert [each["verdict"] for each in second] == ["SURVIVED"]
+    entries(tree, {"rows": ["A1"], **EDIT, "new": "a * b"}, survives)
+    _, third = outcome(tree, "--record", str(record))
+    assert sorted(each["verdict"] for each in third) == ["SURVIVED", "killed"]
+    kept = json.loads(record.read_text())
+    assert sorted(row["verdict"] for row in kept["rows"]) == ["SURVIVED", "killed", "killed"]
+    assert {row["commit"] for row in kept["rows"]} == {kept["environment"]["commit"]}
 
 
 def contents(tree: Path) -> dict[str, bytes]:

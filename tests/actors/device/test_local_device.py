@@ -62,7 +62,7 @@ def test_a_failing_kernel_is_replaced_inside_the_call(caplog: pytest.LogCaptureF
     record = plan.selection_for_request()
     assert (record.kernel, record.fallback) == ("steady.rms_norm", "flaky.rms_norm")
     assert "planted" in record.why
-    assert own.counters.get("fallbacks", kernel="flaky.rms_norm") == 1
+    assert own.counters.get("fallbacks", kernel="flaky.rms_norm", reason="RuntimeError") == 1
     assert [(r.levelname, r.getMessage().split(" error=")[0].split(" why=")[0]) for r in caplog.records] == [
         ("WARNING", "kernel.fell_back kernel='flaky.rms_norm' used='steady.rms_norm' op='rms_norm'"),
         ("WARNING", "kernel.failed kernel='flaky.rms_norm'"),

@@ -121,6 +121,7 @@ def test_running_out_falls_back_to_the_smallest_once() -> None:
         result, used = run(own)
         assert used == "small.rms_norm" and torch.allclose(result, RMS.reference(*ARGS))
     assert own.counters.get("out_of_memory", kernel="big.rms_norm") == 5
+    assert own.counters.get("fallbacks", kernel="big.rms_norm", reason="OutOfMemoryError") == 5
     assert own.health.blocked_kernels() == {} and own.counters.total("failures") == 0
     own.close()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from layerzero.scheduler.core import launch_reasons as reasons
-from layerzero.scheduler.core.batcher import Batcher, BatchLimits
+from layerzero.scheduler.core.batcher import Batcher, BatcherStats, BatchLimits
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
 from layerzero.scheduler.core.pending_call import Batch, Caller, PendingCall
 from tests.scheduler.core.test_batcher import call, put
@@ -17,9 +18,8 @@ PASS_S = 0.010
 
 
 def batcher(device: bool = False, **limits: Any) -> Batcher:
-    """A batcher that explains; of a `device` that answers before it has run, or of a worker."""
+    """A batcher of a `device` that answers before it has run, or of a worker."""
     made = Batcher(BatchLimits(**limits))
-    made.explains = True
     if device:
         made.expected_callers = ExpectedCallers(made.limits)
     return made
@@ -56,6 +56,7 @@ def test_a_workers_batches_say_why(calls: list[dict[str, object]], told: list[st
     lane = batcher(max_batch_size=2)
     put(lane, *(call(**facts) for facts in calls))  # type: ignore[arg-type]
     assert list(whys(lane, 0.0)) == told
+    assert lane.stats.reasons == Counter(told) and sum(lane.stats.reasons.values()) == lane.stats.batches
 
 
 def crowd(lane: Batcher, callers: list[Caller], now_s: float, group: str = "step") -> list[PendingCall]:
@@ -77,6 +78,9 @@ def test_a_devices_batches_say_why() -> None:
     crowd(lane, callers[:1], now_s)  # the other is away: held, then not
     assert list(whys(lane, now_s)) == []
     assert list(whys(lane, now_s + PASS_S)) == [reasons.GRACE_OVER]
+    assert lane.stats.reasons == {reasons.ALL_HERE: 4, reasons.GRACE_OVER: 1}
+    assert lane.stats.holds == {reasons.CALLERS_READ: 1}
+    assert lane.stats.held_s == {reasons.CALLERS_READ: pytest.approx(PASS_S)}
 
 
 def test_a_full_batch_waits_for_nobody() -> None:
@@ -99,9 +103,48 @@ def test_a_group_that_nobody_is_expected_at_says_so() -> None:
     assert list(whys(lane, 0.001)) == [reasons.NOBODY_EXPECTED]
 
 
-def test_who_does_not_ask_is_not_told() -> None:
-    """Without a timeline no reason is made."""
-    lane = batcher()
-    lane.explains = False
-    put(lane, call())
-    assert list(whys(lane, 0.0)) == [reasons.UNEXPLAINED]
+def test_a_hold_behind_a_running_batch_is_counted_once_and_to_its_launch() -> None:
+    """Three turns look at it while the device runs; then the caller that was away is there."""
+    lane = batcher(device=True)
+    here, away = Caller(), Caller()
+    crowd(lane, [here, away], 0.0)
+    assert list(whys(lane, 0.0)) == [reasons.ALL_HERE]
+    crowd(lane, [here], 0.001)
+    for turn in range(3):
+        assert list(whys(lane, 0.001 + turn * 0.002)) == []
+    assert lane.stats.holds == {}
+    crowd(lane, [away], 0.008)
+    assert list(whys(lane, 0.008)) == [reasons.ALL_HERE]
+    assert lane.stats.holds == {reasons.DEVICE_RUNS: 1}
+    assert lane.stats.held_s == {reasons.DEVICE_RUNS: pytest.approx(0.007)}
+
+
+def test_a_hold_that_lost_its_calls_is_forgotten() -> None:
+    """Who takes its call back ends the hold; the next one begins anew."""
+    lane = batcher(device=True)
+    here, away = Caller(), Caller()
+    crowd(lane, [here, away], 0.0)
+    assert list(whys(lane, 0.0)) == [reasons.ALL_HERE]
+    (waiting,) = crowd(lane, [here], 0.001)
+    assert list(whys(lane, 0.001)) == []
+    assert lane.cancel(waiting)
+    crowd(lane, [here], 0.005)
+    assert list(whys(lane, 0.005)) == []
+    crowd(lane, [away], 0.006)
+    assert list(whys(lane, 0.006)) == [reasons.ALL_HERE]
+    assert lane.stats.held_s == {reasons.DEVICE_RUNS: pytest.approx(0.001)}
+
+
+def test_what_batchers_counted_adds_up() -> None:
+    """Of two batchers by kind, and the one that is added is left as it was."""
+    total, one = BatcherStats(), BatcherStats()
+    one.reasons, one.holds, one.held_s, one.sizes = (
+        {"turn": 2},
+        {"device_runs": 1},
+        {"device_runs": 0.5},
+        {3: 2},
+    )
+    for _ in range(2):
+        total.add(one)
+    assert (total.reasons, total.holds, total.sizes) == ({"turn": 4}, {"device_runs": 2}, {3: 4})
+    assert total.held_s == {"device_runs": 1.0} and one.reasons == {"turn": 2}
