@@ -6,9 +6,12 @@ A host is a network namespace; where a test needs no process of its own there, i
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +29,9 @@ from layerzero.actors.rpc.connection import Connection
 from layerzero.actors.rpc.frames import Address
 from layerzero.sharing.leases import Leases
 from layerzero.spec.errors import DeviceLostError
+from tests.children import Child
+from tests.distributed import forked
+from tests.sharing.test_work import wait_for
 from tests.waiting import LIMIT_S
 
 TOKEN = bytes(range(32))
@@ -352,3 +358,43 @@ def test_frames_arrive_once_and_in_order_over_a_line_that_loses_and_delays(
     assert shape(hosts.cable)[2][1] > 0  # some were lost
     first.close(dialled)
     second.close(listener)
+
+
+# -- rank groups ----------------------------------------------------------------------------------------
+
+
+def test_a_rank_group_over_two_hosts_ends_at_a_cut_and_goes_on_under_the_next_epoch(
+    hosts: Network, tmp_path: Path
+) -> None:
+    """Sums over the cable, on hosts whose clocks differ; no rank joins an epoch twice, and none is a wrong sum."""
+    server, (host, port) = at(hosts, 1, lambda: open_store(ADDRESSES[1], LIMIT_S)).result(LIMIT_S)
+    script = str(Path(__file__).with_name("spread.py"))
+    variables = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    shape(hosts.cable, delay_s=0.001, towards=1)
+    shape(hosts.cable, delay_s=0.003, towards=2)
+    ranks = [
+        Child(
+            forked.PROGRAM, script, name, str(tmp_path), str(rank), host, str(port),
+            folder=tmp_path, variables=variables,
+        )
+        for rank, name in enumerate((hosts.first, hosts.second))
+    ]  # fmt: skip
+    try:
+        wait_for(lambda: (tmp_path / "stepping").exists() or not all(r.process.is_alive() for r in ranks))
+        cut(hosts.cable)
+        wait_for(lambda: len(list(tmp_path.glob("ended-*"))) == 2 or not ranks[0].process.is_alive())
+        mend(hosts.cable)
+        (tmp_path / "mended").touch()
+        printed = [each.ended() for each in ranks]
+    finally:
+        for each in ranks:
+            each.process.kill()
+    said = [[json.loads(line) for line in each.stdout.splitlines()] for each in printed]
+    assert [len(each) for each in said] == [2, 3], printed
+    (first0, second0), (first1, again, second1) = said
+    assert first0["right"] >= 3 and first0["wrong"] == 0
+    assert "DeviceLostError" in first0["error"] and "DeviceLostError" in first1["error"]
+    assert "another process has joined as it" in again["again"]
+    assert (second0["right"], second0["wrong"], second0["error"]) == (5, 0, "")
+    assert second1["error"] == ""
+    del server
