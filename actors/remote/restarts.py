@@ -150,7 +150,9 @@ class Items:
                     await self._more.wait()
         except TimeoutError:
             missing = count - len(self._items)
-            raise IncarnationLost(f"{missing} of its items did not come {_REST_S:g} s after its end") from None
+            raise IncarnationLost(
+                f"{missing} of its items did not come {_REST_S:g} s after its end"
+            ) from None
         return self._items[self._taken : count]
 
 

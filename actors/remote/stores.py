@@ -119,10 +119,8 @@ class TorchStore:
             return answer.result(timeout_s + _ANSWER_S)
         except TimeoutError as error:
             self._lost = True
-            raise DeviceLostError(
-                f"the store of the ranks has not answered for {timeout_s + _ANSWER_S:g} s: its host is cut off",
-                retryable=True,
-            ) from error
+            what = f"the store of the ranks has not answered for {timeout_s + _ANSWER_S:g} s"
+            raise DeviceLostError(f"{what}: its host is cut off", retryable=True) from error
 
 
 def _answer(answer: Future[T], call: Callable[[], T]) -> None:

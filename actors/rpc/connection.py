@@ -76,9 +76,7 @@ class Connection(MessageStream):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._handshake_timer = asyncio.get_running_loop().call_later(
-            HANDSHAKE_S, self._on_handshake_timeout
-        )
+        self._handshake_timer = asyncio.get_running_loop().call_later(HANDSHAKE_S, self._on_handshake_timeout)
         # The end that is dialled asks first: it gives away nothing before the other has proved itself.
         if self._client is None:
             self._write(Challenge(self._nonce))

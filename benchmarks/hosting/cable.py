@@ -2,9 +2,10 @@
 
     python benchmarks/hosting/cable.py CONTROL NAMESPACE ADDRESS NAMESPACE ADDRESS
 
-Linux can do the same with netem, which not every kernel has; this needs /dev/net/tun and root. Each end is an
-interface `eth0`. A direction is the number of the host that it leads to. What is told to the control socket, a
-file, holds from the next packet on: packets that were under way still arrive, and TCP is told nothing.
+Linux can do the same with netem, which not every kernel has; this needs /dev/net/tun and root. Each end is
+an interface `eth0`. A direction is the number of the host that it leads to. What is told to the control
+socket, a file, holds from the next packet on: packets that were under way still arrive, and TCP is told
+nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Direction:
 
     def take(self, packet: bytes, now_s: float) -> None:
         """Lose a packet, or let it arrive after the delay."""
-        if self.loss and self._chance.random() < self.loss or len(self.under_way) > _MOST:
+        if (self.loss and self._chance.random() < self.loss) or len(self.under_way) > _MOST:
             self.lost += 1
             return
         self.carried += 1
@@ -95,7 +96,9 @@ def main(control: str, *ends: str) -> None:
         for number, file in files.items():
             selector.register(file, selectors.EVENT_READ, 3 - number)  # what one end sends leads to the other
         while True:
-            first = min((each.under_way[0][0] for each in directions.values() if each.under_way), default=None)
+            first = min(
+                (each.under_way[0][0] for each in directions.values() if each.under_way), default=None
+            )
             wait_s = None if first is None else max(0.0, first - time.monotonic())
             for key, _ in selector.select(wait_s):
                 if key.data is None:

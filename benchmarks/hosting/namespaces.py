@@ -138,7 +138,7 @@ class Hosts(Network):
         environment: Mapping[str, str],
         first_gpus: int = 2,
         second_gpus: int = 1,
-        second_clocks: Clocks = Clocks(),  # noqa: B008  it is a value
+        second_clocks: Clocks = Clocks(),
     ) -> None:
         super().__init__()
         self._gpus = {self.first: first_gpus, self.second: second_gpus}
@@ -164,9 +164,7 @@ class Hosts(Network):
         if started.returncode:
             raise RuntimeError(f"no Ray node on {name}: {started.stdout[-2000:]}")
 
-    def run(
-        self, name: str, command: Sequence[str], timeout_s: float
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, name: str, command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         """What a command gives on a host, under its clocks."""
         clocks = self._clocks[name]
         full = self.command(name, clocks.command(command))
