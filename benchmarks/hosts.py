@@ -6,7 +6,7 @@
 Two network namespaces of this machine stand for two hosts; a device is on each, and everything is asked from
 the first. The second one booted a day before, and its time of day is an hour ahead. A call writes its number
 into a file where it runs: one that was answered must have run once, one that was lost at most once, or not at
-all where its caller is told that it may be repeated.
+all where its caller is told that it may be repeated. Streams that may resume must give what they give here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 import layerzero as lz
-from benchmarks.cluster import RESULTS, mark
+from benchmarks.cluster import RESULTS, mark, tokens
 from benchmarks.harness import environment, percentile, write
 from benchmarks.hosting.namespaces import ADDRESSES, Clocks, Hosts, cut, mend, shape, why_not
 from layerzero.actors.group.cluster import RemoteRankGroup
@@ -45,7 +45,7 @@ from layerzero.actors.rpc.client import DeviceState
 
 HOUR_S, DAY_S = 3600.0, 86_400
 HANG_S, SHORT_S = 3.0, 1.0
-CALLERS = 16
+CALLERS, STREAMS, LENGTH = 16, 4, 20
 EVERY_S = 0.005
 LIMIT_S = 240.0
 ROWS, WIDE = 4, 64
@@ -91,7 +91,7 @@ class Calls:
         self.device, self.path = device, path
         self.words: list[str] = []  # of each call, by its number
         self.latencies: list[float] = []
-        self.errors: Counter[str] = Counter()
+        self.streams = Counter({"right": 0, "wrong": 0})
         self._answered = asyncio.Event()
 
     async def one(self) -> None:
@@ -113,14 +113,26 @@ class Calls:
         self._answered.clear()
         await asyncio.wait_for(self._answered.wait(), LIMIT_S)
 
-    async def many(self, until: asyncio.Event) -> None:
-        """Calls of many callers until the event is set, and their ends."""
+    async def many(self, until: asyncio.Event, streams: int = 0) -> None:
+        """Calls of many callers, and streams, until the event is set, and their ends."""
 
         async def caller() -> None:
             while not until.is_set():
                 await self.one()
 
-        await asyncio.gather(*(caller() for _ in range(CALLERS)))
+        async def reader(seed: int) -> None:
+            while not until.is_set():
+                await self.stream(seed)
+
+        callers, readers = (caller() for _ in range(CALLERS)), map(reader, range(streams))
+        await asyncio.gather(*callers, *readers)
+
+    async def stream(self, seed: int) -> None:
+        """A stream that may resume, compared with what it gives here."""
+        stream = self.device.stream(tokens, seed, LENGTH, 2 * EVERY_S, resume=True)
+        got = [token async for token in stream]
+        right = got == [token async for token in tokens(seed, LENGTH, 0.0)]
+        self.streams["right" if right else "wrong"] += 1
 
     def verdict(self) -> dict[str, int]:
         """What the file says about the answers."""
@@ -132,6 +144,8 @@ class Calls:
             "lost after they may have begun": words["unsure"],
             "lost before": words["never"],
             "without an end": words["unknown"],
+            "streams right": self.streams["right"],
+            "streams wrong": self.streams["wrong"],
             "ran twice": sum(times > 1 for times in ran.values()),
             "answered and never ran": sum(w == "answered" and not ran[n] for n, w in enumerate(self.words)),
             "said not to have run and ran": sum(
@@ -177,27 +191,28 @@ async def by_link(device: RayDevice, asked: argparse.Namespace) -> dict[str, Any
 async def by_cut(device: RayDevice, asked: argparse.Namespace) -> dict[str, Any]:
     """A cut that is shorter than a device may say nothing, and one that is longer, of each direction."""
     found = {}
-    for name, towards in DIRECTIONS.items():
-        for long in (False, True):
-            calls = Calls(device, f"{asked.folder}/cut-{len(found)}")
-            over = asyncio.Event()
-            running = asyncio.ensure_future(calls.many(over))
-            await calls.answered()
-            began = time.monotonic()
-            cut(asked.cable, towards)
-            noticed = await _noticed(device, began, LIMIT_S if long else SHORT_S)
-            mended = time.monotonic()
-            mend(asked.cable)
-            await calls.answered()
-            recovered = time.monotonic() - mended
-            over.set()
-            await asyncio.wait_for(running, LIMIT_S)
-            found[f"{name}, {'until noticed' if long else f'{SHORT_S:g} s'}"] = {
-                "noticed after s": None if noticed is None else round(noticed, 2),
-                "first answer after it was mended s": round(recovered, 2),
-                **calls.verdict(),
-            }
-            print(f"{name}: {list(found.values())[-1]}", file=sys.stderr, flush=True)
+    parts = [(*direction, long) for direction in DIRECTIONS.items() for long in (False, True)]
+    for name, towards, long in parts:
+        calls = Calls(device, f"{asked.folder}/cut-{len(found)}")
+        over = asyncio.Event()
+        running = asyncio.ensure_future(calls.many(over, STREAMS))
+        await calls.answered()
+        await asyncio.sleep(SHORT_S)
+        began = time.monotonic()
+        cut(asked.cable, towards)
+        noticed = await _noticed(device, began, LIMIT_S if long else SHORT_S)
+        mended = time.monotonic()
+        mend(asked.cable)
+        await calls.answered()
+        recovered = time.monotonic() - mended
+        over.set()
+        await asyncio.wait_for(running, LIMIT_S)
+        found[f"{name}, {'until noticed' if long else f'{SHORT_S:g} s'}"] = {
+            "noticed after s": None if noticed is None else round(noticed, 2),
+            "first answer after it was mended s": round(recovered, 2),
+            **calls.verdict(),
+        }
+        print(f"{name}: {list(found.values())[-1]}", file=sys.stderr, flush=True)
     return found
 
 
@@ -275,11 +290,34 @@ def _of_second(pool: DevicePool) -> RayDevice:
     return device
 
 
-def doubled(result: dict[str, Any]) -> int:
-    """Calls that ran twice, ran unsaid, were answered and never ran, or have no end."""
+def wrongs(result: dict[str, Any]) -> int:
+    """Calls that ran twice, ran unsaid, were answered and never ran, or have no end; wrong streams."""
     wrong = ("ran twice", "answered and never ran", "said not to have run and ran", "without an end")
+    wrong += ("streams wrong",)
     parts = [*result["links"].values(), *result["cuts"].values()]
     return sum(part[name] for part in parts for name in wrong)
+
+
+def tables(result: dict[str, Any]) -> dict[str, Any]:
+    """What the documents show."""
+    links = [
+        [name, part["calls a second"], *part["call ms, p50 and p99"], *part["control message ms, p50 and p99"]]
+        for name, part in result["links"].items()
+    ]
+    lost = "lost after they may have begun"
+    times = ("noticed after s", "first answer after it was mended s")
+    cuts = [
+        [name, *(part[each] for each in times), part["answered"], part[lost], part["ran twice"]]
+        for name, part in result["cuts"].items()
+    ]
+    ms = ("call p50 ms", "call p99 ms", "message p50 ms", "message p99 ms")
+    return {
+        "links": {"columns": ["link", "calls/s", *ms], "rows": links},
+        "cuts": {
+            "columns": ["cut", "noticed s", "first answer s", "answered", "may have begun", "ran twice"],
+            "rows": cuts,
+        },
+    }
 
 
 def main() -> int:
@@ -316,12 +354,13 @@ def main() -> int:
         "command": " ".join(sys.argv[1:]),
         "callers": CALLERS,
         "a device may say nothing for s": HANG_S,
-        "calls that ran twice or were lost without a word": doubled(result),
+        "calls and streams that went wrong": wrongs(result),
         **result,
+        "tables": tables(result),
     }
     write(asked.json, record)
     print(json.dumps(result, indent=1))
-    return 1 if doubled(result) else 0
+    return 1 if wrongs(result) else 0
 
 
 if __name__ == "__main__":
