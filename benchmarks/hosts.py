@@ -300,8 +300,9 @@ def wrongs(result: dict[str, Any]) -> int:
 
 def tables(result: dict[str, Any]) -> dict[str, Any]:
     """What the documents show."""
+    kinds = ("call ms, p50 and p99", "control message ms, p50 and p99")
     links = [
-        [name, part["calls a second"], *part["call ms, p50 and p99"], *part["control message ms, p50 and p99"]]
+        [name, part["calls a second"], *(ms for kind in kinds for ms in part[kind])]
         for name, part in result["links"].items()
     ]
     lost = "lost after they may have begun"
