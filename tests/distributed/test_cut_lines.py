@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_every_question_to_a_store_behind_a_cut_ends_and_the_store_is_lost_for_g
     clients[0].set("key", b"before")
     assert clients[1].get("key", LIMIT_S) == b"before"
     cut(hosts.cable)
-    asked = [at(hosts, 2, lambda q=q, s=s: q(s)) for q, s in zip(questions, clients, strict=True)]
+    asked = [at(hosts, 2, partial(q, store)) for q, store in zip(questions, clients, strict=True)]
     for each in asked:
         with pytest.raises(DeviceLostError, match="cut off"):
             each.result(60.0)
