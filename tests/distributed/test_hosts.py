@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,72 @@ def test_times_of_another_time_namespace_are_not_compared(laid: Network, tmp_pat
     """A container of the same boot may count from another moment: what it kept is of another time."""
     before, after = Child(_OTHER_CLOCK, folder=tmp_path).ended().stdout.split("\n")[:2]
     assert before == work._boot() != after
+
+
+# -- the generation server ------------------------------------------------------------------------------
+
+
+def streamed(url: str, fields: dict[str, Any], timeout_s: float, begun: threading.Event | None = None) -> str:
+    """The text of one streamed completion."""
+    import httpx
+
+    parts = []
+    with (
+        httpx.Client(base_url=url, timeout=timeout_s) as client,
+        client.stream("POST", "/v1/completions", json=fields) as response,
+    ):
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                parts.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+                if begun is not None:
+                    begun.set()
+    return "".join(parts)
+
+
+@pytest.mark.stress
+def test_a_server_on_another_host_gives_the_same_texts_and_keeps_nothing_of_who_is_cut_off(
+    hosts: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients over a line that loses and delays; then one hears nothing more in the middle of its stream."""
+    for package in (
+        "httpx",
+        "openai",
+        "starlette",
+        "uvicorn",
+        "prometheus_client",
+        "tokenizers",
+        "safetensors",
+    ):
+        pytest.importorskip(
+            package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'"
+        )
+    monkeypatch.syspath_prepend(str(forked.ROOT / "examples"))
+    from server import app as server_app
+
+    from tests.examples.serving import NOTHING, asked, serving
+
+    requests = [asked(seed=seed, max_tokens=20 + seed, stream=True) for seed in range(6)]
+    with hosts.inside(2), serving(server_app.Options(pages=400, strict=True), ADDRESSES[2]) as running:
+
+        def texts(number: int) -> list[str]:
+            sent = [at(hosts, number, partial(streamed, running.url, fields, LIMIT_S)) for fields in requests]
+            return [each.result(LIMIT_S) for each in sent]
+
+        beside = texts(2)
+        shape(hosts.cable, delay_s=0.002, loss=0.05, towards=1)
+        shape(hosts.cable, delay_s=0.01, loss=0.05, towards=2)
+        assert texts(1) == beside
+        mend(hosts.cable)
+        begun = threading.Event()
+        lost = at(hosts, 1, partial(streamed, running.url, asked(max_tokens=400, stream=True), 2.0, begun))
+        assert begun.wait(LIMIT_S)
+        cut(hosts.cable, 1)
+        with pytest.raises(Exception, match="timed out"):
+            lost.result(LIMIT_S)
+        mend(hosts.cable)
+        assert running.settled(60.0) == NOTHING
+        assert texts(1) == beside
 
 
 # -- everything at once ---------------------------------------------------------------------------------
