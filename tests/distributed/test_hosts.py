@@ -82,8 +82,10 @@ def test_without_compare_and_set_two_leaders_would_have_two_answers(hosts: Netwo
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("moment", ["before the vote", "after the vote"])
-@pytest.mark.parametrize("kind", [TorchStore, BlindStore])
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [(TorchStore, "before the vote"), (TorchStore, "after the vote"), (BlindStore, "after the vote")],
+)
 def test_ranks_on_both_sides_of_a_cut_learn_one_outcome(
     hosts: Network, monkeypatch: pytest.MonkeyPatch, moment: str, kind: type[TorchStore]
 ) -> None:
