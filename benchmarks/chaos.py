@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import layerzero as lz
 from benchmarks.cluster import RESULTS, mark, tokens
 from benchmarks.harness import environment, write
-from benchmarks.hosts import Hosts, cut, mend, why_not
+from benchmarks.hosting.namespaces import Hosts, cut, mend, why_not
 from layerzero.actors.remote.pool import DevicePool
 
 CANCELLED, LIMITED = 0.1, 0.1  # shares of the calls

@@ -72,7 +72,11 @@ os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, so that no worker ends alone with it."""
+    """Begin with what takes longest, so that no worker ends alone with it; leave out what takes minutes."""
+    if os.environ.get("LZ_STRESS") != "1":
+        for item in items:
+            if item.get_closest_marker("stress") is not None:
+                item.add_marker(pytest.mark.skip(reason="it takes minutes: set LZ_STRESS=1"))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

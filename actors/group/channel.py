@@ -134,7 +134,7 @@ class LeaderChannel:
         if hmac.compare_digest(token, self._token) and rank in self._followers - self._sockets.keys():
             # A copy: the accepting thread closes what it accepted.
             self._sockets[rank] = follower = peer.dup()
-            send_small_frames(follower)
+            send_small_frames(follower, self._timeout_s)  # heartbeats are unconfirmed by a host cut off
             limit_waits(follower, socket.SO_SNDTIMEO, self._timeout_s)
             limit_waits(follower, socket.SO_RCVTIMEO, self._timeout_s)
         peer.close()

@@ -150,7 +150,13 @@ class DeviceActor:
         device.compiler.on_decided = host.on_decided
         rebuilt = await host.rebuild()
         address_of = ray.util.get_node_ip_address()
-        self._listener = Listener(host.handlers, node=node, host=address_of, secret=spec.secret)
+        self._listener = Listener(
+            host.handlers,
+            node=node,
+            host=address_of,
+            secret=spec.secret,
+            silence_s=spec.settings.hang_s,
+        )
         address = await self._listener.open()
         host.on("leave", lambda body, _: self.leave())
         install_server(host)

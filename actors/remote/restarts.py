@@ -139,11 +139,20 @@ class Items:
             await self._more.wait()
 
     async def rest(self, count: int) -> list[Any]:
-        """What is missing of `count` items after the answer came: the channel may be slower than Ray."""
-        async with asyncio.timeout(_REST_S):
-            while len(self._items) < count:
-                self._more.clear()
-                await self._more.wait()
+        """What is missing of `count` items after the answer came: the channel may be slower than Ray.
+
+        Raises: IncarnationLost: it does not come.
+        """
+        try:
+            async with asyncio.timeout(_REST_S):
+                while len(self._items) < count:
+                    self._more.clear()
+                    await self._more.wait()
+        except TimeoutError:
+            missing = count - len(self._items)
+            raise IncarnationLost(
+                f"{missing} of its items did not come {_REST_S:g} s after its end"
+            ) from None
         return self._items[self._taken : count]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hmac
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar
@@ -22,6 +24,7 @@ from layerzero.spec.errors import ConsistencyError, DeviceLostError
 T = TypeVar("T")
 PREFIX = "layerzero-group"
 _DIGEST_BYTES = 64  # SHA-256 in hexadecimal: `compare_set` of torch takes text
+_ANSWER_S = 10.0  # that a store's own answer may take, beyond what it was asked to wait
 
 
 class TorchStore:
@@ -33,19 +36,22 @@ class TorchStore:
     With a `token` that only the ranks have, each value carries a keyed digest of its key and itself: a store
     of torch answers every process that reaches its port, and what such a process wrote is refused.
 
-    Raises (every method): DeviceLostError: the store's process is gone. ConsistencyError: the value under a
-        key has no digest of this token.
+    A store that does not answer is lost for good: its answer may come late, to another question.
+
+    Raises (every method): DeviceLostError: the store's process is gone, or its host is cut off.
+        ConsistencyError: the value under a key has no digest of this token.
     """
 
     def __init__(self, store: Store, prefix: str = PREFIX, token: bytes = b"") -> None:
         self._store = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
         self._token = token
         self._timeout_s = 0.0
+        self._lost = False
 
     def set(self, key: str, value: bytes) -> None:
         """Store `value` under `key`."""
         sealed = self._seal(key, value)
-        _reached(lambda: self._store.set(key, sealed))  # type: ignore[arg-type]  # bytes as well
+        self._answered(lambda: self._store.set(key, sealed))  # type: ignore[arg-type]  # bytes as well
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
         """The value under `key`, waiting for it; None after `timeout_s` seconds."""
@@ -62,17 +68,17 @@ class TorchStore:
         if self._waiting(timeout_s, wait):
             present = (True,) * len(keys)
         else:
-            present = tuple(bool(_reached(partial(self._store.check, [key]))) for key in keys)
+            present = tuple(bool(self._answered(partial(self._store.check, [key]))) for key in keys)
         if self._token:
             for key, is_present in zip(keys, present, strict=True):
                 if is_present:
-                    self._open(key, _reached(partial(self._store.get, key)))
+                    self._open(key, self._answered(partial(self._store.get, key)))
         return present
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Store `desired` where `expected` is stored (b"": nothing is); the value stored afterwards."""
         before, after = (self._seal(key, value).decode() if value else "" for value in (expected, desired))
-        return self._open(key, _reached(lambda: self._store.compare_set(key, before, after)))
+        return self._open(key, self._answered(lambda: self._store.compare_set(key, before, after)))
 
     def _seal(self, key: str, value: bytes) -> bytes:
         """`value` behind its digest."""
@@ -97,11 +103,31 @@ class TorchStore:
             self._timeout_s = timeout
         started = time.monotonic()
         try:
-            return _reached(wait)
+            return self._answered(wait, timeout)
         except DistStoreError:
             if time.monotonic() - started < timeout / 2:
                 raise  # not a timeout: the store has another problem
             return None
+
+    def _answered(self, call: Callable[[], T], timeout_s: float = 0.0) -> T:
+        """What a call gives, on a thread: torch's own limits do not hold where the network is cut."""
+        if self._lost:
+            raise DeviceLostError("the store of the ranks was lost before", retryable=True)
+        answer: Future[T] = Future()
+        threading.Thread(target=_answer, args=(answer, call), name="layerzero-store", daemon=True).start()
+        try:
+            return answer.result(timeout_s + _ANSWER_S)
+        except TimeoutError as error:
+            self._lost = True
+            what = f"the store of the ranks has not answered for {timeout_s + _ANSWER_S:g} s"
+            raise DeviceLostError(f"{what}: its host is cut off", retryable=True) from error
+
+
+def _answer(answer: Future[T], call: Callable[[], T]) -> None:
+    try:
+        answer.set_result(_reached(call))
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 def open_store(host: str, timeout_s: float) -> tuple[TCPStore, tuple[str, int]]:

@@ -223,7 +223,13 @@ class SupervisedDevice:
             "ended": incarnation.note_ended,
             "item": incarnation.note_item,
         }
-        channel = await connect(started.address, client=self._client, node=self._node, handlers=handlers)
+        channel = await connect(
+            started.address,
+            client=self._client,
+            node=self._node,
+            handlers=handlers,
+            silence_s=self._spec.settings.hang_s,
+        )
         incarnation.attach(channel)
         self._incarnation, self._facts = incarnation, started.facts
         self._spec = with_quarantined(self._spec, started)

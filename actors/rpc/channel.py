@@ -16,7 +16,7 @@ import tempfile
 from contextlib import suppress
 
 from layerzero._util import log
-from layerzero.actors.rpc.connection import Connection, Handler
+from layerzero.actors.rpc.connection import HANDSHAKE_S, Connection, Handler
 from layerzero.actors.rpc.frames import Address
 from layerzero.actors.rpc.sockets import abstract_name, send_small_frames, system_name
 
@@ -31,14 +31,24 @@ class Listener:
     seconds tells how many were refused.
 
     On Linux the socket has one of the abstract names, which vanish with their owner, however it ends;
-    elsewhere it is in a folder of this user alone.
+    elsewhere it is in a folder of this user alone. A connection ends `silence_s` seconds after the other host
+    was heard of last.
     """
 
-    def __init__(self, handlers: dict[str, Handler], *, node: str, host: str, secret: bytes) -> None:
+    def __init__(
+        self,
+        handlers: dict[str, Handler],
+        *,
+        node: str,
+        host: str,
+        secret: bytes,
+        silence_s: float | None = None,
+    ) -> None:
         self._handlers = handlers
         self._node = node
         self._host = host
         self._secret = secret
+        self._silence_s = silence_s
         self._folder = ""
         self._servers: list[asyncio.Server] = []
         self._unauthenticated: dict[Connection, None] = {}  # the latest last
@@ -71,6 +81,7 @@ class Listener:
         )
 
     def _on_connect(self, connection: Connection) -> None:
+        _limit_silence(connection, self._silence_s)
         self._unauthenticated[connection] = None
         if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
             first = next(iter(self._unauthenticated))
@@ -103,11 +114,18 @@ class Listener:
 
 
 async def connect(
-    address: Address, *, client: str, node: str, handlers: dict[str, Handler] | None = None
+    address: Address,
+    *,
+    client: str,
+    node: str,
+    handlers: dict[str, Handler] | None = None,
+    silence_s: float | None = None,
 ) -> Connection:
     """Dial a device's channel: its unix socket on its own node, else TCP.
 
-    Raises: OSError: no process listens. DeviceLostError: the handshake failed.
+    It ends `silence_s` seconds after the other host was heard of last.
+
+    Raises: OSError: no process listens, or no host answers. DeviceLostError: the handshake failed.
     """
     loop = asyncio.get_running_loop()
 
@@ -119,9 +137,15 @@ async def connect(
         with suppress(OSError):  # another network namespace, or another folder of temporary files
             _, connection = await loop.create_unix_connection(made, system_name(address.path))
     if connection is None:
-        _, connection = await loop.create_connection(made, address.host, address.port)
-        with suppress(OSError):
-            send_small_frames(connection._transport.get_extra_info("socket"))
+        # The system alone would try for two minutes, more and more rarely.
+        async with asyncio.timeout(HANDSHAKE_S):
+            _, connection = await loop.create_connection(made, address.host, address.port)
+        _limit_silence(connection, silence_s)
     await connection.ready
     connection.peer = f"{address.host}:{address.port}"
     return connection
+
+
+def _limit_silence(connection: Connection, silence_s: float | None) -> None:
+    with suppress(OSError):  # it has ended already, which its reader meets
+        send_small_frames(connection._transport.get_extra_info("socket"), silence_s)

@@ -30,7 +30,7 @@ from layerzero.spec.errors import DeviceLostError
 
 MAX_GREETING = 1024  # before the handshake, when any process may write
 MAX_ERROR = 1 << 16  # characters of an error's text
-_HANDSHAKE_S = 10.0
+HANDSHAKE_S = 10.0
 _QUICK_S = 250e-6
 _TURN_S = 1e-3
 
@@ -76,9 +76,7 @@ class Connection(MessageStream):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._handshake_timer = asyncio.get_running_loop().call_later(
-            _HANDSHAKE_S, self._on_handshake_timeout
-        )
+        self._handshake_timer = asyncio.get_running_loop().call_later(HANDSHAKE_S, self._on_handshake_timeout)
         # The end that is dialled asks first: it gives away nothing before the other has proved itself.
         if self._client is None:
             self._write(Challenge(self._nonce))
@@ -240,7 +238,7 @@ class Connection(MessageStream):
         task.add_done_callback(self._tasks.discard)
 
     def _on_handshake_timeout(self) -> None:
-        self.refuse(f"no handshake within {_HANDSHAKE_S} s")
+        self.refuse(f"no handshake within {HANDSHAKE_S} s")
 
 
 class _SpinPolicy:

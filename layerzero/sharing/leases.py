@@ -137,7 +137,7 @@ class Leases:
             return self._swap(key, _encode(latest[0]), last) == _encode(last)
         except StoreLostError as error:
             log.warning(LEASE_LOST, key=key, why=str(error))
-            return True  # no other process can have led: there is no store
+            return True  # this process's own: who has no store works for itself
 
     def _swap(self, key: str, expected: bytes, desired: _Lease) -> bytes:
         try:

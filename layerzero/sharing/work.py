@@ -260,9 +260,12 @@ def _plain(value: object) -> str:
 
 @functools.cache
 def _boot() -> str:
-    """What tells this run of this machine from all others, so that times can be compared."""
+    """What tells this run of this machine from all others, so that times can be compared.
+
+    A container of its own time namespace counts from another moment.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/time")
     except OSError:
         return socket.gethostname()
 

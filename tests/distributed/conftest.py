@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.hosting.namespaces import Network, shape, why_not
+
 # Ray reads its mode when it is imported, so before any test module can import it.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -94,3 +96,19 @@ def ray_cluster(ray: Any, ray_head: str) -> Iterator[Any]:
     ray.init(address=ray_head, log_to_driver=False, configure_logging=False)
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def laid() -> Iterator[Network]:
+    """Two hosts."""
+    if why := why_not():
+        pytest.skip(why)
+    with Network() as network:
+        yield network
+
+
+@pytest.fixture
+def hosts(laid: Network) -> Iterator[Network]:
+    """The hosts, with a cable that is whole before and after a test."""
+    yield laid
+    shape(laid.cable, delay_s=0.0, loss=0.0)

@@ -7,7 +7,7 @@ import json
 import sys
 
 import layerzero as lz
-from benchmarks.hosts import cut, mend
+from benchmarks.hosting.namespaces import cut, mend
 from layerzero.actors.remote.ray_device import RayDevice
 from tests.distributed import hosted
 from tests.waiting import LIMIT_S, until

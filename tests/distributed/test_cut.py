@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import Hosts, why_not
+from benchmarks.hosting.namespaces import Hosts, why_not
 from tests.distributed import forked
 from tests.distributed.cut import CALLS
 

@@ -35,8 +35,8 @@ class Running:
     @property
     def url(self) -> str:
         """The address without a path."""
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        return f"http://127.0.0.1:{port}"
+        host, port = self.server.servers[0].sockets[0].getsockname()
+        return f"http://{host}:{port}"
 
     @property
     def service(self) -> Any:
@@ -94,12 +94,12 @@ class Running:
 
 
 @contextmanager
-def serving(options: Any) -> Iterator[Running]:
-    """A real uvicorn on a free port of loopback, until the block ends."""
+def serving(options: Any, host: str = "127.0.0.1") -> Iterator[Running]:
+    """A real uvicorn on a free port of an address, until the block ends."""
     from server import app as server_app
 
     app = server_app.application(options)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app, host=host, port=0, log_level="warning"))
     running = Running(server, app)
 
     async def run() -> None:

@@ -167,7 +167,7 @@ async def test_what_a_handler_cannot_say_is_an_error_of_its_question() -> None:
 async def test_a_stranger_may_say_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the handshake a frame above a kilobyte is refused by its length: none of it is taken in."""
     async with pair(False) as (listener, address, _):
-        monkeypatch.setattr("layerzero.actors.rpc.connection._HANDSHAKE_S", 3600.0)
+        monkeypatch.setattr("layerzero.actors.rpc.connection.HANDSHAKE_S", 3600.0)
         for length in (MAX_GREETING + 1, MAX_FRAME):
             reader, writer = await asyncio.open_connection(address.host, address.port)
             writer.write(length.to_bytes(4, "big"))
@@ -180,7 +180,7 @@ async def test_a_stranger_may_say_little(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_strangers_have_few_places_and_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a hundred silent connections the latest stand open; who proves itself is served all the same."""
     async with pair(False, echo=lambda b, _: b) as (listener, address, connection):
-        monkeypatch.setattr("layerzero.actors.rpc.connection._HANDSHAKE_S", 3600.0)
+        monkeypatch.setattr("layerzero.actors.rpc.connection.HANDSHAKE_S", 3600.0)
         sockets = [
             await asyncio.open_connection(address.host, address.port) for _ in range(3 * MAX_UNAUTHENTICATED)
         ]
