@@ -56,7 +56,7 @@ class Isolated:
             self._runtime = runtime
             with lz.prefer(KERNEL, op="rms_norm"):
                 await asyncio.gather(self._lift(runtime), *(self._caller(c) for c in range(4)))
-            await self._deaths_are_told(runtime)
+                await self._deaths_are_told(runtime)
             stats = runtime.device().loop_drivers.stats()
             names = ("submitted", "done", "failed", "cancelled", "expired", "rejected", "at_once")
             self.lane = {name: getattr(stats, name) for name in names}
@@ -94,10 +94,11 @@ class Isolated:
             await asyncio.sleep(0.2)
 
     async def _deaths_are_told(self, runtime: lz.Runtime) -> None:
-        """Wait a while for the last death's count: it comes from the thread that supervises."""
-        for _ in range(100):
+        """Call for a while: that a stopped worker gives no answer, only a call finds out."""
+        for _ in range(300):
             if self._deaths(self._counters(runtime)) >= self.kills:
                 return
+            await lz.rms_norm(torch.randn(1, WIDTHS[0]), eps=1e-6)
             await asyncio.sleep(0.1)
 
     @staticmethod

@@ -12,7 +12,8 @@ import os
 import sys
 import threading
 import tracemalloc
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -20,8 +21,8 @@ from typing import Any
 
 MARK = "LZ_SOAK"  # in the environment of every process of this soak, and of those that they leave
 WINDOWS = 8
-SAMPLE_S = 5.0
-TOP = 10
+OWN_S, OTHERS_S = 1.0, 10.0  # between two looks
+TOP, SHOWN = 10, 60
 # Growth of the floor over the second half: what is allowed in all, and beyond that each minute.
 BOUNDS = {
     "rss_mib": (6.0, 0.5),
@@ -33,7 +34,6 @@ BOUNDS = {
     "processes": (2.0, 0.05),
     "shared_segments": (2.0, 0.05),
 }
-Sample = dict[str, float]
 
 
 def _read(pid: int | str, name: str) -> bytes:
@@ -63,18 +63,22 @@ def resident_mib(pid: int | str = "self") -> float:
     return int(_read(pid, "statm").split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def sample() -> Sample:
-    """What this process and those that it has started hold now."""
-    pids = marked()
+def own() -> dict[str, float]:
+    """What this process holds now; called on its loop."""
     return {
         "rss_mib": round(resident_mib(), 2),
         "traced_kib": round(tracemalloc.get_traced_memory()[0] / 1024, 1),
         "python_blocks": float(sys.getallocatedblocks()),
         "files": float(len(os.listdir("/proc/self/fd"))),
         "threads": float(threading.active_count()),
-        "processes": float(len(pids)),
-        "shared_segments": float(len(segments([os.getpid(), *pids]))),
+        "tasks": float(len(asyncio.all_tasks())),
     }
+
+
+def others() -> dict[str, float]:
+    """What this process and those that it has started hold together; takes a while."""
+    pids = marked()
+    return {"processes": float(len(pids)), "shared_segments": float(len(segments([os.getpid(), *pids])))}
 
 
 def floors(
@@ -99,12 +103,14 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
     return median(slopes) if slopes else 0.0
 
 
-def trends(times: Sequence[float], samples: Sequence[Sample]) -> dict[str, dict[str, float | bool]]:
+def trends(
+    times: Sequence[float], values: Mapping[str, Sequence[float]]
+) -> dict[str, dict[str, float | bool]]:
     """For each value with a bound: its slope, its growth over the second half, and whether that is flat."""
     minutes = (times[-1] - times[0]) / 120
     found: dict[str, dict[str, float | bool]] = {}
     for name, (in_all, a_minute) in BOUNDS.items():
-        per_s = slope(floors(times, [each[name] for each in samples]))
+        per_s = slope(floors(times, values[name]))
         growth = per_s * 60 * minutes
         found[name] = {
             "slope a minute": round(per_s * 60, 4),
@@ -124,34 +130,39 @@ def traced() -> dict[str, int]:
 
 
 class Watch:
-    """Samples until it is stopped; at half time and at the end, where Python's memory is."""
+    """Looks until it is stopped; at half time and at the end, where Python's memory is."""
 
     def __init__(self, began_s: float, seconds: float) -> None:
-        self.times: list[float] = []
-        self.samples: list[Sample] = []
+        self.times = array("d")
+        self.values = {name: array("d") for name in BOUNDS}  # eight bytes a look: no growth of its own
         self._began_s, self._seconds = began_s, seconds
         self._half: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Look every few seconds, for ever."""
+        """Look at this process every second and at the others every few, for ever."""
         loop = asyncio.get_running_loop()
+        seen, due = await asyncio.to_thread(others), 0.0
         while True:
             now = loop.time() - self._began_s
             if not self._half and now > self._seconds * 0.45:
                 self._half = await asyncio.to_thread(traced)
-            held = await asyncio.to_thread(sample)
-            self.samples.append({**held, "tasks": float(len(asyncio.all_tasks()))})
-            self.times.append(now)
-            await asyncio.sleep(min(SAMPLE_S, self._seconds / 40))
+            if now > due:
+                seen, due = await asyncio.to_thread(others), now + OTHERS_S
+            self.times.append(loop.time() - self._began_s)
+            for name, value in (own() | seen).items():
+                self.values[name].append(value)
+            await asyncio.sleep(OWN_S)
 
     def record(self) -> dict[str, Any]:
-        """The trends, the largest growths by line since shortly before half time, and every sample."""
+        """The trends, the largest growths by line since shortly before half time, and some of the looks."""
         after = traced()
         grown = sorted(((after[at] - self._half.get(at, 0), at) for at in after), reverse=True)[:TOP]
         short = str(Path(__file__).resolve().parents[2]) + "/"
+        step = max(1, len(self.times) // SHOWN)
         return {
-            "trends": trends(self.times, self.samples),
+            "trends": trends(self.times, self.values),
             "bytes grown by line": {at.replace(short, ""): size for size, at in grown},
-            "seconds": [round(t, 1) for t in self.times],
-            "samples": {name: [each[name] for each in self.samples] for name in self.samples[0]},
+            "looks": len(self.times),
+            "seconds": [round(t, 1) for t in self.times[::step]],
+            "values": {name: list(values[::step]) for name, values in self.values.items()},
         }

@@ -24,14 +24,10 @@ from layerzero.cli.deployment import Deployment, compare, examine
 TIMES = [float(second) for second in range(0, 600, 5)]
 
 
-def held(value: Callable[[float], float]) -> list[resources.Sample]:
-    """Samples in which everything is constant but the open files."""
-    return [{name: 100.0 for name in resources.BOUNDS} | {"files": value(t)} for t in TIMES]
-
-
 def is_flat(value: Callable[[float], float]) -> bool:
-    """What the trend says of the open files."""
-    trends = resources.trends(TIMES, held(value))
+    """What the trend says of the open files, where everything else is constant."""
+    constant = {name: [100.0] * len(TIMES) for name in resources.BOUNDS}
+    trends = resources.trends(TIMES, constant | {"files": [value(t) for t in TIMES]})
     assert all(trend["flat"] for name, trend in trends.items() if name != "files")
     return bool(trends["files"]["flat"])
 
