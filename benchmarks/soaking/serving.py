@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,19 +207,7 @@ class Serving:
         finally:
             self._holding = False
         self.books += 1
-        ended = Counter({how: int(counted.get(f'requests_total{{outcome="{how}"}}', 0)) for how in COUNTED})
-        problems = {
-            "pages are held": health["pages"] - health["pages_free"],
-            "requests are under way": health["requests"],
-            "clients wait": life.open,
-            "rejected, and no client knows": abs(ended["rejected"] - life.rejected),
-            "done, fewer than its clients know": max(0, life.done - ended["done"]),
-            "failed": ended["failed"],
-            "requests are missing": max(0, life.took - ended.total()),
-            "requests are too many": max(0, ended.total() - life.took - life.unsure),
-            "batched calls have no end": int(sum(n for k, n in counted.items() if "batcher_in_flight{" in k)),
-        }
-        self.wrong += [f"life {self.lives}: {count} {what}" for what, count in problems.items() if count]
+        self.wrong += [f"life {self.lives}: {each}" for each in differences(life, health, counted)]
         proc = Path(f"/proc/{life.process.pid}")
         life.files.append(len(os.listdir(proc / "fd")))
         self.left["files of a server grew"] = max(
@@ -254,6 +243,23 @@ class Serving:
             **self.ends.record(), "lives": self.lives, "books compared": self.books,
             "books that differ": self.wrong, **self.left,
         }  # fmt: skip
+
+
+def differences(life: Life, health: Mapping[str, Any], counted: Mapping[str, float]) -> list[str]:
+    """Where an idle server's /health and /metrics are not what its clients know of it."""
+    ended = Counter({how: int(counted.get(f'requests_total{{outcome="{how}"}}', 0)) for how in COUNTED})
+    problems = {
+        "pages are held": health["pages"] - health["pages_free"],
+        "requests are under way": health["requests"],
+        "clients wait": life.open,
+        "rejected, and no client knows": abs(ended["rejected"] - life.rejected),
+        "done, fewer than its clients know": max(0, life.done - ended["done"]),
+        "failed": ended["failed"],
+        "requests are missing": max(0, life.took - ended.total()),
+        "requests are too many": max(0, ended.total() - life.took - life.unsure),
+        "batched calls have no end": int(sum(n for k, n in counted.items() if "batcher_in_flight{" in k)),
+    }
+    return [f"{count} {what}" for what, count in problems.items() if count]
 
 
 async def _serves(client: httpx.AsyncClient, life: Life) -> bool:

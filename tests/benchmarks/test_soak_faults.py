@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 import layerzero as lz
-from benchmarks.soaking import comparing, ends, resources
+from benchmarks.soaking import comparing, ends, resources, serving
 from benchmarks.soaking.ends import ANSWERED, CANCELLED, STUCK, WRONG, Ends
 from layerzero.actors.isolation.arena import HostArena
 from layerzero.cli.deployment import Deployment, compare, examine
@@ -136,3 +136,38 @@ async def test_a_comparison_sees_each_planted_device_and_blames_no_equal_one(pla
     of_two = {name: facts for name in ("a", "b")}
     assert compare(manifest, of_two, {"a": one, "b": other}).findings == ()
     assert compare(manifest, of_two, {"a": one, "b": altered}).findings
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, []),
+        ({"pages_free": 95}, ["1 pages are held"]),
+        ({"requests": 1}, ["1 requests are under way"]),
+        ({"open": 1}, ["1 clients wait"]),
+        ({"rejected": 2}, ["1 rejected, and no client knows", "1 requests are missing"]),
+        ({"done": 3}, ["1 done, fewer than its clients know"]),
+        ({"failed": 1}, ["1 failed", "1 requests are too many"]),
+        ({"in_flight": 2}, ["2 batched calls have no end"]),
+    ],
+)
+def test_a_servers_books_are_those_of_its_clients(change: dict[str, int], says: list[str]) -> None:
+    """Five requests with a status and one that left before: each difference is said, and equal books are not."""
+    given = {
+        "pages_free": 96,
+        "requests": 0,
+        "open": 0,
+        "rejected": 1,
+        "done": 2,
+        "failed": 0,
+        "in_flight": 0,
+    }
+    given |= change
+    life = serving.Life(None, "", took=5, unsure=1, rejected=1, done=given["done"], open=given["open"])  # type: ignore[arg-type]
+    counts = {"done": 2, "cancelled": 3, "failed": given["failed"], "rejected": given["rejected"]}
+    if "rejected" in change:
+        counts["cancelled"] = 0
+    counted = {f'requests_total{{outcome="{how}"}}': float(count) for how, count in counts.items()}
+    counted['layerzero_batcher_in_flight{device="cpu"}'] = float(given["in_flight"])
+    health = {"pages": 96, "pages_free": given["pages_free"], "requests": given["requests"]}
+    assert serving.differences(life, health, counted) == says
