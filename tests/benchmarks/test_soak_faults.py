@@ -152,7 +152,7 @@ async def test_a_comparison_sees_each_planted_device_and_blames_no_equal_one(pla
     ],
 )
 def test_a_servers_books_are_those_of_its_clients(change: dict[str, int], says: list[str]) -> None:
-    """Five requests with a status and one that left before: each difference is said, and equal books are not."""
+    """Five requests with a status, one that left before: each difference is said, equal books are not."""
     given = {
         "pages_free": 96,
         "requests": 0,
