@@ -210,11 +210,12 @@ class LocalDevice:
         with self._lock:
             version = self.snapshot.version + 1
             context = self._rules if keep else None
-            self.snapshot = self.snapshot.successor(version, policy, context)
+            # First: who sees the next snapshot keeps what a context's policy makes of it until another.
             self._policy_states = {
                 digest: state.successor(version, state.policy, context)
                 for digest, state in self._policy_states.items()
             }
+            self.snapshot = self.snapshot.successor(version, policy, context)
         self._probe_timer.arm()
 
     def state_for_policy(self, policy: Policy) -> DispatchState:
