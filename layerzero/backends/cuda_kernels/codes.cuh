@@ -2,13 +2,6 @@
 // KIND is 0 for int4, 1 for e2m1; SCALE is 0 for float32 scales of
 // GROUP codes (a multiple of 128), 1 for powers of two of 32, 2 for e4m3 of 16.
 
-__device__ __forceinline__ Four load_rows(const u16* from) {
-  Four f;
-  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(f.x[0]), "=r"(f.x[1]), "=r"(f.x[2]), "=r"(f.x[3]) : "l"(from));
-  return f;
-}
-
 #if HALF == 1
 #define TYPE "bf16"
 #define ONE 0x43004300u
@@ -73,15 +66,16 @@ __device__ __forceinline__ float of_e4m3(u8 code) {
 // What the codes of a chunk of 128 are multiplied by, as it lies in memory: loaded with them, used behind them.
 struct Scales { u32 value, zero; };
 
+// `scales` and `zeros` are those of one column.
 __device__ __forceinline__ Scales load_scales(
-    const u8* scales, const u8* zeros, int has_zeros, i64 at, int chunk, int t) {
+    const u8* scales, const u8* zeros, int has_zeros, int chunk, int t) {
 #if SCALE == 0
-  const i64 place = at + chunk * 128 / GROUP;
-  return {((const u32*)scales)[place], has_zeros ? zeros[place] : 8u};
+  const int group = chunk * 128 / GROUP;
+  return {((const u32*)scales)[group], has_zeros ? zeros[group] : 8u};
 #elif SCALE == 1
-  return {scales[at + chunk * 4 + t], 0};
+  return {scales[chunk * 4 + t], 0};
 #else
-  return {*(const u16*)(scales + at + chunk * 8 + 2 * t), 0};
+  return {*(const u16*)(scales + chunk * 8 + 2 * t), 0};
 #endif
 }
 
