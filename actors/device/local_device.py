@@ -210,8 +210,7 @@ class LocalDevice:
         with self._lock:
             version = self.snapshot.version + 1
             context = self._rules if keep else None
-            # First: who sees the next snapshot keeps what a context's policy makes of it until another.
-            self._policy_states = {
+            self._policy_states = {  # first: the next snapshot is kept with what is found here
                 digest: state.successor(version, state.policy, context)
                 for digest, state in self._policy_states.items()
             }
