@@ -209,11 +209,11 @@ class LocalDevice:
         with self._lock:
             version = self.snapshot.version + 1
             context = self._rules if keep else None
-            self.snapshot = self.snapshot.successor(version, policy, context)
-            self._policy_states = {
+            self._policy_states = {  # first: the next snapshot is kept with what is found here
                 digest: state.successor(version, state.policy, context)
                 for digest, state in self._policy_states.items()
             }
+            self.snapshot = self.snapshot.successor(version, policy, context)
         self._probe_timer.arm()
 
     def state_for_policy(self, policy: Policy) -> DispatchState:

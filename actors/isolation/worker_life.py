@@ -122,3 +122,8 @@ def ending(status: int) -> str:
     except ValueError:
         name = f"signal {-status}"
     return f"{name}, as the system sends when memory runs out" if name == "SIGKILL" else name
+
+
+def pause_s(failures: int) -> float:
+    """Seconds until a worker begins anew that failed so many times in a row: they double, up to 60."""
+    return min(60.0, 0.5 * 2.0 ** min(failures, 60))

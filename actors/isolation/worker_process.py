@@ -24,7 +24,7 @@ from layerzero._util.fork_safety import renew_after_fork
 from layerzero._util.version import VERSION
 from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.arena import Arena, DeviceArena, HostArena
-from layerzero.actors.isolation.worker_life import WorkerLife, ending
+from layerzero.actors.isolation.worker_life import WorkerLife, ending, pause_s
 from layerzero.ops.op import Args
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.reasons import Reason
@@ -148,7 +148,7 @@ class IsolatedWorker:
                 life.wait()
                 failures = failures + 1 if time.monotonic() - began_s < STEADY_S else 0
                 self._end_idle(life)
-            if failures and self._closing.wait(min(60.0, 0.5 * 2.0**failures)):
+            if failures and self._closing.wait(pause_s(failures)):
                 return
 
     def _open(self) -> WorkerLife:

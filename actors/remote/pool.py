@@ -218,7 +218,7 @@ class DevicePool:
         What loads a model, registers a kernel or puts a policy in force belongs here. The results by device.
         """
         results: dict[str, Any] = {}
-        with _first_error():
+        with first_error():
             async with anyio.create_task_group() as tasks:
                 for device in self.devices.values():
                     tasks.start_soon(_collect, results, device.name, lambda d=device: d.prepare(fn, *args))
@@ -252,7 +252,7 @@ class DevicePool:
         """Let a device, or all, take no more calls and end those that run; False if some were cut off."""
         devices = list(self.devices.values()) if on is None else [self.device(on)]
         ended: dict[str, Any] = {}
-        with _first_error():
+        with first_error():
             async with anyio.create_task_group() as tasks:
                 for device in devices:
                     tasks.start_soon(_collect, ended, device.name, lambda d=device: d.drain(timeout_s))
@@ -282,7 +282,7 @@ async def _collect(results: dict[str, Any], name: str, work: Callable[[], Awaita
 
 
 @contextmanager
-def _first_error() -> Iterator[None]:
+def first_error() -> Iterator[None]:
     """Let the first of a task group's errors out as itself: callers know it by its type."""
     try:
         yield

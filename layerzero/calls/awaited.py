@@ -183,14 +183,16 @@ def _key_of(
         return _batch_key(op, args, modes, snapshot)
     addresses: Hashable
     if len(shared) == 1:
-        addresses = (modes, snapshot, args[shared[0]].data_ptr())
+        addresses = (modes, args[shared[0]].data_ptr())
     else:
-        addresses = (modes, snapshot, *[args[position].data_ptr() for position in shared])
-    batch_key: Hashable | None = facts.batch_keys.get(addresses, _UNKNOWN)
+        addresses = (modes, *[args[position].data_ptr() for position in shared])
+    # A plan outlives the snapshots that found it, so it knows nothing of them.
+    known = facts.batch_keys if snapshot is None else snapshot.batch_keys.setdefault(facts, {})
+    batch_key: Hashable | None = known.get(addresses, _UNKNOWN)
     if batch_key is _UNKNOWN:
-        if len(facts.batch_keys) >= _MAX_REMEMBERED:
-            facts.batch_keys.clear()
-        batch_key = facts.batch_keys[addresses] = _batch_key(op, args, modes, snapshot)
+        if len(known) >= _MAX_REMEMBERED:
+            known.clear()
+        batch_key = known[addresses] = _batch_key(op, args, modes, snapshot)
     return batch_key
 
 
@@ -232,10 +234,11 @@ def _batch_key(op: Op, args: Args, modes: Modes, snapshot: DispatchState | None)
     rule = op.batching.batch_key(args)
     if rule is None:
         return None
-    key = (op.name, rule, modes, snapshot)
-    if len(_BATCH_KEYS) >= _MAX_BATCH_KEYS:
-        _BATCH_KEYS.clear()  # calls that wait under the old objects run apart from later ones, nothing worse
-    return _BATCH_KEYS.setdefault(key, BatchKey(key))
+    key = (op.name, rule, modes)
+    known = _BATCH_KEYS if snapshot is None else snapshot.batch_keys.setdefault(None, {})
+    if len(known) >= _MAX_BATCH_KEYS:
+        known.clear()  # calls that wait under the old objects run apart from later ones, nothing worse
+    return known.setdefault(key, BatchKey(key))
 
 
 def _batch_facts(op: Op, args: Args) -> BatchFacts:

@@ -22,7 +22,7 @@ from packaging.version import InvalidVersion
 
 from layerzero._util import log
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.actors.remote.pool import DevicePool
+from layerzero.actors.remote.pool import DevicePool, first_error
 from layerzero.actors.rpc.client import DeviceFacts
 from layerzero.actors.rpc.identity import kernels_digest
 from layerzero.api.start import start
@@ -244,15 +244,19 @@ async def check(manifest: Deployment, settings: Settings) -> ConsistencyReport:
 
 
 async def check_pool(manifest: Deployment, device_pool: DevicePool) -> ConsistencyReport:
-    """Examine every device of an open pool, and compare."""
+    """Examine every device of an open pool, and compare.
+
+    Raises: DeviceLostError: a device was lost meanwhile.
+    """
     examined: dict[str, DeviceResults] = {}
 
     async def one(name: str) -> None:
         examined[name] = await device_pool.run(examine, manifest.calls, on=name)
 
-    async with anyio.create_task_group() as tasks:
-        for name in device_pool.devices:
-            tasks.start_soon(one, name)
+    with first_error():
+        async with anyio.create_task_group() as tasks:
+            for name in device_pool.devices:
+                tasks.start_soon(one, name)
     facts = {fact.name: fact for fact in device_pool.facts}
     return compare(manifest, facts, examined)
 

@@ -363,10 +363,11 @@ class DispatchState:
     """One version of a device's tables, filled op by op as they are first used.
 
     `agreed_terms` are those of a rank group whose state this is; `rehearsed_plans` are for captures of ops
-    whose table an earlier version had.
+    whose table an earlier version had; `batch_keys` are those of awaited calls under this state alone, which
+    end with it, by whose they are.
     """
 
-    __slots__ = ("agreed_terms", "policy", "rehearsed_plans", "tables", "version")
+    __slots__ = ("agreed_terms", "batch_keys", "policy", "rehearsed_plans", "tables", "version")
 
     def __init__(
         self,
@@ -378,6 +379,7 @@ class DispatchState:
         rehearsed_plans: Mapping[str, RehearsedPlans] = _EMPTY,
     ) -> None:
         self.agreed_terms = agreed_terms
+        self.batch_keys: dict[Hashable, dict[Hashable, Hashable | None]] = {}
         self.rehearsed_plans = rehearsed_plans
         self.version = version
         self.policy = policy

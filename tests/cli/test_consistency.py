@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from layerzero.actors.remote.pool import DevicePool
 from layerzero.api.start import start
 from layerzero.cli import main
 from layerzero.cli.deployment import (
@@ -24,7 +25,7 @@ from layerzero.cli.deployment import (
     load,
 )
 from layerzero.cli.pytest_consistency import CHECKS
-from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.errors import ConfigurationError, DeviceLostError
 from layerzero.spec.settings import Settings
 from tests import children
 from tests.cli.command import Lz
@@ -207,6 +208,20 @@ def test_the_command(lz: Lz, manifest: Path) -> None:
     assert "all agree" in done.output
     manifest.write_text("calls: [{op: nothing}]")
     assert lz("consistency", "--deployment", str(manifest)).exit_code == 2
+
+
+def test_a_device_that_is_lost_meanwhile_is_named(
+    lz: Lz, manifest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit status 1 and the error of the library, not a group of errors that nobody catches."""
+
+    async def lost(*_: Any, **__: Any) -> Any:
+        raise DeviceLostError("device 'gpu-1' was lost", retryable=False)
+
+    monkeypatch.setattr(DevicePool, "run", lost)
+    done = lz("consistency", "--deployment", str(manifest))
+    assert (done.exit_code, done.exception.__class__) == (1, SystemExit), done.exception
+    assert "DeviceLostError: device 'gpu-1' was lost" in done.output
 
 
 def test_the_plugin_makes_a_test_of_each_check(manifest: Path, tmp_path: Path) -> None:

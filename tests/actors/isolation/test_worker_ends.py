@@ -20,6 +20,7 @@ import torch
 
 import layerzero as lz
 from layerzero.actors.isolation.descriptions import describe
+from layerzero.actors.isolation.worker_life import pause_s
 from layerzero.actors.isolation.worker_process import IsolatedWorker, WorkerError
 from layerzero.health import BreakerState
 from layerzero.health.device_faults import lost_device
@@ -197,3 +198,8 @@ def test_an_alias_that_takes_the_place_of_a_kernel_is_refused_and_leaves_no_proc
             with pytest.raises(lz.ConfigurationError, match=r"two kernels are named"):
                 lz.Runtime(lz.Settings(plugins=plugins, warm="off"))
     assert len(started) == 2 and not any(worker.running for worker in started)
+
+
+def test_a_worker_that_failed_a_whole_night_still_begins_anew() -> None:
+    """The pause doubles up to a minute, for any number of failures: an error there ends the supervision."""
+    assert [pause_s(failures) for failures in (1, 2, 7, 8, 5000)] == [1.0, 2.0, 60.0, 60.0, 60.0]

@@ -1,0 +1,56 @@
+"""What awaited calls under a context's own policy leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.actors.device.local_device import LocalDevice
+from layerzero.calls.blocking import context_snapshot
+from layerzero.selection.dispatch import DispatchState
+from tests.native.twins import both_paths as both_paths
+
+
+@pytest.mark.parametrize("how", ["preferred", "backend"])
+@pytest.mark.asyncio
+async def test_what_a_context_decided_goes_when_it_is_decided_anew(how: str) -> None:
+    """Kernels rest and come back all day: the states of a scope or a `backend=` before that are not kept."""
+    x, weight = torch.randn(2, 16), torch.randn(8, 16)
+    named: dict[str, Any] = {"backend": "reference"} if how == "backend" else {}
+
+    async def changed(device: LocalDevice) -> int:
+        device.health.rest("torch.rms_norm.native", "a test")
+        device.refresh()
+        await asyncio.gather(*(lz.rms_norm(x, **named) for _ in range(3)))
+        await asyncio.gather(*(lz.linear(x, weight, **named) for _ in range(3)))
+        gc.collect()
+        return sum(isinstance(kept, DispatchState) for kept in gc.get_objects())
+
+    async with lz.start(lz.Settings(warm="off")) as runtime:
+        with lz.prefer("reference") if how == "preferred" else contextlib.nullcontext():
+            states = [await changed(runtime.device("cpu")) for _ in range(8)]
+    assert states[-1] <= states[2], states
+
+
+def test_a_scope_that_is_asked_in_the_midst_of_a_change_does_not_keep_what_was_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread asks while states are made anew: a kernel that came back stayed out for its scope."""
+    made = DispatchState.successor
+    with lz.start(lz.Settings(warm="off"), scoped=True) as runtime, lz.prefer("reference"):
+        device = runtime.device("cpu")
+
+        def asked_meanwhile(state: DispatchState, *args: Any) -> DispatchState:
+            context_snapshot(device, "rms_norm", None)
+            return made(state, *args)
+
+        assert context_snapshot(device, "rms_norm", None).version == device.snapshot.version
+        monkeypatch.setattr(DispatchState, "successor", asked_meanwhile)
+        device.refresh()
+        assert context_snapshot(device, "rms_norm", None).version == device.snapshot.version
