@@ -99,22 +99,32 @@ def test_what_is_compiled_together_differs_where_the_source_does() -> None:
     assert len({decode.unit(request) for request in codes}) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 4, 5, 8, 9, 16])
-def test_a_block_for_few_rows_holds_them(rows: int) -> None:
-    """Its tiles of 8 rows are as many as the rows need."""
-    for inner in (4096, 14336):
-        assert 8 * products.cut_of(rows, inner).tiles >= rows
+def test_a_block_for_few_rows_holds_them(rows: int, dtype: torch.dtype) -> None:
+    """All of them at once, whatever the sizes."""
+    for width, inner in ((4096, 4096), (14336, 4096), (4096, 14336)):
+        plan = products.plan_of(rows, width, inner, dtype)
+        assert plan.rows >= rows
 
 
-@pytest.mark.parametrize(("rows", "tile"), [(17, 32), (33, 64), (65, 128), (300, 128)])
-def test_a_tile_holds_the_rows_where_one_can(rows: int, tile: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "rows", "tile"),
+    [
+        (torch.bfloat16, 17, 32), (torch.bfloat16, 33, 64), (torch.bfloat16, 65, 128),
+        (torch.bfloat16, 300, 256), (torch.float16, 17, 32), (torch.float16, 300, 64),
+    ],
+)  # fmt: skip
+def test_a_tile_holds_the_rows_where_one_can(dtype: torch.dtype, rows: int, tile: int) -> None:
     """The smallest that does; what is on its way fits a multiprocessor; an odd K has turns of one chunk."""
-    chosen = products.tile_of(rows, 4096)
+    chosen = products.plan_of(rows, 4096, 4096, dtype)
+    assert isinstance(chosen, products.Tile)
     assert chosen.rows == tile
     assert chosen.shared <= 232_448
-    assert 2 * chosen.stages * 8 <= 128
+    assert chosen.chunks * tile * (128 + 4) * 4 <= chosen.shared
+    assert 2 * chosen.row_stages * 8 <= 128
     assert 4096 // 128 % chosen.chunks == 0
-    assert products.tile_of(rows, 1280 + 128).chunks == 1
+    assert products.tile_of(rows, 1280 + 128, dtype).chunks == 1
 
 
 def test_parts_fill_the_device_and_no_more() -> None:

@@ -73,15 +73,16 @@ __device__ __forceinline__ float of_e4m3(u8 code) {
 // What the codes of a chunk of 128 are multiplied by, as it lies in memory: loaded with them, used behind them.
 struct Scales { u32 value, zero; };
 
+// `scales` and `zeros` are those of one column.
 __device__ __forceinline__ Scales load_scales(
-    const u8* scales, const u8* zeros, int has_zeros, i64 at, int chunk, int t) {
+    const u8* scales, const u8* zeros, int has_zeros, int chunk, int t) {
 #if SCALE == 0
-  const i64 place = at + chunk * 128 / GROUP;
-  return {((const u32*)scales)[place], has_zeros ? zeros[place] : 8u};
+  const int group = chunk * 128 / GROUP;
+  return {((const u32*)scales)[group], has_zeros ? zeros[group] : 8u};
 #elif SCALE == 1
-  return {scales[at + chunk * 4 + t], 0};
+  return {scales[chunk * 4 + t], 0};
 #else
-  return {*(const u16*)(scales + at + chunk * 8 + 2 * t), 0};
+  return {*(const u16*)(scales + chunk * 8 + 2 * t), 0};
 #endif
 }
 

@@ -23,20 +23,31 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) product(
   auto column_of = [&](int strip, int half) { return min(first_column + 16 * strip + g + 8 * half, width - 1); };
   Four next[AHEAD][STRIPS][2];  // what is on its way, by turn
   Scales next_scales[AHEAD][STRIPS][2];
-  auto fetch = [&](int chunk, Four (&into)[STRIPS][2], Scales (&scales_into)[STRIPS][2]) {
+  Four next_lines[AHEAD][TILES][4];  // rows, which come from the cache, too: they wait as long
+  auto fetch = [&](int chunk, Four (&into)[STRIPS][2], Scales (&scales_into)[STRIPS][2], Four (&lines_into)[TILES][4]) {
     if (chunk >= to) return;
     #pragma unroll
     for (int s = 0; s < STRIPS; ++s)
       #pragma unroll
       for (int h = 0; h < 2; ++h) {
         into[s][h] = load_once(codes + (i64)column_of(s, h) * codes_row + chunk * 64 + 16 * t);
+        const i64 own_scales = (i64)column_of(s, h) * scale_row;
         scales_into[s][h] = load_scales(
-            scales, zeros, has_zeros, (i64)column_of(s, h) * scale_row, chunk, t);
+            scales + own_scales * (SCALE == 0 ? 4 : 1), zeros + own_scales, has_zeros, chunk, t);
       }
+    #pragma unroll
+    for (int m = 0; m < TILES; ++m) {
+      const int row = first_row + 8 * m + g;
+      #pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        lines_into[m][j] = Four{{0, 0, 0, 0}};
+        if (row < rows) lines_into[m][j] = load_rows(x + (i64)row * x_row + chunk * 128 + 32 * t + 8 * j);
+      }
+    }
   };
   #pragma unroll
   for (int turn = 0; turn < AHEAD; ++turn) 
-      fetch(from + warp + turn * WARPS, next[turn], next_scales[turn]);
+      fetch(from + warp + turn * WARPS, next[turn], next_scales[turn], next_lines[turn]);
   for (int begin = from + warp; begin < to; begin += AHEAD * WARPS) {
    #pragma unroll
    for (int turn = 0; turn < AHEAD; ++turn) {
@@ -54,14 +65,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) product(
     Four lines[TILES][4];
     #pragma unroll
     for (int m = 0; m < TILES; ++m) {
-      const int row = first_row + 8 * m + g;
       #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (row < rows) lines[m][j] = load_rows(x + (i64)row * x_row + chunk * 128 + 32 * t + 8 * j);
-        else lines[m][j] = Four{{0, 0, 0, 0}};
-      }
+      for (int j = 0; j < 4; ++j) lines[m][j] = next_lines[turn][m][j];
     }
-    fetch(chunk + AHEAD * WARPS, next[turn], next_scales[turn]);
+    fetch(chunk + AHEAD * WARPS, next[turn], next_scales[turn], next_lines[turn]);
     #pragma unroll
     for (int s = 0; s < STRIPS; ++s) {
       u32 base[2][2];  // of the column's first and second half of a lane's codes

@@ -15,26 +15,34 @@ from layerzero.spec.call_spec import CallSpec
 
 # By format: the element, and how its scales are stored.
 _KINDS: Mapping[str, tuple[int, int]] = MappingProxyType({"int4": (0, 0), "mxfp4": (1, 1), "nvfp4": (1, 2)})
-_FEW_ROWS, _WIDE_COLUMNS, _CHUNK = 16, 128, 128
-_WIDE_THREADS, _ADD_THREADS = 256, 256
+_CHUNK = 128
+_WIDE_THREADS, _COPY_THREADS, _ADD_THREADS = 256, 128, 256
 
 
 class Tile(NamedTuple):
-    """Rows that a block has at once; its turns on their way, and how many chunks of K are a turn."""
+    """Rows that a block has at once, turns of rows and of codes on their way, and chunks of K in a turn.
+
+    With float32 scales and bfloat16, scales are rounded to bfloat16, as are their products with codes.
+    """
 
     rows: int
-    stages: int
+    row_stages: int
+    code_stages: int
     chunks: int
+    columns: int = 128
 
     @property
     def shared(self) -> int:
-        """Bytes: rows and codes of all turns on their way, behind the barriers."""
-        return 128 + self.stages * self.chunks * _CHUNK * (2 * self.rows + _WIDE_COLUMNS // 2)
+        """Bytes: rows and codes of all turns on their way, behind the barriers; the sums at the end."""
+        turn = self.row_stages * 2 * _CHUNK * self.rows + self.code_stages * self.columns * _CHUNK // 2
+        return 128 + self.chunks * turn
 
 
-_TILES = (Tile(32, 6, 2), Tile(64, 8, 1), Tile(128, 5, 1))
-# Chosen by trials on an H200: chunks in a part of K, blocks of few rows at once, a K that wants more warps.
-_LEAST_CHUNKS, _LEAST_CHUNKS_OF_FEW, _BLOCKS_AT_ONCE, _LONG = 8, 48, 4, 8192
+_TILES = (Tile(16, 6, 6, 2), Tile(32, 4, 6, 2), Tile(64, 3, 6, 2), Tile(128, 4, 8, 1), Tile(256, 3, 3, 1))
+# Where scales are not folded into numbers: float16 has not their range.
+_EXACT_TILES = (Tile(32, 4, 6, 2), Tile(64, 5, 6, 1))
+# Chosen by trials on an H200: chunks in a part of K, blocks of few rows at once, a short and a long side.
+_LEAST_CHUNKS, _LEAST_CHUNKS_OF_FEW, _BLOCKS_AT_ONCE, _SHORT, _LONG = 8, 48, 4, 4224, 8192
 
 
 def _adder(device: torch.device, dtype: torch.dtype) -> Any:
@@ -53,6 +61,16 @@ class Cut(NamedTuple):
     ahead: int
     blocks: int
 
+    @property
+    def rows(self) -> int:
+        """Rows that a block has at once."""
+        return 8 * self.tiles
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result that a block makes."""
+        return 16 * self.strips
+
 
 def _few(device: torch.device, form: str, dtype: torch.dtype, group: int, cut: Cut) -> Any:
     kind, scale = _KINDS[form]
@@ -67,24 +85,27 @@ def _wide(device: torch.device, form: str, dtype: torch.dtype, group: int, name:
     kind, scale = _KINDS[form]
     return function(
         device, ("codes.cuh", "wide_products.cu"), name, tile.shared if name == "product" else 0,
-        KIND=kind, SCALE=scale, HALF=HALF[dtype], GROUP=group, ROWS=tile.rows, STAGES=tile.stages,
-        KGROUPS=tile.chunks,
+        KIND=kind, SCALE=scale, HALF=HALF[dtype], GROUP=group, ROWS=tile.rows, KGROUPS=tile.chunks,
+        ROW_STAGES=tile.row_stages, CODE_STAGES=tile.code_stages, FOLDED=int(dtype == torch.bfloat16),
     )  # fmt: skip
 
 
-def tile_of(rows: int, inner: int) -> Tile:
+def plan_of(rows: int, width: int, inner: int, dtype: torch.dtype) -> Cut | Tile:
+    """The block for rows, columns and K: a `Cut` for few rows, else a tile of many. By trials on an H200."""
+    if rows <= 8:
+        if inner > _LONG:
+            return Cut(1, 2, 8, 1, 2)
+        return Cut(1, 2, 4, 1, 3) if width >= _LONG else Cut(1, 1, 8, 1, 2)
+    if rows <= 16 and (width < _LONG or dtype != torch.bfloat16):
+        return Cut(2, 1, 8, 1, 2) if max(width, inner) <= _SHORT else Cut(2, 2, 4, 1, 2)
+    return tile_of(rows, inner, dtype)
+
+
+def tile_of(rows: int, inner: int, dtype: torch.dtype) -> Tile:
     """The smallest tile that holds the rows, else the largest; turns of one chunk where they are odd."""
-    tile = next((tile for tile in _TILES if rows <= tile.rows), _TILES[-1])
+    tiles = _TILES if dtype == torch.bfloat16 else _EXACT_TILES
+    tile = next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
     return tile._replace(chunks=1) if inner // _CHUNK % 2 else tile
-
-
-def cut_of(rows: int, inner: int) -> Cut:
-    """The block for few rows: more rows are read for more columns, and a long K has more warps."""
-    if rows > 8:
-        return Cut(2, 2, 8, 1, 2)
-    if rows > 4:
-        return Cut(1, 2, 4, 1, 4) if inner <= _LONG else Cut(1, 2, 8, 1, 2)
-    return Cut(1, 1, 8, 1, 4)
 
 
 def parts_of(blocks: int, chunks: int, processors: int, is_few: bool) -> int:
@@ -94,28 +115,29 @@ def parts_of(blocks: int, chunks: int, processors: int, is_few: bool) -> int:
     return max(1, min(processors // blocks, chunks // _LEAST_CHUNKS))
 
 
+def _asked(request: CallSpec) -> tuple[str, torch.dtype, Cut | Tile]:
+    """Format, type and block of a request."""
+    dtype = getattr(torch, request.dtype)
+    form = next((name for name in _KINDS if f"quant_{name}" in request.features), "")
+    return form, dtype, plan_of(request.dim("N"), request.dim("C"), request.dim("K"), dtype)
+
+
 def unit(request: CallSpec) -> str:
     """What is compiled together."""
-    rows = request.dim("N")
-    size = (
-        f"{cut_of(rows, request.dim('K'))}"
-        if rows <= _FEW_ROWS
-        else f"wide {tile_of(rows, request.dim('K'))}"
-    )
-    form = next((name for name in _KINDS if f"quant_{name}" in request.features), "")
-    return f"{request.dtype} {form} {request.dim('S')} {size}"
+    form, dtype, plan = _asked(request)
+    return f"{dtype} {form} {request.dim('S')} {plan}"
 
 
 def compile_for(request: CallSpec) -> None:
     """Compile what a request needs."""
-    device, dtype, rows = torch.device(request.device), getattr(torch, request.dtype), request.dim("N")
-    form = next(name for name in _KINDS if f"quant_{name}" in request.features)
+    device, group = torch.device(request.device), request.dim("S")
+    form, dtype, plan = _asked(request)
     _adder(device, dtype)
-    if rows <= _FEW_ROWS:
-        _few(device, form, dtype, request.dim("S"), cut_of(rows, request.dim("K")))
+    if isinstance(plan, Cut):
+        _few(device, form, dtype, group, plan)
         return
     for name in ("arrange", "product"):
-        _wide(device, form, dtype, request.dim("S"), name, tile_of(rows, request.dim("K")))
+        _wide(device, form, dtype, group, name, plan)
 
 
 def steady(scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -145,27 +167,26 @@ def quantized_linear(
         return x.new_empty((*x.shape[:-1], width))
     flags = [int(part is not None) for part in (zero_point, tensor_scale, bias)]
     others = [or_any(part, scale) for part in (zero_point, tensor_scale, bias)]
-    is_few = count <= _FEW_ROWS
-    cut, tile = cut_of(count, inner), tile_of(count, inner)
-    columns = 16 * cut.strips if is_few else _WIDE_COLUMNS
-    blocks, lines = -(-width // columns), -(-count // (8 * cut.tiles if is_few else tile.rows))
-    parts = parts_of(blocks * lines, chunks, multiprocessors(x.device), is_few)
+    plan = plan_of(count, width, inner, x.dtype)
+    blocks, lines = -(-width // plan.columns), -(-count // plan.rows)
+    parts = parts_of(blocks * lines, chunks, multiprocessors(x.device), isinstance(plan, Cut))
     out = torch.empty((count, width), dtype=x.dtype, device=x.device)
     sums = out if parts == 1 else torch.empty((parts, count, width), dtype=torch.float32, device=x.device)
     sizes, steps = [count, width, inner], [weight.stride(0), scale.stride(0)]
-    if is_few:
-        _few(x.device, form, x.dtype, group, cut)(
-            grid=(blocks, parts, lines), block=(32 * cut.warps, 1, 1),
+    if isinstance(plan, Cut):
+        _few(x.device, form, x.dtype, group, plan)(
+            grid=(blocks, parts, lines), block=(32 * plan.warps, 1, 1),
             args=[rows, weight, scale, *others, sums, *sizes, rows.stride(0), *steps, *flags, parts],
         )  # fmt: skip
     else:
-        image = torch.empty((lines, chunks, tile.rows, _CHUNK), dtype=x.dtype, device=x.device)
-        _wide(x.device, form, x.dtype, group, "arrange", tile)(
-            grid=(chunks, lines, 1), block=(_WIDE_THREADS, 1, 1),
+        image = torch.empty((lines, chunks, plan.rows, _CHUNK), dtype=x.dtype, device=x.device)
+        _wide(x.device, form, x.dtype, group, "arrange", plan)(
+            grid=(chunks, lines, plan.rows * 16 // _WIDE_THREADS), block=(_WIDE_THREADS, 1, 1),
             args=[rows, image, count, inner, rows.stride(0)],
         )  # fmt: skip
-        _wide(x.device, form, x.dtype, group, "product", tile)(
-            grid=(blocks, parts, lines), block=(_WIDE_THREADS * tile.chunks, 1, 1), shared_mem=tile.shared,
+        _wide(x.device, form, x.dtype, group, "product", plan)(
+            grid=(blocks, parts, lines), block=(_WIDE_THREADS * plan.chunks + _COPY_THREADS, 1, 1),
+            shared_mem=plan.shared,
             args=[image, weight, scale, *others, sums, *sizes, *steps, *flags, parts],
         )  # fmt: skip
     if parts > 1:
