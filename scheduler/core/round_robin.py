@@ -14,7 +14,7 @@ which come from each other in a ring do not wait for ever.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Set
+from collections.abc import Hashable, Set
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Final
@@ -34,7 +34,7 @@ class BatchQueue:
     between two, and how long one runs, in seconds.
     """
 
-    key: Any
+    key: Hashable
     solo: bool
     by_priority: tuple[dict[PendingCall, None], ...] = field(default_factory=lambda: ({}, {}, {}))
     count: int = 0
