@@ -187,7 +187,7 @@ class Model:
                 return QuantizedTensor.quantize(numbers, "int4", granularity="group", group_size=128)
             return numbers
 
-        room = context + 256
+        room = context + 512
         pages = requests * -(-room // PAGE) + requests + 8
         llama = models.llama
         self.model = llama.Llama(config, get, llama.kv_pool(config, device, dtype, pages, PAGE, kv))

@@ -17,6 +17,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import torch
 from torch.distributed import (  # type: ignore[attr-defined]  # public, not declared
     DistNetworkError,
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
@@ -174,9 +175,12 @@ async def _process_group(spec: RankSpec, store: TCPStore) -> AsyncIterator[None]
 def _init_process_group(spec: RankSpec, store: TCPStore) -> None:
     from torch import distributed
 
-    config = spec.config
+    config, device = spec.config, current().device().device
+    # NCCL's own group on it now: inside a capture it could not be made.
+    bound = torch.device("cuda", device.index or 0) if spec.collectives == "nccl" else None
     distributed.init_process_group(
         spec.collectives,
+        device_id=bound,
         store=PrefixStore("process-group", store),
         rank=config.rank,
         world_size=config.ranks,

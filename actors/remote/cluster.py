@@ -22,6 +22,7 @@ from layerzero.spec.settings import Settings
 
 _CONNECT_S = 10.0
 _SHARED_S = 60.0
+_PARTS = 10_000  # of a GPU, which Ray counts in
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
@@ -75,14 +76,17 @@ class Cluster:
         return self.devices
 
     def _bundles(self) -> list[dict[str, float]]:
-        """One GPU each, or one CPU on each node where the cluster has no GPU."""
+        """One GPU each, or an equal part of one, or one CPU on each node where the cluster has no GPU."""
         import ray
 
         total = ray.cluster_resources()
-        gpus = int(total.get("GPU", 0))
+        per_gpu = self._settings.cluster_devices_per_gpu
+        gpus = int(total.get("GPU", 0)) * per_gpu
         device_count = self._settings.cluster_devices
         if gpus:
-            return [{"GPU": 1.0}] * (gpus if device_count is None else device_count)
+            return [{"GPU": int(_PARTS / per_gpu) / _PARTS}] * (
+                gpus if device_count is None else device_count
+            )
         alive = len([node for node in ray.nodes() if node["Alive"]])
         return [{"CPU": 1.0}] * (max(1, alive) if device_count is None else device_count)
 
@@ -245,8 +249,8 @@ def _require_authentication(host: str) -> None:
 
 
 def _sum(bundles: list[dict[str, float]]) -> str:
-    (kind,) = bundles[0]
-    return f"{len(bundles)} x 1 {kind}"
+    ((kind, share),) = bundles[0].items()
+    return f"{len(bundles)} x {share:g} {kind}"
 
 
 def _plain(resources: Mapping[str, float]) -> str:

@@ -5,7 +5,7 @@ Code moves to a device, tensors do not move to the code: inside `run`, `layerzer
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,12 +21,16 @@ from layerzero.ops.checks import need_number
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
 from layerzero.spec.settings import Settings
 
-On = str | DeviceClient | None
+# A name, a device, None for the least loaded one, or what takes one of those that serve.
+On = str | DeviceClient | Callable[[Sequence[DeviceClient]], DeviceClient] | None
 _RETURNING = (DeviceState.STARTING, DeviceState.RESTARTING, DeviceState.HUNG)  # it will run again, or try to
 
 
 class DevicePool:
     """The devices of a runtime by name; `on` takes a name, a device, or None for the least loaded one.
+
+    Where a call may move, `on` also takes a function: it gets the devices that serve and returns one of them,
+    again after each loss.
 
     `leave` is awaited by `close`, after the devices are closed. `patience_s` bounds how long a call waits in
     all where no device serves.
@@ -68,6 +72,8 @@ class DevicePool:
         self._refuse_closed()
         if on is None:
             return self._least_loaded()
+        if callable(on):
+            return on(self._running() or [self._least_loaded()])
         if not isinstance(on, str):
             return on
         device = self.devices.get(on)
@@ -121,8 +127,10 @@ class DevicePool:
         what = f"no device came back within placement_timeout_s={self._patience_s:g}"
         raise DeviceLostError(f"{what}: {self._states}", retryable=True)
 
-    async def _pick(self, losses: Losses) -> DeviceClient:
+    async def _pick(self, losses: Losses, on: On) -> DeviceClient:
         """The least loaded device, of those that the call has not lost where there are such; waits for one.
+
+        Where `on` is a function, the one that it takes of them.
 
         Raises: DeviceLostError: none takes calls. DeadlineExceededError, RuntimeClosedError.
         """
@@ -133,6 +141,8 @@ class DevicePool:
             raise (losses.gave_up_error(nowhere) if losses.begun else nowhere) from losses.last
         # A device that has just lost this call may lose it again, for the same reason.
         untried = [each for each in running if each.name not in losses.tried]
+        if callable(on):
+            return on(untried or running)
         return min(untried or running, key=lambda each: each.load)
 
     # -- code ------------------------------------------------------------------------------------
@@ -161,13 +171,13 @@ class DevicePool:
             raise TypeError(f"fn needs a function, got {type(fn).__name__}")
         if timeout_s is not None:
             need_number("timeout_s", timeout_s, low=0.0)
-        if on is not None:
+        if on is not None and not callable(on):
             device = self.device(on)
             # Named by the caller: it waits for this device and goes nowhere else.
             return await device.run(fn, *args, timeout_s=timeout_s, idempotent=idempotent, **kwargs)
         losses = Losses(idempotent, self._patience_s, timeout_s)
         while True:
-            device = await self._pick(losses)
+            device = await self._pick(losses, on)
             try:
                 remaining_s = losses.remaining_s
                 return await device.run(fn, *args, timeout_s=remaining_s, wait_for_restart=False, **kwargs)
@@ -182,7 +192,7 @@ class DevicePool:
 
         With `resume` and without `on`, a stream continues elsewhere when its device is lost.
         """
-        if on is not None:
+        if on is not None and not callable(on):
             device = self.device(on)
             async for item in device.stream(fn, *args, resume=resume, **kwargs):
                 yield item
@@ -190,7 +200,7 @@ class DevicePool:
         so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []
         losses = Losses(resume, self._patience_s, None)
         while True:
-            device = await self._pick(losses)
+            device = await self._pick(losses, on)
             named = {**kwargs, "so_far": list(so_far)} if resume else kwargs
             try:
                 async for item in device.stream(fn, *args, wait_for_restart=False, **named):

@@ -26,6 +26,7 @@ from layerzero.actors.device.running_kernels import (
     RunningKernelLog,
     read_crash_log,
 )
+from layerzero.actors.remote.gpu_claims import RELEASE_S, GpuClaim, gpu_name
 from layerzero.actors.remote.parcels import Payload, payload_bytes, to_payload
 from layerzero.actors.remote.stores import connect_store
 from layerzero.actors.rpc.channel import Listener
@@ -105,6 +106,7 @@ class DeviceActor:
         self._listener: Listener | None = None
         self._running_log: RunningKernelLog | None = None
         self._starting: asyncio.Lock | None = None
+        self._claim: GpuClaim | None = None
 
     async def start(self, spec: DeviceSpec) -> StartReport:
         """Open the device, rebuild what earlier incarnations had, listen; a second call returns the same."""
@@ -117,6 +119,8 @@ class DeviceActor:
                 # Ray asks again where a start was lost on the way.
                 except BaseException:
                     await self.leave()  # the next attempt begins from nothing
+                    if self._claim is not None:
+                        self._claim.release()
                     raise
             return self._started
 
@@ -130,6 +134,8 @@ class DeviceActor:
         await asyncio.to_thread(_share_work, spec)
         self._opened = resolve(spec.opener)(spec.settings)
         device = self._opened.device()
+        node = ray.get_runtime_context().get_node_id()
+        await asyncio.to_thread(self._claim_gpu, spec, device, node)
         host = CallServer(device, spec.name)
         compiled = await asyncio.to_thread(KERNEL_NOTES.try_load)
         self._running_log = device.kernel_calls.running_log = RunningKernelLog(
@@ -143,7 +149,6 @@ class DeviceActor:
         # After the opening, whose own decisions need no heir.
         device.compiler.on_decided = host.on_decided
         rebuilt = await host.rebuild()
-        node = ray.get_runtime_context().get_node_id()
         address_of = ray.util.get_node_ip_address()
         self._listener = Listener(host.handlers, node=node, host=address_of, secret=spec.secret)
         address = await self._listener.open()
@@ -161,6 +166,16 @@ class DeviceActor:
             quarantined=tuple(quarantined),
             rebuilt=rebuilt,
         )
+
+    def _claim_gpu(self, spec: DeviceSpec, device: LocalDevice, node: str) -> None:
+        """Keep every other device of a cluster off the GPU, as far as the settings want it.
+
+        Raises: ConfigurationError: another one has it.
+        """
+        if (gpu := gpu_name(device.device, node)) is not None:
+            limit = spec.settings.cluster_devices_per_gpu
+            self._claim = GpuClaim(gpu, f"{spec.name} of pool {spec.pool}", limit)
+            self._claim.acquire(min(RELEASE_S, spec.settings.placement_timeout_s / 4))
 
     async def serve(
         self, envelope: Envelope, kind: Kind, payload: Payload, cargo: TensorPayload | None = None

@@ -24,7 +24,12 @@ from layerzero.actors.rpc.client import DeviceFacts, DeviceState
 from layerzero.actors.rpc.connection import Handler
 from layerzero.actors.rpc.frames import Address
 from layerzero.actors.rpc.settling import result_of
-from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
+from layerzero.spec.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    DeviceLostError,
+    RuntimeClosedError,
+)
 
 PAUSE_S = 0.02
 _START_S = 1.0
@@ -60,6 +65,7 @@ class SupervisedDevice:
         self._supervisor: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._restart_requested = False
+        self._refusal: ConfigurationError | None = None
         self._forked = False
         renew_after_fork(self)
 
@@ -110,6 +116,7 @@ class SupervisedDevice:
         """Create the actor and wait for its first incarnation.
 
         Raises: DeviceLostError: it did not begin within `timeout_s`; the message says what it waited for.
+            ConfigurationError: it never will with these settings.
         """
         self._actor = self._make()
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
@@ -123,7 +130,8 @@ class SupervisedDevice:
                 f"device {self.name!r} did not start within {timeout_s} s: {why}", retryable=True
             ) from None
         if self.state is DeviceState.DEAD:
-            raise DeviceLostError(f"device {self.name!r} did not start: {self._why}", retryable=False)
+            what = f"device {self.name!r} did not start: {self._why}"
+            raise self._refusal or DeviceLostError(what, retryable=False)
 
     async def _supervise(self) -> None:
         """Begin an incarnation, wait until it is over, begin the next, until closed or given up."""
@@ -132,6 +140,10 @@ class SupervisedDevice:
                 incarnation = await self._begin_incarnation()
             except Exception as error:
                 cause = getattr(error, "cause", error)  # Ray's own text is the actor's whole traceback
+                if isinstance(cause, ConfigurationError):  # which no restart changes
+                    self._refusal = cause
+                    self._give_up(str(cause))
+                    return
                 if not self._note_end(f"{type(cause).__name__}: {cause}"):
                     return
                 continue

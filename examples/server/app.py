@@ -25,9 +25,10 @@ from layerzero.integrations import uvicorn as bounded
 from layerzero.integrations.starlette import install, lifespan
 from server.answers import ChatFormat, CompletionFormat, Format, Piece, error_body
 from server.fields import BadRequest, UnknownModel
+from server.front import KV_FORMATS, Front, Full
+from server.front import Options as Options
 from server.protocol import Ask, read
-from server.service import KV_FORMATS, Full, Service
-from server.service import Options as Options
+from server.service import Service
 
 # Requests beyond those being answered that may be on their way in or out.
 WAITING = 64
@@ -41,7 +42,7 @@ STREAM_START = {
 class Answer:
     """The answer to one request: an ASGI response that ends when its client goes."""
 
-    def __init__(self, service: Service, ask: Ask) -> None:
+    def __init__(self, service: Front, ask: Ask) -> None:
         self.service, self.ask = service, ask
         form = ChatFormat if ask.is_chat else CompletionFormat
         self.format: Format = form(service.name, service.tokenizer, ask.include_usage)
@@ -68,6 +69,10 @@ class Answer:
             await failure(429, str(full), kind="rate_limit_error", headers=again)(scope, receive, send)
         except BadRequest as bad:
             await refusal(bad)(scope, receive, send)
+        except lz.DeviceLostError as lost:  # before anything was sent; no replica is left to answer
+            again = {"Retry-After": "1"}
+            gone = failure(503, str(lost), kind="server_error", code=code_of(lost), headers=again)
+            await gone(scope, receive, send)
 
     async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """All choices in one answer."""
@@ -99,7 +104,7 @@ class Answer:
         except (Full, lz.LayerZeroError) as error:
             if not begun:
                 raise
-            await self._event(send, error_body(str(error), "server_error"))
+            await self._event(send, error_body(str(error), "server_error", code=code_of(error)))
             await send({"type": "http.response.body", "body": b""})
             return
         if self.ask.include_usage:
@@ -110,6 +115,12 @@ class Answer:
         # ASCII: some readers end a line also at characters that JSON need not escape.
         body = f"data: {json.dumps(data)}\n\n".encode()
         await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def code_of(error: Exception) -> str | None:
+    """The reason code of an error that has one."""
+    reason = getattr(error, "context", {}).get("reason")
+    return None if reason is None else str(reason)
 
 
 def failure(
@@ -132,7 +143,7 @@ def refusal(bad: BadRequest) -> JSONResponse:
 
 async def completions(request: Request) -> Any:
     """POST /v1/completions and /v1/chat/completions."""
-    service: Service = request.app.state.service
+    service: Front = request.app.state.service
     try:
         ask = read(await request.body(), service.name, chat=request.url.path == "/v1/chat/completions")
     except ClientDisconnect:
@@ -149,14 +160,14 @@ async def models(request: Request) -> JSONResponse:
 
 async def model(request: Request) -> JSONResponse:
     """GET /v1/models/NAME."""
-    service: Service = request.app.state.service
+    service: Front = request.app.state.service
     name = request.path_params["name"]
     if name != service.name:
         return refusal(UnknownModel(f"model needs {service.name!r}, got {name!r}", "model"))
     return JSONResponse(_served(service))
 
 
-def _served(service: Service) -> dict[str, Any]:
+def _served(service: Front) -> dict[str, Any]:
     return {
         "id": service.name, "object": "model", "created": service.started, "owned_by": "layerzero",
         "tokenizer": service.tokenizer.identity.digest,
@@ -179,18 +190,25 @@ def application(options: Options) -> Starlette:
     """The server as an ASGI application; its lifespan opens the runtime, and drains it at the end."""
 
     determinism = "strict" if options.strict else "default"
+    fleet = {} if options.cluster is None else {"cluster": options.cluster}
+    if options.replicas is not None:
+        fleet |= {"cluster_devices": options.replicas}
     settings = lz.Settings.load(
-        device=options.device, inference=True, freeze_gc=True, determinism=determinism
+        device=options.device, inference=True, freeze_gc=True, determinism=determinism, **fleet
     )
 
     @asynccontextmanager
     async def served(app: Starlette, runtime: lz.Runtime) -> AsyncIterator[None]:
-        app.state.service = Service(options, runtime)
+        if settings.cluster is None:
+            app.state.service = Service(options, runtime)
+        else:
+            from server.fleet import FleetService
+
+            app.state.service = await FleetService.open(options, runtime)
         yield
 
-    def service() -> Service:
-        opened: Service = app.state.service
-        return opened
+    def service() -> Any:
+        return app.state.service
 
     def refuse(status: int, message: str, retry_after_s: float | None) -> JSONResponse:
         if retry_after_s is None:
@@ -251,6 +269,8 @@ def parse(arguments: list[str] | None) -> Options:
         "--bundle", type=Path, help="a warm-up bundle of a machine like this; its code runs here"
     )
     parser.add_argument("--bundle-sha256", help="the digest that the bundle needs to have")
+    parser.add_argument("--cluster", help="replicas on devices of a Ray cluster: auto, local, or its address")
+    parser.add_argument("--replicas", type=int, help="how many; without it one for each GPU of the cluster")
     parser.add_argument("--strict", action="store_true", help="only kernels whose rows ignore their batch")
     parser.add_argument("--host", default=defaults.host)
     parser.add_argument("--port", type=int, default=defaults.port)

@@ -70,13 +70,20 @@ class _Rules:
     """The rules of one request, from step to step; `args` are None where it has none."""
 
     def __init__(
-        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, grammar: Grammar | None
+        self,
+        prompt: Sequence[int],
+        so_far: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        grammar: Grammar | None,
     ) -> None:
         self._grammar = grammar
+        for token in so_far if grammar is not None else ():
+            grammar.accept(token)
         self.args: LogitRules | None = None
         if sampling.has_rules or grammar is not None:
             self._history = torch.zeros(len(prompt) + max_tokens, dtype=torch.int64)
-            self._history[: len(prompt)] = torch.tensor(prompt)
+            self._history[: len(prompt) + len(so_far)] = torch.tensor([*prompt, *so_far])
             self.args = LogitRules(
                 self._history[: len(prompt)],
                 prompt_len=len(prompt),
@@ -120,17 +127,20 @@ class Engine:
         grammar: Grammar | None = None,
         ignore_eos: bool = False,
         patient: bool = False,
+        so_far: Sequence[int] = (),
     ) -> AsyncGenerator[Drawn, None]:
         """Yield what continues `prompt`, until a token ends the text or `max_tokens` are drawn.
+
+        `so_far` was drawn before, here or elsewhere, and is not yielded again.
 
         With `ignore_eos` no token ends it. A full batcher or queue is an error before the first token, unless
         the request is `patient`; later it is waited out. Cancelled or closed, it takes its call back from the
         batcher and gives its pages back.
         Raises: OverloadedError. ValueError: the prompt is empty, or too long.
         """
-        tokens = list(prompt)
+        tokens = [*prompt, *so_far]
         newest: Tensor | None = None
-        rules = _Rules(prompt, sampling, max_tokens, grammar)
+        rules = _Rules(prompt, so_far, sampling, max_tokens, grammar)
         with self.requests.open(user) as request:
             while (drawn := len(tokens) - len(prompt)) < max_tokens:
                 try:

@@ -1,78 +1,30 @@
-"""The model, its tokenizer and its engine: a request goes in, pieces of text come out."""
+"""One model in this process: its pages, its captured steps, and what is counted about them."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterable
 
-import anyio
 import torch
-from models.llama import FOLDER, Llama, Per, load
-from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import CounterMetricFamily
+from models.llama import Llama, load
 
 import layerzero as lz
-from layerzero.api import metrics
-from server.answers import ChoiceText, Piece, Usage
-from server.engine import Engine, Grammar
-from server.fields import BadRequest, OtherTokenizer
-from server.protocol import Ask, Constraint
-
-Emit = Callable[[Piece], Awaitable[None]]
-_SEEDS = 1 << 63
+from server.engine import Drawn, Engine, Grammar
+from server.front import KV_FORMATS, Front
+from server.front import Full as Full
+from server.front import Options as Options
+from server.protocol import Ask, Sampling
 
 
-# What keys and values are kept in: as they are computed, or eight bits.
-KV_FORMATS = {"": None, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How the server runs; `kv_format` is one of `KV_FORMATS`."""
-
-    model: Path = FOLDER
-    device: str = "cpu"
-    per: Per = "step"
-    pages: int = 1024
-    page_size: int = 16
-    kv_format: str = ""
-    max_requests: int = 256
-    max_waiting_tokens: int = 1 << 17
-    max_body: int = 4 << 20
-    prompt_cache: int = 16 << 20
-    strict: bool = False
-    host: str = "127.0.0.1"
-    port: int = 8000
-    drain_s: int = 30
-    bundle: Path | None = None
-    bundle_sha256: str | None = None
-
-
-class Full(Exception):
-    """The server takes no further request now; try again after `retry_after` seconds."""
-
-    def __init__(self, message: str, retry_after: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after = max(1, math.ceil(retry_after))
-
-
-class Service:
-    """The model, its tokenizer, and what is counted about requests."""
+class Service(Front):
+    """A front whose tokens are drawn in this process."""
 
     def __init__(self, options: Options, runtime: lz.Runtime) -> None:
-        self.options = options
         self._bundle = ""
         if options.bundle is not None:  # before anything is chosen: what it brings need not be compiled
             loaded = lz.load_bundle(options.bundle, sha256=options.bundle_sha256, device=options.device)
             self._bundle = loaded.sha256
             if loaded.manifest is not None:
                 lz.warmup_blocking(loaded.manifest, device=options.device)
-        self.name = options.model.resolve().name
         self.model: Llama = load(
             options.model,
             device=options.device,
@@ -85,31 +37,9 @@ class Service:
         self.engine = Engine(
             self.model, self.model.config.eos_token_ids, max_waiting_tokens=options.max_waiting_tokens
         )
-        self.prompts = lz.PromptCache(options.prompt_cache)
-        self.tokenizer = lz.Tokenizer(options.model, cache=self.prompts)
-        self.tokenizer.require(vocabulary=self.model.config.vocab_size)
-        self._grammars: Any = None
+        super().__init__(options, runtime, self.model.config, self.engine.requests.capacity)
         if options.device == "cuda":
             self._capture(runtime)
-        # How many tokens a prompt and its answer may have together.
-        self.max_model_len = min(self.model.config.max_position_embeddings, self.engine.requests.capacity)
-        # No prompt of more characters can fit, so none is taken apart.
-        longest = max(len(self.tokenizer.token_bytes(token)) for token in self.tokenizer.ids)
-        self.max_prompt_characters = self.max_model_len * longest
-        self.active = 0
-        self.started = int(time.time())
-        self.registry = CollectorRegistry()
-        self.registry.register(metrics.collector(runtime))
-        self.registry.register(self)
-        self.requests = Counter("requests", "requests by how they ended", ["outcome"], registry=self.registry)
-        self.tokens = Counter("generated_tokens", "tokens drawn", registry=self.registry)
-        gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "requests_in_flight": ("requests being answered", lambda: self.active),
-            "requests_waiting": ("choices that wait for pages", lambda: self.engine.requests.waiting),
-            "kv_pages_free": ("pages that no request holds", lambda: self.model.cache.allocator.free_pages),
-        }
-        for name, (what, value) in gauges.items():
-            Gauge(name, what, registry=self.registry).set_function(value)
 
     def _capture(self, runtime: lz.Runtime) -> None:
         """Capture the steps ahead, unless a compiler is at work: they would be captured again behind it.
@@ -124,14 +54,23 @@ class Service:
                     return
                 runner.capture(buckets=[rows])
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """What the pool of pages has counted, for /metrics."""
+    def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
+        return {
+            **super().gauges(),
+            "requests_waiting": ("choices that wait for pages", lambda: self.engine.requests.waiting),
+            "kv_pages_free": ("pages that no request holds", lambda: self.model.cache.allocator.free_pages),
+        }
+
+    def counted(self) -> Iterable[tuple[str, str, float]]:
         requests = self.engine.requests
-        yield CounterMetricFamily("preemptions", "choices that gave their pages back", requests.preemptions)
-        yield CounterMetricFamily("prompt_tokens", "tokens of prompts", requests.prompt_tokens)
-        yield CounterMetricFamily("reused_tokens", "tokens of prompts found computed", requests.reused_tokens)
-        hits = self.prompts.stats().hits
-        yield CounterMetricFamily("prompt_cache_hits", "prompts found tokenized", hits)
+        yield "preemptions", "choices that gave their pages back", requests.preemptions
+        yield "prompt_tokens", "tokens of prompts", requests.prompt_tokens
+        yield "reused_tokens", "tokens of prompts found computed", requests.reused_tokens
+
+    @property
+    def captures(self) -> int:
+        """How many steps have been captured."""
+        return sum(runner.captures for runner in self.model.runners) if self.options.device == "cuda" else 0
 
     def state(self) -> dict[str, int | str]:
         """What is going on, for /health."""
@@ -145,170 +84,24 @@ class Service:
             **brought,
         }
 
-    async def answer(self, ask: Ask, emit: Emit) -> Usage:
-        """Give the answer's pieces to `emit` as they come, choices in any order; the counts at the end.
-
-        Raises: Full: too many requests, or a full batcher or queue. BadRequest: the request does not fit.
-        """
-        if self.active >= self.options.max_requests:
-            self.requests.labels("rejected").inc()
-            raise Full(f"{self.active} requests are being answered, and no more at once")
-        self.active += 1
-        outcome = "cancelled"
-        try:
-            usage = await self._choices(ask, emit)
-            outcome = "done"
-        except lz.OverloadedError as error:
-            outcome = "rejected"
-            raise Full(str(error), error.retry_after) from error
-        except Exception:
-            outcome = "failed"
-            raise
-        finally:
-            self.active -= 1
-            self.requests.labels(outcome).inc()
-        return usage
-
-    async def _choices(self, ask: Ask, emit: Emit) -> Usage:
-        """All choices side by side; the others begin when the first's prompt is computed, and share it."""
-        prompt = await self._prompt(ask)
-        max_tokens = self._max_tokens(prompt, ask)
-        grammars = [await self._grammar(ask.constraint) for _ in range(ask.choices)]
-        usage = Usage(prompt=len(prompt))
-
-        async def first(piece: Piece) -> None:
-            await emit(piece)
-            begun.set()
-
-        begun = anyio.Event()
-        try:
-            async with anyio.create_task_group() as tasks:
-
-                async def later(index: int) -> None:
-                    await begun.wait()
-                    await self._choice(index, ask, prompt, max_tokens, grammars[index], usage, emit)
-
-                for index in range(1, ask.choices):
-                    tasks.start_soon(later, index)
-                await self._choice(0, ask, prompt, max_tokens, grammars[0], usage, first)
-        except BaseExceptionGroup as group:
-            raise _only(group) from None
-        return usage
-
-    async def _choice(
+    def generate(
         self,
-        index: int,
-        ask: Ask,
         prompt: list[int],
+        sampling: Sampling,
         max_tokens: int,
+        ask: Ask,
         grammar: Grammar | None,
-        usage: Usage,
-        emit: Emit,
-    ) -> None:
-        sampling = replace(ask.sampling, seed=(ask.sampling.seed + _SEEDS + index) % (2 * _SEEDS) - _SEEDS)
-        choice = ChoiceText(index, lz.IncrementalDetokenizer(self.tokenizer, ask.stop))
-        tokens = self.engine.generate(
+        *,
+        patient: bool,
+        so_far: tuple[int, ...] = (),
+    ) -> AsyncGenerator[Drawn, None]:
+        return self.engine.generate(
             prompt,
             sampling,
             max_tokens,
             user=ask.user,
             grammar=grammar,
             ignore_eos=ask.ignore_eos,
-            patient=index > 0,
+            patient=patient,
+            so_far=so_far,
         )
-        reason = "length"
-        async with aclosing(tokens):
-            async for drawn in tokens:
-                usage.drawn += 1
-                self.tokens.inc()
-                piece = choice.feed(drawn)
-                if piece is not None:
-                    await emit(piece)
-                    if piece.reason:
-                        return
-                if drawn.ends:
-                    reason = "stop"
-        await emit(choice.end(reason))
-
-    # -- what a request asks, in the model's terms ------------------------------------------------------
-
-    async def _prompt(self, ask: Ask) -> list[int]:
-        """The tokens of a prompt; a long one is encoded beside the loop."""
-        param = "messages" if ask.is_chat else "prompt"
-        try:
-            self.tokenizer.require(digest=ask.tokenizer)
-        except lz.TokenizerMismatchError as mismatch:
-            raise OtherTokenizer(str(mismatch), mismatch.problem.reason.value) from mismatch
-        if ask.ids is not None:
-            if not all(0 <= token < self.model.config.vocab_size for token in ask.ids):
-                raise BadRequest(f"prompt needs token ids in [0, {self.model.config.vocab_size})", param)
-            return ask.ids
-        text = self._rendered(ask) if ask.is_chat else ask.text
-        if len(text) > self.max_prompt_characters:
-            raise BadRequest(
-                f"{param} needs at most {self.max_prompt_characters} characters, got {len(text)}", param
-            )
-        # A template has written the special tokens itself.
-        tokens = await lz.tokenize(
-            text, self.tokenizer, special_tokens=not ask.is_chat, parse_special=ask.is_chat
-        )
-        ids = tokens.as_list()
-        if not ids:
-            raise BadRequest(f"{param} needs at least one token", param)
-        return ids
-
-    def _rendered(self, ask: Ask) -> str:
-        try:
-            return self.tokenizer.render(ask.messages)
-        except lz.ChatTemplateError as refused:
-            raise BadRequest(str(refused), "messages") from refused
-
-    def _max_tokens(self, prompt: list[int], ask: Ask) -> int:
-        """How many tokens may be drawn, by the request and by the model."""
-        param = "messages" if ask.is_chat else "prompt"
-        vocab = self.model.config.vocab_size
-        if any(token >= vocab for token, _ in ask.sampling.logit_bias):
-            raise BadRequest(f"logit_bias needs token ids in [0, {vocab})", "logit_bias")
-        limit = self.max_model_len
-        if ask.max_tokens is None and len(prompt) < limit:
-            return limit - len(prompt)
-        asked = ask.max_tokens or 1
-        if len(prompt) + asked > limit:
-            raise BadRequest(
-                f"{param} and max_tokens need at most {limit} tokens together, got {len(prompt)} and {asked}",
-                "max_tokens" if ask.max_tokens is not None else param,
-            )
-        return asked
-
-    async def _grammar(self, constraint: Constraint | None) -> Grammar | None:
-        """The grammar of a request, compiled beside the loop."""
-        if constraint is None:
-            return None
-        try:
-            grammar: Grammar = await anyio.to_thread.run_sync(self._compile, constraint)
-        except ModuleNotFoundError as missing:
-            raise BadRequest(
-                f"{constraint.param} needs llguidance: pip install 'layerzero-runtime[grammar]'",
-                constraint.param,
-            ) from missing
-        except ValueError as error:
-            raise BadRequest(f"{constraint.param}: {error}", constraint.param) from error
-        return grammar
-
-    def _compile(self, constraint: Constraint) -> Grammar:
-        from layerzero.integrations.llguidance import Grammars
-
-        if self._grammars is None:
-            config = self.model.config
-            text = (self.options.model / "tokenizer.json").read_text(encoding="utf-8")
-            self._grammars = Grammars(text, config.vocab_size, config.eos_token_ids)
-        asked = constraint.schema if constraint.regex is None else constraint.regex
-        compile_one = self._grammars.json_schema if constraint.regex is None else self._grammars.regex
-        grammar: Grammar = compile_one(asked)
-        return grammar
-
-
-def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended a group of choices; the others were cancelled for it."""
-    first = group.exceptions[0]
-    return _only(first) if isinstance(first, BaseExceptionGroup) else first

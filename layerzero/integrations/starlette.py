@@ -10,7 +10,7 @@ the requests and the unfinished bodies that the application holds.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -59,7 +59,7 @@ def install(
     *,
     registry: Callable[[], Any] | None = None,
     ready: Callable[[], Sequence[str]] | None = None,
-    health: Callable[[], dict[str, Any]] | None = None,
+    health: Callable[[], dict[str, Any] | Awaitable[dict[str, Any]]] | None = None,
     max_requests: int = 512,
     max_body: int = 4 * MIB,
     max_unread: int = 64 * MIB,
@@ -70,7 +70,8 @@ def install(
 
     Args: `registry()` returns a prometheus_client CollectorRegistry that has the runtime's collector already;
         one is made where it is None. `ready()` returns what is still missing, by default the problems of
-        `layerzero.readiness_check`. `health()` returns what `/health` says beside its status.
+        `layerzero.readiness_check`. `health()` returns what `/health` says beside its status, awaited
+        where it has to be.
         max_requests at once, bytes of one body (max_body), bytes of all bodies that are not complete
         (max_unread), and the seconds that a body may take: what is beyond them is refused before it is read
         (503, 413, 503, 408).
@@ -99,10 +100,11 @@ def _refusal(status: int, message: str, retry_after_s: float | None) -> Response
     return JSONResponse({"error": message}, status_code=status, headers=headers)
 
 
-def _health(details: Callable[[], dict[str, Any]] | None) -> Any:
+def _health(details: Callable[[], dict[str, Any] | Awaitable[dict[str, Any]]] | None) -> Any:
     async def health(request: Request) -> Response:
         """GET /health: 200 while the process answers."""
-        return JSONResponse({"status": "ok", **(details() if details is not None else {})})
+        said = {} if details is None else details()
+        return JSONResponse({"status": "ok", **(said if isinstance(said, dict) else await said)})
 
     return health
 

@@ -2,7 +2,8 @@
 
 `PagedCache` hands its pool and block tables to `paged_attention`; `ContiguousCache` and `ChunkedCache` give
 dense tensors. All three are a `Cache`. One event loop or thread owns a cache; it has no lock.
-`PrefixCache` finds pages by the tokens that they hold; `PagedRequests` lets requests share a pool.
+`PrefixCache` finds pages by the tokens that they hold; `PagedRequests` lets requests share a pool;
+`PrefixRouter` sends requests to the replica that has most of their prompt and the least to do.
 """
 
 from layerzero.kvcache.attention_metadata import AttentionMetadata as AttentionMetadata
@@ -26,3 +27,5 @@ from layerzero.kvcache.protocol import KVCacheSpec as KVCacheSpec
 from layerzero.kvcache.protocol import UnknownSequenceError as UnknownSequenceError
 from layerzero.kvcache.requests import PagedRequest as PagedRequest
 from layerzero.kvcache.requests import PagedRequests as PagedRequests
+from layerzero.kvcache.routing import PrefixRouter as PrefixRouter
+from layerzero.kvcache.routing import RoutedRequest as RoutedRequest

@@ -211,6 +211,7 @@ class Reason(StrEnum):
         "strict mode refuses the transforms it needs",
     )
 
+    GPU_TAKEN = "GPU_TAKEN", Category.RESOURCE, "belongs to another device of a cluster"
     MEMORY_HEADROOM_EXCEEDED = "MEMORY_HEADROOM_EXCEEDED", Category.RESOURCE, "needs more memory than is free"
     DISPATCH_TABLE_MISS = (
         "DISPATCH_TABLE_MISS",

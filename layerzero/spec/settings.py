@@ -34,8 +34,8 @@ SETTINGS_SKIPPED = "settings.skipped"
 BATCHING = ("all", "rows", "off")
 # What only opening a runtime reads.
 READ_AT_START = (
-    "capabilities", "cluster", "cluster_devices", "freeze_gc", "hang_s", "isolate", "isolate_timeout_s",
-    "max_restarts", "nvtx", "placement_timeout_s", "plugins", "timeline",
+    "capabilities", "cluster", "cluster_devices", "cluster_devices_per_gpu", "freeze_gc", "hang_s", "isolate",
+    "isolate_timeout_s", "max_restarts", "nvtx", "placement_timeout_s", "plugins", "timeline",
 )  # fmt: skip
 # The types of fields, each with what it needs in the words of an error. Infinity is above the largest float.
 _LARGEST = sys.float_info.max
@@ -64,6 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         device: "auto", "cpu", "cuda" or "cuda:<index>".
         cluster: None runs in this process; "auto" or an address joins that Ray cluster, "local" starts one.
         cluster_devices: how many devices to take there; None takes every GPU, or one CPU a node without GPUs.
+        cluster_devices_per_gpu: how many devices share one GPU there.
         policy: path of the policy file; None has no file.
         state_dir: folder in which quarantined kernels are remembered; None forgets them with the process.
         perfdb: file of this machine's measurements; "auto" is one in `state_dir` or the user's cache.
@@ -140,6 +141,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: DeviceName = "auto"
     cluster: Text | None = None
     cluster_devices: int | None = None
+    cluster_devices_per_gpu: Count = 1
     policy: Text | None = None
     state_dir: Text | None = None
     perfdb: Text | None = "auto"

@@ -130,6 +130,7 @@ REFUSED: dict[str, Any] = {
     "capabilities": "overlay.json",
     "cluster": "auto",
     "cluster_devices": 2,
+    "cluster_devices_per_gpu": 2,
     "freeze_gc": True,
     "hang_s": 5.0,
     "isolate": {"torch": "process"},

@@ -141,5 +141,14 @@ def test_parts_fill_the_device_and_no_more() -> None:
 def test_the_sources_are_in_the_package() -> None:
     """What Python names is there."""
     folder = Path(cuda_kernels.__file__).parent
-    for name in ("codes.cuh", "common.cuh", "decode.cu", "join.cu", "products.cu", "wide_products.cu"):
+    names = (
+        "arrange.cu",
+        "codes.cuh",
+        "common.cuh",
+        "decode.cu",
+        "join.cu",
+        "products.cu",
+        "wide_products.cu",
+    )
+    for name in names:
         assert (folder / name).stat().st_size

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import layerzero as lz
+from layerzero.actors.remote.gpu_claims import GpuClaim
 from layerzero.actors.remote.pool import DevicePool
 from layerzero.actors.rpc.client import DeviceState
 from tests.distributed import hosted
@@ -151,6 +152,31 @@ async def test_an_idempotent_call_runs_again_after_a_fault_of_its_device(
         with pytest.raises(lz.DeviceLostError, match="that this code uses") as lost:
             await device_pool.run(hosted.lose_another, on=on, idempotent=True)
         assert lost.value.retryable
+
+
+async def test_a_gpu_that_another_device_has_is_refused_and_shared_by_setting(ray_cluster: Any) -> None:
+    """A device of another cluster holds one of two GPUs alone: the error names both, and no restart is tried.
+
+    Where two may share a GPU, four devices serve on two of them.
+    """
+    node = ray_cluster.get_runtime_context().get_node_id()
+    settings = lz.Settings(cluster="auto", device="cpu", perfdb=None, placement_timeout_s=LIMIT_S)
+    other = GpuClaim(f"{node}-1", "gpu-5 of pool other", 1)
+    other.acquire()
+    try:
+        with pytest.raises(lz.ConfigurationError, match=r"gpu-\d of pool .*gpu-5 of pool other") as refused:
+            async with lz.start(settings, scoped=True):
+                pass
+        assert refused.value.context["reason"] is lz.Reason.GPU_TAKEN
+    finally:
+        other.release()
+    async with lz.start(
+        settings.replace(cluster_devices_per_gpu=2, cluster_devices=3), scoped=True
+    ) as runtime:
+        assert sorted(runtime.device_pool.devices) == ["gpu-0", "gpu-1", "gpu-2"]
+        assert await runtime.device_pool.run(hosted.add, 1, on="gpu-2") == 2
+        with pytest.raises(lz.ConfigurationError, match=r"gpu-\d of pool"):
+            GpuClaim(f"{node}-0", "alone", 1).acquire(0.1)
 
 
 async def test_pending_placement_is_an_error_that_says_what_is_there(ray_cluster: Any) -> None:

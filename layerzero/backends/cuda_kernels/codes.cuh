@@ -2,13 +2,6 @@
 // KIND is 0 for int4, 1 for e2m1; SCALE is 0 for float32 scales of
 // GROUP codes (a multiple of 128), 1 for powers of two of 32, 2 for e4m3 of 16.
 
-__device__ __forceinline__ Four load_rows(const u16* from) {
-  Four f;
-  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(f.x[0]), "=r"(f.x[1]), "=r"(f.x[2]), "=r"(f.x[3]) : "l"(from));
-  return f;
-}
-
 #if HALF == 1
 #define TYPE "bf16"
 #define ONE 0x43004300u

@@ -15,6 +15,13 @@ __device__ __forceinline__ Four load_once(const u8* from) {
   return f;
 }
 
+__device__ __forceinline__ Four load_rows(const u16* from) {
+  Four f;
+  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(f.x[0]), "=r"(f.x[1]), "=r"(f.x[2]), "=r"(f.x[3]) : "l"(from));
+  return f;
+}
+
 __device__ __forceinline__ u16 narrow(float x) {
   u16 out;
 #if HALF == 1

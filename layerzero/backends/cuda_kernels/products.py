@@ -1,4 +1,4 @@
-"""Rows of sixteen bits times weights of four-bit codes, in CUDA C++ (products.cu, wide_products.cu)."""
+"""Rows of sixteen bits times weights of four-bit codes, in CUDA C++: products.cu, arrange.cu, wide_products.cu."""
 
 from __future__ import annotations
 
@@ -81,12 +81,17 @@ def _few(device: torch.device, form: str, dtype: torch.dtype, group: int, cut: C
     )  # fmt: skip
 
 
-def _wide(device: torch.device, form: str, dtype: torch.dtype, group: int, name: str, tile: Tile) -> Any:
+def _arrange(device: torch.device, rows: int) -> Any:
+    return function(device, ("arrange.cu",), "arrange", HALF=1, ROWS=rows)
+
+
+def _wide(device: torch.device, form: str, dtype: torch.dtype, group: int, tile: Tile, *, whole: bool) -> Any:
     kind, scale = _KINDS[form]
     return function(
-        device, ("codes.cuh", "wide_products.cu"), name, tile.shared if name == "product" else 0,
+        device, ("codes.cuh", "wide_products.cu"), "product", tile.shared,
         KIND=kind, SCALE=scale, HALF=HALF[dtype], GROUP=group, ROWS=tile.rows, KGROUPS=tile.chunks,
         ROW_STAGES=tile.row_stages, CODE_STAGES=tile.code_stages, FOLDED=int(dtype == torch.bfloat16),
+        WHOLE=int(whole),
     )  # fmt: skip
 
 
@@ -125,7 +130,8 @@ def _asked(request: CallSpec) -> tuple[str, torch.dtype, Cut | Tile]:
 def unit(request: CallSpec) -> str:
     """What is compiled together."""
     form, dtype, plan = _asked(request)
-    return f"{dtype} {form} {request.dim('S')} {plan}"
+    whole = request.dim("S") == request.dim("K")
+    return f"{dtype} {form} {request.dim('S')} {whole} {plan}"
 
 
 def compile_for(request: CallSpec) -> None:
@@ -136,8 +142,8 @@ def compile_for(request: CallSpec) -> None:
     if isinstance(plan, Cut):
         _few(device, form, dtype, group, plan)
         return
-    for name in ("arrange", "product"):
-        _wide(device, form, dtype, group, name, plan)
+    _arrange(device, plan.rows)
+    _wide(device, form, dtype, group, plan, whole=group == request.dim("K"))
 
 
 def steady(scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -180,11 +186,11 @@ def quantized_linear(
         )  # fmt: skip
     else:
         image = torch.empty((lines, chunks, plan.rows, _CHUNK), dtype=x.dtype, device=x.device)
-        _wide(x.device, form, x.dtype, group, "arrange", plan)(
+        _arrange(x.device, plan.rows)(
             grid=(chunks, lines, plan.rows * 16 // _WIDE_THREADS), block=(_WIDE_THREADS, 1, 1),
             args=[rows, image, count, inner, rows.stride(0)],
         )  # fmt: skip
-        _wide(x.device, form, x.dtype, group, "product", plan)(
+        _wide(x.device, form, x.dtype, group, plan, whole=group == inner)(
             grid=(blocks, parts, lines), block=(_WIDE_THREADS * plan.chunks + _COPY_THREADS, 1, 1),
             shared_mem=plan.shared,
             args=[image, weight, scale, *others, sums, *sizes, *steps, *flags, parts],

@@ -1,11 +1,10 @@
-// Up to ROWS rows at a time (16 to 256) times a weight of four-bit codes. `arrange` writes the rows in the order in
-// which codes come out of their words, as tiles that the matrix units load; `product` streams both through shared
-// memory: one warp copies rows, ROW_STAGES turns ahead, each lane its own codes, CODE_STAGES turns ahead.
+// Up to ROWS rows at a time (16 to 256), as arrange.cu writes them, times a weight of four-bit codes. Both stream
+// through shared memory: one thread copies rows, ROW_STAGES turns ahead, each lane its own codes, CODE_STAGES ahead.
 // A group of four warps has 64 columns of the result and one chunk of 128 of K in a turn; KGROUPS pairs of groups
 // share K. Rows are the matrix units' operand in shared memory, codes become the one in registers, half a chunk
 // at a time: the next half while the matrix units have this one.
-// FOLDED: float32 scales are rounded to the rows' type and multiplied into the numbers, so that one set of sums is
-// enough; else the sums of a chunk are multiplied by them, which is exact.
+// Float32 scales: one a column is multiplied at the end (GROUP is all of K: WHOLE). FOLDED: they are rounded to the
+// rows' type and multiplied into the numbers, so that one set of sums is enough; else they multiply a chunk's sums.
 
 typedef unsigned long long u64;
 #define CHUNK_BYTES (ROWS * 256)
@@ -17,21 +16,7 @@ typedef unsigned long long u64;
 // What a block is launched with (168 or 96 a thread), less the 24 of those that copy.
 #define CONSUMER_REGISTERS (KGROUPS == 1 ? 240 : 112)
 #define BLOCKS_OF_8 (ROWS / 8)
-#define APART (SCALE == 0 && !FOLDED)
-
-// image[tile of rows][chunk][step][half][row][lane of four], in pairs of numbers
-extern "C" __global__ void arrange(const u16* x, u32* image, int rows, int inner, int x_row) {
-  const int chunk = blockIdx.x, tile = blockIdx.y, chunks = inner / 128;
-  u32* to = image + ((i64)tile * chunks + chunk) * (CHUNK_BYTES / 4);
-  const int piece = blockIdx.z * blockDim.x + threadIdx.x;
-  const int t = piece % 4, line = piece / 4 % ROWS, j = piece / 4 / ROWS, row = tile * ROWS + line;
-  Four r{{0, 0, 0, 0}};
-  if (row < rows) r = load_rows(x + (i64)row * x_row + chunk * 128 + 32 * t + 8 * j);
-  const u32 pairs[4] = {__byte_perm(r.x[0], r.x[2], 0x5410), __byte_perm(r.x[0], r.x[2], 0x7632),
-                        __byte_perm(r.x[1], r.x[3], 0x5410), __byte_perm(r.x[1], r.x[3], 0x7632)};
-  #pragma unroll
-  for (int i = 0; i < 4; ++i) to[((4 * j + i) * ROWS + line) * 4 + t] = pairs[i];
-}
+#define APART (SCALE == 0 && !FOLDED && !WHOLE)
 
 __device__ __forceinline__ void copy_async(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
@@ -135,7 +120,7 @@ __device__ __forceinline__ void decode(
     second[0] = numbers<2>(e, b), second[1] = numbers<2>(o, c), second[2] = numbers<3>(e, b);
     second[3] = numbers<3>(o, c);
   }
-#if SCALE == 0 && FOLDED
+#if SCALE == 0 && FOLDED && !WHOLE
   #pragma unroll
   for (int step = 0; step < 4; ++step)
     #pragma unroll
@@ -318,6 +303,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) product(
 #if APART
   if (turns % 2) add(first_partial);
   else add(second_partial);
+#elif SCALE == 0 && WHOLE
+  #pragma unroll
+  for (int m = 0; m < BLOCKS_OF_8; ++m)
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) sums[m][i] *= __uint_as_float(*(const u32*)own_scales[i / 2]);
 #endif
 
   // Lane (g, t) has columns g and g + 8 of a warp's 16, rows 2t and 2t + 1 of each 8. The other warps' copies and

@@ -139,3 +139,20 @@ async def test_a_stream_that_gets_on_may_lose_any_number_of_devices() -> None:
     """Only losses without an item between them count."""
     items = device_pool(Port("a", RUNNING, *begun(8))).stream(print, resume=True)
     assert [item async for item in items] == list(range(9))
+
+
+async def test_a_function_takes_one_of_the_devices_that_serve_again_after_each_loss() -> None:
+    """It sees no device that does not run, and none that has just lost the call; `device` asks it as well."""
+    seen: list[list[str]] = []
+
+    def last(serving: Any) -> Any:
+        seen.append([each.name for each in serving])
+        return serving[-1]
+
+    lost = DeviceLostError("gone", retryable=True)
+    ports = Port("a"), Port("b", RUNNING, lost), Port("c", RESTARTING)
+    pool = device_pool(*ports)
+    assert await pool.run(len, on=last) == "a"
+    assert seen == [["a", "b"], ["a"]]
+    assert [item async for item in pool.stream(len, on=last, resume=True)] == [0]
+    assert pool.device(last) is ports[1]

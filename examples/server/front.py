@@ -1,0 +1,280 @@
+"""What one process does for every request, wherever its tokens are drawn: limits, tokens, texts, counts."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from models.llama import FOLDER, LlamaConfig, Per
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily
+
+import layerzero as lz
+from layerzero.api import metrics
+from server.answers import ChoiceText, Piece, Usage
+from server.engine import Drawn, Grammar
+from server.fields import BadRequest, OtherTokenizer
+from server.protocol import Ask, Constraint, Sampling
+
+Emit = Callable[[Piece], Awaitable[None]]
+_SEEDS = 1 << 63
+
+
+# What keys and values are kept in: as they are computed, or eight bits.
+KV_FORMATS = {"": None, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the server runs; `kv_format` is one of `KV_FORMATS`.
+
+    With `cluster` there are replicas on `replicas` devices of that Ray cluster, by default on all.
+    """
+
+    model: Path = FOLDER
+    device: str = "cpu"
+    per: Per = "step"
+    pages: int = 1024
+    page_size: int = 16
+    kv_format: str = ""
+    max_requests: int = 256
+    max_waiting_tokens: int = 1 << 17
+    max_body: int = 4 << 20
+    prompt_cache: int = 16 << 20
+    strict: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_s: int = 30
+    bundle: Path | None = None
+    bundle_sha256: str | None = None
+    cluster: str | None = None
+    replicas: int | None = None
+
+
+class Full(Exception):
+    """The server takes no further request now; try again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = max(1, math.ceil(retry_after))
+
+
+class Front:
+    """The tokenizer, the limits and the counts of requests; `generate` is where their tokens come from."""
+
+    def __init__(self, options: Options, runtime: lz.Runtime, config: LlamaConfig, capacity: int) -> None:
+        """`capacity` is how many tokens one request may have for want of pages."""
+        self.options, self.config = options, config
+        self.name = options.model.resolve().name
+        self.prompts = lz.PromptCache(options.prompt_cache)
+        self.tokenizer = lz.Tokenizer(options.model, cache=self.prompts)
+        self.tokenizer.require(vocabulary=config.vocab_size)
+        self._grammars: Any = None
+        # How many tokens a prompt and its answer may have together.
+        self.max_model_len = min(config.max_position_embeddings, capacity)
+        # No prompt of more characters can fit, so none is taken apart.
+        longest = max(len(self.tokenizer.token_bytes(token)) for token in self.tokenizer.ids)
+        self.max_prompt_characters = self.max_model_len * longest
+        self.active = 0
+        self.started = int(time.time())
+        self.registry = CollectorRegistry()
+        self.registry.register(metrics.collector(runtime))
+        self.registry.register(self)
+        self.requests = Counter("requests", "requests by how they ended", ["outcome"], registry=self.registry)
+        self.tokens = Counter("generated_tokens", "tokens drawn", registry=self.registry)
+        for name, (what, value) in self.gauges().items():
+            Gauge(name, what, registry=self.registry).set_function(value)
+
+    def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
+        """What /metrics reads off, by name."""
+        return {"requests_in_flight": ("requests being answered", lambda: self.active)}
+
+    def counted(self) -> Iterable[tuple[str, str, float]]:
+        """What has been counted where tokens are drawn: a name, what it is, a number."""
+        raise NotImplementedError
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """The counts for /metrics."""
+        hits = self.prompts.stats().hits
+        for family in (*self.counted(), ("prompt_cache_hits", "prompts found tokenized", hits)):
+            yield CounterMetricFamily(*family)
+
+    def generate(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        max_tokens: int,
+        ask: Ask,
+        grammar: Grammar | None,
+        *,
+        patient: bool,
+    ) -> AsyncGenerator[Drawn, None]:
+        """The tokens of one choice; see `Engine.generate`."""
+        raise NotImplementedError
+
+    async def answer(self, ask: Ask, emit: Emit) -> Usage:
+        """Give the answer's pieces to `emit` as they come, choices in any order; the counts at the end.
+
+        Raises: Full: too many requests, or a full batcher or queue. BadRequest: the request does not fit.
+        """
+        if self.active >= self.options.max_requests:
+            self.requests.labels("rejected").inc()
+            raise Full(f"{self.active} requests are being answered, and no more at once")
+        self.active += 1
+        outcome = "cancelled"
+        try:
+            usage = await self._choices(ask, emit)
+            outcome = "done"
+        except lz.OverloadedError as error:
+            outcome = "rejected"
+            raise Full(str(error), error.retry_after) from error
+        except Exception:
+            outcome = "failed"
+            raise
+        finally:
+            self.active -= 1
+            self.requests.labels(outcome).inc()
+        return usage
+
+    async def _choices(self, ask: Ask, emit: Emit) -> Usage:
+        """All choices side by side; the others begin when the first's prompt is computed, and share it."""
+        prompt = await self._prompt(ask)
+        max_tokens = self._max_tokens(prompt, ask)
+        grammars = [await self.grammar(ask.constraint) for _ in range(ask.choices)]
+        usage = Usage(prompt=len(prompt))
+
+        async def first(piece: Piece) -> None:
+            await emit(piece)
+            begun.set()
+
+        begun = anyio.Event()
+        try:
+            async with anyio.create_task_group() as tasks:
+
+                async def later(index: int) -> None:
+                    await begun.wait()
+                    await self._choice(index, ask, prompt, max_tokens, grammars[index], usage, emit)
+
+                for index in range(1, ask.choices):
+                    tasks.start_soon(later, index)
+                await self._choice(0, ask, prompt, max_tokens, grammars[0], usage, first)
+        except BaseExceptionGroup as group:
+            raise _only(group) from None
+        return usage
+
+    async def _choice(
+        self,
+        index: int,
+        ask: Ask,
+        prompt: list[int],
+        max_tokens: int,
+        grammar: Grammar | None,
+        usage: Usage,
+        emit: Emit,
+    ) -> None:
+        sampling = replace(ask.sampling, seed=(ask.sampling.seed + _SEEDS + index) % (2 * _SEEDS) - _SEEDS)
+        choice = ChoiceText(index, lz.IncrementalDetokenizer(self.tokenizer, ask.stop))
+        tokens = self.generate(prompt, sampling, max_tokens, ask, grammar, patient=index > 0)
+        reason = "length"
+        async with aclosing(tokens):
+            async for drawn in tokens:
+                usage.drawn += 1
+                self.tokens.inc()
+                piece = choice.feed(drawn)
+                if piece is not None:
+                    await emit(piece)
+                    if piece.reason:
+                        return
+                if drawn.ends:
+                    reason = "stop"
+        await emit(choice.end(reason))
+
+    # -- what a request asks, in the model's terms ------------------------------------------------------
+
+    async def _prompt(self, ask: Ask) -> list[int]:
+        """The tokens of a prompt; a long one is encoded beside the loop."""
+        param = "messages" if ask.is_chat else "prompt"
+        try:
+            self.tokenizer.require(digest=ask.tokenizer)
+        except lz.TokenizerMismatchError as mismatch:
+            raise OtherTokenizer(str(mismatch), mismatch.problem.reason.value) from mismatch
+        if ask.ids is not None:
+            if not all(0 <= token < self.config.vocab_size for token in ask.ids):
+                raise BadRequest(f"prompt needs token ids in [0, {self.config.vocab_size})", param)
+            return ask.ids
+        text = self._rendered(ask) if ask.is_chat else ask.text
+        if len(text) > self.max_prompt_characters:
+            raise BadRequest(
+                f"{param} needs at most {self.max_prompt_characters} characters, got {len(text)}", param
+            )
+        # A template has written the special tokens itself.
+        tokens = await lz.tokenize(
+            text, self.tokenizer, special_tokens=not ask.is_chat, parse_special=ask.is_chat
+        )
+        ids = tokens.as_list()
+        if not ids:
+            raise BadRequest(f"{param} needs at least one token", param)
+        return ids
+
+    def _rendered(self, ask: Ask) -> str:
+        try:
+            return self.tokenizer.render(ask.messages)
+        except lz.ChatTemplateError as refused:
+            raise BadRequest(str(refused), "messages") from refused
+
+    def _max_tokens(self, prompt: list[int], ask: Ask) -> int:
+        """How many tokens may be drawn, by the request and by the model."""
+        param = "messages" if ask.is_chat else "prompt"
+        vocab = self.config.vocab_size
+        if any(token >= vocab for token, _ in ask.sampling.logit_bias):
+            raise BadRequest(f"logit_bias needs token ids in [0, {vocab})", "logit_bias")
+        limit = self.max_model_len
+        if ask.max_tokens is None and len(prompt) < limit:
+            return limit - len(prompt)
+        asked = ask.max_tokens or 1
+        if len(prompt) + asked > limit:
+            raise BadRequest(
+                f"{param} and max_tokens need at most {limit} tokens together, got {len(prompt)} and {asked}",
+                "max_tokens" if ask.max_tokens is not None else param,
+            )
+        return asked
+
+    async def grammar(self, constraint: Constraint | None) -> Grammar | None:
+        """The grammar of a request, compiled beside the loop."""
+        if constraint is None:
+            return None
+        try:
+            grammar: Grammar = await anyio.to_thread.run_sync(self._compile, constraint)
+        except ModuleNotFoundError as missing:
+            raise BadRequest(
+                f"{constraint.param} needs llguidance: pip install 'layerzero-runtime[grammar]'",
+                constraint.param,
+            ) from missing
+        except ValueError as error:
+            raise BadRequest(f"{constraint.param}: {error}", constraint.param) from error
+        return grammar
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        from layerzero.integrations.llguidance import Grammars
+
+        if self._grammars is None:
+            config = self.config
+            text = (self.options.model / "tokenizer.json").read_text(encoding="utf-8")
+            self._grammars = Grammars(text, config.vocab_size, config.eos_token_ids)
+        asked = constraint.schema if constraint.regex is None else constraint.regex
+        compile_one = self._grammars.json_schema if constraint.regex is None else self._grammars.regex
+        grammar: Grammar = compile_one(asked)
+        return grammar
+
+
+def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended a group of choices; the others were cancelled for it."""
+    first = group.exceptions[0]
+    return _only(first) if isinstance(first, BaseExceptionGroup) else first
