@@ -25,19 +25,6 @@ class Flight(Generic[T]):
     claim back.
     """
 
-    __slots__ = (
-        "_compute",
-        "_error",
-        "_lock",
-        "_owner",
-        "_started",
-        "_value",
-        "_waiters",
-        "claims",
-        "ended",
-        "key",
-    )
-
     def __init__(self, owner: SingleFlight[T], key: Hashable, compute: Callable[[], T]) -> None:
         self.key = key
         self.ended = False

@@ -6,6 +6,7 @@ A driver that nobody watches has no `watch`; then a batch has no record, and ask
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any, Final
@@ -219,18 +220,16 @@ class BatchRecord:
         trace.arrow(call, batch)
 
 
+@dataclass(frozen=True, eq=False)
 class CopyRecord:
     """Results on their way to the host, those of one turn of the loop together."""
 
-    __slots__ = ("_begin_ns", "_end_ns", "_readers", "_watch")
-
     weight = 1
 
-    def __init__(self, watch: BatchWatch, readers: int, begin_ns: int, end_ns: int) -> None:
-        self._watch = watch
-        self._readers = readers
-        self._begin_ns = begin_ns
-        self._end_ns = end_ns
+    _watch: BatchWatch
+    _readers: int
+    _begin_ns: int
+    _end_ns: int
 
     def write(self, trace: Trace) -> None:
         """A slice on the row of copies."""

@@ -31,20 +31,6 @@ class KernelLoader:
     it.
     """
 
-    __slots__ = (
-        "_apart",
-        "_changed",
-        "_clock",
-        "_closing",
-        "_counters",
-        "_hardware",
-        "_lock",
-        "_registry",
-        "_settings",
-        "_thread",
-        "_underway",
-    )
-
     def __init__(
         self,
         hardware: Hardware,

@@ -7,6 +7,7 @@ is at fault, not the kernel. Nor does it count where the caller's transforms, mo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -34,28 +35,20 @@ _is_traced = torch.compiler.is_dynamo_compiling
 _ARGUMENT_ERRORS = (ValueError, TypeError, IndexError)
 
 
+@dataclass(frozen=True, eq=False)
 class Recovery:
-    """Fallback inside one call, and probes of kernels that rest."""
+    """Fallback inside one call, and probes of kernels that rest.
 
-    def __init__(
-        self,
-        calls: KernelCalls,
-        health: Health,
-        counters: Counters,
-        hardware: Hardware,
-        refresh_budget: Callable[[], object],
-        judge: Callable[[Plan, DispatchState | None], Selection],
-    ) -> None:
-        """`refresh_budget()` looks at free memory again, before the retry after an allocation failed.
+    `_refresh_budget()` looks at free memory again, before the retry after an allocation failed;
+    `_judge(plan, snapshot)` gives the verdict on every kernel for a plan that was decided ahead.
+    """
 
-        `judge(plan, snapshot)` gives the verdict on every kernel for a plan that was decided ahead.
-        """
-        self._calls = calls
-        self._health = health
-        self._counters = counters
-        self._hardware = hardware
-        self._refresh_budget = refresh_budget
-        self._judge = judge
+    _calls: KernelCalls
+    _health: Health
+    _counters: Counters
+    _hardware: Hardware
+    _refresh_budget: Callable[[], object]
+    _judge: Callable[[Plan, DispatchState | None], Selection]
 
     def recover(
         self, plan: Plan, args: Args, error: Exception, snapshot: DispatchState | None

@@ -141,12 +141,6 @@ class RunningKernelLog:
             return []
         return _running_in(bytes(self._map), self._names)
 
-    def last_kernels(self) -> list[str]:
-        """The last kernel of every thread: who is suspect of an error that a device reports late."""
-        words, first = self._words, _HEADER // 8
-        numbers = {words[first + i * _WORDS] for i in range(min(self._taken, _SLOTS))}
-        return sorted(self._names[n] for n in numbers)
-
     def mark_suspects(self) -> None:
         """Leave the last kernel of every thread as in flight: the process ends on an error reported late."""
         for index in range(min(self._taken, _SLOTS)):

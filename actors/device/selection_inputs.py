@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,32 +35,23 @@ if TYPE_CHECKING:
 CHOICE_UNREADABLE = "sharing.choice_unreadable"
 
 
+@dataclass(eq=False)
 class SelectionInputs:
     """Kernels, health, prices, proofs and memory of one device, as one `SelectionContext` an op.
 
     `cost` prices kernels, `dispatch_table` decides before run time where there is one.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        hardware: Hardware,
-        registry: Registry,
-        health: Health,
-        budget: WorkspaceBudget,
-        cost: CostModel,
-        counters: Counters,
-    ) -> None:
-        self.settings = settings
-        self.cost = cost
-        self.budget = budget
-        self.dispatch_table: ActiveDispatchTable | None = None
-        self._hardware = hardware
-        self._registry = registry
-        self._health = health
-        self._counters = counters
-        self._proofs: Proofs | None = None
-        self._ops_with_workspace: dict[str, bool] = {}
+    settings: Settings
+    _hardware: Hardware
+    _registry: Registry
+    _health: Health
+    budget: WorkspaceBudget
+    cost: CostModel
+    _counters: Counters
+    dispatch_table: ActiveDispatchTable | None = None
+    _proofs: Proofs | None = None
+    _ops_with_workspace: dict[str, bool] = field(default_factory=dict)
 
     @property
     def proofs(self) -> Proofs:

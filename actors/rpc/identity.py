@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from importlib import metadata
 
 import msgspec
 
+from layerzero._util.version import installed_version
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.rpc.client import DeviceFacts
 
@@ -21,13 +21,8 @@ DISTRIBUTIONS = (
 
 def versions() -> dict[str, str]:
     """The versions of the libraries that decide what a kernel computes, and of Python."""
-    version_of = {"python": platform.python_version()}
-    for name in DISTRIBUTIONS:
-        try:
-            version_of[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return version_of
+    libraries = {name: version for name in DISTRIBUTIONS if (version := installed_version(name)) is not None}
+    return {"python": platform.python_version(), **libraries}
 
 
 def kernels_digest(device: LocalDevice) -> str:

@@ -6,7 +6,6 @@ the process that imports it.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import signal
 import subprocess
@@ -16,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import msgspec
+
+from layerzero._util.version import installed_version
 
 State = Literal["works", "missing", "broken", "installed", "ended"]
 DISTRIBUTION = "layerzero-runtime"
@@ -90,9 +91,8 @@ def examine(
 
 
 def _one(library: Library, imports: bool, timeout_s: float) -> LibraryStatus:
-    try:
-        version = importlib.metadata.version(library.distribution)
-    except importlib.metadata.PackageNotFoundError:
+    version = installed_version(library.distribution)
+    if version is None:
         if library.ended:
             return LibraryStatus(
                 backend=library.backend, state="ended", detail=f"not installed; {library.ended}"

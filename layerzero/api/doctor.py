@@ -267,21 +267,12 @@ def onednn_version(config: str) -> str:
     return match.group(1) if match else "present, version not reported"
 
 
-def has_wal_reset_bug(release: tuple[int, ...]) -> bool:
-    """Whether this SQLite can corrupt a WAL file that two connections reset: 3.7.0 up to 3.51.2.
-
-    3.44.6 and 3.50.7 and what follows them in their series carry the repair. Source: sqlite.org/wal.html.
-    """
-    if release < (3, 7, 0) or release >= (3, 51, 3):
-        return False
-    repaired = {(3, 44): 6, (3, 50): 7}.get((release[0], release[1]))
-    return repaired is None or release[2] < repaired
-
-
 def _sqlite() -> SQLiteInfo:
     import sqlite3
 
-    return SQLiteInfo(sqlite3.sqlite_version, has_wal_reset_bug(sqlite3.sqlite_version_info))
+    from layerzero.perfdb.rows import wal_is_safe
+
+    return SQLiteInfo(sqlite3.sqlite_version, not wal_is_safe())
 
 
 def _builds() -> tuple[BuildFact, ...]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import re
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
+from layerzero._util.version import installed_version
 from layerzero.backends.plugins import ENTRY_POINT_GROUP as ENTRY_POINT_GROUP
 from layerzero.backends.plugins import Plugin as Plugin
 from layerzero.backends.plugins import PluginRequest as PluginRequest
@@ -139,7 +139,7 @@ def availability(kernel: Kernel) -> list[Rejected]:
         needs = "an op that writes none of its operands"
         states.append(Rejected(Reason.ISOLATION_UNSUPPORTED, "isolate", needs, kernel.op))
     for first, second in kernel.co_requirements:
-        if _installed(first) and not _installed(second):
+        if installed_version(first) and not installed_version(second):
             fix = f"pip install '{second}', or pip uninstall '{first}'"
             states.append(Rejected(Reason.BACKEND_MISSING, second, f"beside {first}", "not installed", fix))
     return states
@@ -162,22 +162,11 @@ def _satisfies_simple(text: str) -> bool:
     simple = _SIMPLE.fullmatch(text)
     if simple is None:
         return False
-    try:
-        installed = importlib.metadata.version(simple["name"])
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    if not _RELEASE.fullmatch(installed):
+    installed = installed_version(simple["name"])
+    if installed is None or not _RELEASE.fullmatch(installed):
         return False
     version, lower, below = (_numbers(v) for v in (installed, simple["least"], simple["below"]))
     return lower <= version and (not below or version < below)
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:
@@ -193,7 +182,7 @@ def _check_distribution(text: str) -> Rejected | None:
     if _satisfies_simple(text):
         return None
     named = _NAMED.match(text)
-    if named is not None and not _installed(named["name"]):
+    if named is not None and installed_version(named["name"]) is None:
         needs = text[named.end() :].strip() or "any version"
         fix = f"pip install '{text}'"
         return Rejected(Reason.BACKEND_MISSING, named["name"], needs, "not installed", fix)
@@ -204,9 +193,8 @@ def _check_distribution(text: str) -> Rejected | None:
     except InvalidRequirement as error:
         raise ConfigurationError(f"distributions needs requirement strings, got {text!r}: {error}") from error
     needs, fix = str(requirement.specifier) or "any version", f"pip install '{text}'"
-    try:
-        installed = importlib.metadata.version(requirement.name)
-    except importlib.metadata.PackageNotFoundError:
+    installed = installed_version(requirement.name)
+    if installed is None:
         return Rejected(Reason.BACKEND_MISSING, requirement.name, needs, "not installed", fix)
     if requirement.specifier.contains(installed, prereleases=True):
         return None

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from layerzero._util.version import installed_version
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.hardware import probe
 from layerzero.spec.kernel import Kernel, version
@@ -176,11 +177,8 @@ def check_build(kernel: Kernel) -> None:
         name = _REQUIREMENT_NAME.match(requirement)
         if name is None or name[0] in _NOT_ASKED:
             continue
-        try:
-            installed = importlib.metadata.version(name[0])
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        wrong = _checked(name[0], installed)
+        installed = installed_version(name[0])
+        wrong = _checked(name[0], installed) if installed is not None else ()
         if wrong:
             raise BackendNotAvailableError(
                 "; ".join(map(str, wrong)), backend=kernel.backend, reason=Reason.BACKEND_PLATFORM_BUILD

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from layerzero.ops.linear.cross_entropy import cross_entropy_reference
+from layerzero.ops.linear.embedding import embedding_reference
 from layerzero.ops.linear.linear import contiguous_if_odd
 from layerzero.ops.linear.mlp import activate
 from layerzero.ops.norm.layer_norm import layer_norm_reference
@@ -65,37 +67,6 @@ def mlp(
     return functional.linear(activate(linear(x, w_up, b_up), activation), w_down, b_down)
 
 
-def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
-    """`torch.nn.functional.embedding`."""
-    return functional.embedding(ids, weight, padding_idx)
-
-
-def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Tensor:
-    """`torch.nn.functional.cross_entropy` on the last axis, in float32 where the logits are half precision.
-
-    In half precision torch rounds every log-probability before it sums them up.
-    """
-    rows = logits.reshape(-1, logits.shape[-1])
-    wide = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
-    scale = None if weight is None else weight.to(wide.dtype)
-    loss = functional.cross_entropy(
-        wide,
-        target.reshape(-1).long(),
-        scale,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
-    return (loss.view(target.shape) if reduction == "none" else loss).to(logits.dtype)
-
-
 def append_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str, *_: None
 ) -> Tensor:
@@ -119,9 +90,9 @@ def linear_cross_entropy(
     label_smoothing: float,
     reduction: str,
 ) -> Tensor:
-    """The projection in the operands' dtype, then `cross_entropy`: all logits are written and read."""
+    """The projection in the operands' dtype, then the loss: all logits are written and read."""
     logits = linear(x, weight, bias)
-    return cross_entropy(logits, target, None, ignore_index, label_smoothing, reduction)
+    return cross_entropy_reference(logits, target, None, ignore_index, label_smoothing, reduction)
 
 
 def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -162,9 +133,9 @@ _TABLE: tuple[tuple[str, Callable[..., Any], str, Speed, str, Speed, str], ...] 
     ),
     ("linear", linear, "bias", (0.8, 0.75, 2.5), _ESTIMATE, (0.7, 0.74, 8.0), _CUDA),
     ("mlp", mlp, _ACTIVATED, (0.75, 0.7, 14.0), _ESTIMATE, (0.6, 0.6, 25.0), _CUDA),
-    ("embedding", embedding, "padding_idx", (0.1, 1.0, 3.0), _CPU, (0.1, 0.6, 6.0), _CUDA),
+    ("embedding", embedding_reference, "padding_idx", (0.1, 1.0, 3.0), _CPU, (0.1, 0.6, 6.0), _CUDA),
     (
-        "cross_entropy", cross_entropy, "label_smoothing class_weights", (0.03, 0.15, 9.0), _CPU,
+        "cross_entropy", cross_entropy_reference, "label_smoothing class_weights", (0.03, 0.15, 9.0), _CPU,
         (0.1, 0.07, 25.0), _LARGE,
     ),
     (

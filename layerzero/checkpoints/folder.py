@@ -15,6 +15,11 @@ from layerzero.spec.reasons import Reason
 INDEX = "model.safetensors.index.json"
 
 
+def mismatch(argument: str, needs: str, got: object) -> FormatError:
+    """The error of a folder that is no such checkpoint."""
+    return FormatError(argument, needs, got, Reason.CHECKPOINT_FORMAT_MISMATCH)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """An object out of a JSON file; an empty one where there is no such file.
 
@@ -25,10 +30,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise FormatError(path.name, "JSON", error, Reason.CHECKPOINT_FORMAT_MISMATCH) from error
+        raise mismatch(path.name, "JSON", error) from error
     if not isinstance(values, dict):
-        got = type(values).__name__
-        raise FormatError(path.name, "a JSON object", got, Reason.CHECKPOINT_FORMAT_MISMATCH)
+        raise mismatch(path.name, "a JSON object", type(values).__name__)
     return values
 
 
@@ -46,8 +50,7 @@ class TensorFolder:
         if (folder / INDEX).exists():
             named = read_json(folder / INDEX).get("weight_map")
             if not isinstance(named, dict):
-                needs, got = "a weight_map of files by name", type(named).__name__
-                raise FormatError(INDEX, needs, got, Reason.CHECKPOINT_FORMAT_MISMATCH)
+                raise mismatch(INDEX, "a weight_map of files by name", type(named).__name__)
             self._file_of = {str(name): _inside(folder, str(file)) for name, file in named.items()}
         elif whole.exists():
             self._file_of = dict.fromkeys(_opened(whole).keys(), whole)
@@ -57,9 +60,7 @@ class TensorFolder:
         names_of = {file: frozenset(handle.keys()) for file, handle in self._files.items()}
         missing = [name for name, file in self._file_of.items() if name not in names_of[file]]
         if missing:
-            raise FormatError(
-                INDEX, "tensors that its files hold", missing[0], Reason.CHECKPOINT_FORMAT_MISMATCH
-            )
+            raise mismatch(INDEX, "tensors that its files hold", missing[0])
 
     @property
     def names(self) -> list[str]:
@@ -97,7 +98,7 @@ class TensorFolder:
 
     def _file(self, name: str) -> Any:
         if name not in self._file_of:
-            raise FormatError(str(self.path), f"the tensor {name}", "none", Reason.CHECKPOINT_FORMAT_MISMATCH)
+            raise mismatch(str(self.path), f"the tensor {name}", "none")
         return self._files[self._file_of[name]]
 
 
@@ -107,14 +108,12 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(str(path), framework="pt", device="cpu")
     except SafetensorError as error:
-        needs, reason = "a file of safetensors", Reason.CHECKPOINT_FORMAT_MISMATCH
-        raise FormatError(path.name, needs, error, reason) from error
+        raise mismatch(path.name, "a file of safetensors", error) from error
 
 
 def _inside(folder: Path, file: str) -> Path:
     if Path(file).name != file or not file.endswith(".safetensors"):
-        needs = "files of its folder that end with .safetensors"
-        raise FormatError(INDEX, needs, repr(file), Reason.CHECKPOINT_FORMAT_MISMATCH)
+        raise mismatch(INDEX, "files of its folder that end with .safetensors", repr(file))
     return folder / file
 
 

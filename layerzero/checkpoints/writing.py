@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from layerzero.checkpoints.folder import INDEX, TensorFolder, read_json
+from layerzero.checkpoints.folder import INDEX, TensorFolder, mismatch, read_json
 from layerzero.checkpoints.rounding import LayerError, error_of, method_of
 from layerzero.formats import FORMATS, QuantizedTensor
 from layerzero.formats.errors import FormatError
@@ -140,8 +140,7 @@ def open_plain(source: Path, target: Path, form: str, method: str) -> tuple[dict
         raise FileNotFoundError(f"folder needs config.json, got none in {source}")
     config = read_json(source / "config.json")
     if "quantization_config" in config or (source / "hf_quant_config.json").exists():
-        needs, got = "weights that are not quantized yet", "a quantization_config"
-        raise FormatError(str(source), needs, got, Reason.CHECKPOINT_FORMAT_MISMATCH)
+        raise mismatch(str(source), "weights that are not quantized yet", "a quantization_config")
     return config, TensorFolder(source)
 
 
@@ -153,7 +152,7 @@ def _group_of(form: str, group_size: int | None, widths: Collection[int]) -> int
             raise FormatError("group_size", needs, group_size, Reason.QUANT_GROUP_UNSUPPORTED)
         return None
     if not widths:
-        raise FormatError("folder", "a matrix to round", "none", Reason.CHECKPOINT_FORMAT_MISMATCH)
+        raise mismatch("folder", "a matrix to round", "none")
     if group_size is None:
         sizes = [size for size in FORMATS[form].group_sizes if not any(width % size for width in widths)]
         group_size = max(sizes, default=FORMATS[form].group_sizes[0])

@@ -2,84 +2,46 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
 from layerzero import __version__
 
-# Each command, the module that has it, and its line in `lz --help`, which imports none of them.
-COMMANDS = {
-    "bench": (
-        "tune",
-        "Time every kernel that takes a call against each other: median, tail, variance, winner, speed-up",
-    ),
-    "capabilities": (
-        "capabilities",
-        "Export what kernels claim; check such files, and overlays that take some of it away",
-    ),
-    "compare": (
-        "judging.report",
-        "Say what report SECOND differs in from report FIRST, by how much, and why",
-    ),
-    "consistency": (
-        "consistency",
-        "Compare versions, kernels, plans, numerics and batch order over all devices of a deployment",
-    ),
-    "doctor": ("doctor", "Examine the installation: hardware, torch, libraries, kernels, health, policy"),
-    "explain": ("explain", "Show every kernel's verdict on a call and why one is taken"),
-    "gate": (
-        "judging.gate",
-        "Run the stages of RELEASE.yaml and say whether all hold, but for what its waivers excuse",
-    ),
-    "kernels": ("doctor", "List the kernels and the state of each on a device"),
-    "parity": (
-        "judging.parity",
-        "Compare MODEL, a folder or name of transformers, on our ops with itself in float64, as a checklist",
-    ),
-    "perfdb": (
-        "tune",
-        "Show what was measured on this machine: rows by op, and which of them count here",
-    ),
-    "policy": ("policy", "Work with policy files"),
-    "quantize": (
-        "quantize",
-        "Round the matrices of the model in FOLDER to a number format and write them into a new folder",
-    ),
-    "ready": (
-        "warmup",
-        "Say whether a fresh process would serve MANIFEST without compiling; compiles nothing itself",
-    ),
-    "recommend": (
-        "judging.recommend",
-        "Print the flags that ENGINE should serve a model with, each with its reason and what others lose",
-    ),
-    "report": (
-        "judging.report",
-        "Write one HTML page about this machine to PATH, complete in itself: it opens without a network",
-    ),
-    "solve": (
-        "solve",
-        "Decide ranges of calls now and write the decisions to PATH, as a dispatch table",
-    ),
-    "top": ("top", "Watch the process whose metrics are at URL, until interrupted"),
-    "trace": (
-        "trace",
-        "Record what ran when, for whom and why then, as a trace that Perfetto opens (ui.perfetto.dev)",
-    ),
-    "tune": (
-        "tune",
-        "Measure kernels on this machine, so that choices here rest on measurements from now on",
-    ),
-    "warmup": (
-        "warmup",
-        "Make the calls of MANIFEST ready on this machine, so that later processes find everything compiled",
-    ),
-    "which": ("explain", "Print the id of the kernel that a call gets; takes what `explain` takes"),
+# The commands of each module; `lz --help` reads their first lines out of the sources, and imports none.
+_COMMANDS_OF = {
+    "capabilities": ("capabilities",),
+    "consistency": ("consistency",),
+    "doctor": ("doctor", "kernels"),
+    "explain": ("explain", "which"),
+    "judging.gate": ("gate",),
+    "judging.parity": ("parity",),
+    "judging.recommend": ("recommend",),
+    "judging.report": ("compare", "report"),
+    "policy": ("policy",),
+    "quantize": ("quantize",),
+    "solve": ("solve",),
+    "top": ("top",),
+    "trace": ("trace",),
+    "tune": ("bench", "perfdb", "tune"),
+    "warmup": ("ready", "warmup"),
 }
+COMMANDS = {name: module for module, names in _COMMANDS_OF.items() for name in names}
+
+
+def first_line(name: str) -> str:
+    """A command's line in `lz --help`: the first of its docstring."""
+    path = Path(__file__).parent.joinpath(*COMMANDS[name].split(".")).with_suffix(".py")
+    functions = (
+        node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)
+    )
+    docstring = next(ast.get_docstring(node) or "" for node in functions if node.name == name)
+    return docstring.partition("\n")[0].removesuffix(".")
 
 
 class Commands(click.Group):
@@ -98,14 +60,14 @@ class Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = getattr(
-            importlib.import_module(f"layerzero.cli.{COMMANDS[cmd_name][0]}"), cmd_name
+            importlib.import_module(f"layerzero.cli.{COMMANDS[cmd_name]}"), cmd_name
         )
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands in `lz --help`."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, first_line(name)) for name in self.list_commands(ctx)])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that was asked for."""

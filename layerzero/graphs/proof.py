@@ -7,7 +7,6 @@ for the kernel, the device's model and the software under it; any change of thos
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import re
 import threading
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from layerzero._util.record_store import RecordStore
+from layerzero._util.version import installed_version
 from layerzero.graphs.verdict import CaptureFinding, CaptureProblem
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
@@ -57,15 +57,8 @@ def environment_of(kernel: Kernel, hardware: Hardware) -> str:
     for requirement in kernel.distributions:
         name = _NAME.match(requirement)
         if name is not None:
-            parts.append(f"{name[0]} {_version(name[0])}")
+            parts.append(f"{name[0]} {installed_version(name[0]) or 'missing'}")
     return " / ".join(part for part in parts if part)
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
 
 
 class ProofStore(RecordStore[CaptureProof]):

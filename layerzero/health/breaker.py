@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
@@ -13,6 +11,7 @@ from types import TracebackType
 
 import msgspec
 
+from layerzero._util.fork_safety import renew_after_fork
 from layerzero.spec.settings import Settings
 
 MAX_WHY = 500
@@ -119,7 +118,7 @@ class Breaker:
         self._probes: dict[int, float] = {}
         self._issued = 0
         self._lock = threading.Lock()
-        _after_fork.add(self)
+        renew_after_fork(self)
 
     @property
     def state(self) -> BreakerState:
@@ -217,6 +216,11 @@ class Breaker:
                 self._why,
             )
 
+    def after_fork(self) -> None:
+        """In a forked child: a lock that another thread held stays held, and its probes never come back."""
+        self._lock = threading.Lock()
+        self._probes.clear()
+
     def _end_probe(self, number: int, good: bool | None, why: str) -> Transition | None:
         now_s = self._clock()
         with self._lock:
@@ -275,17 +279,3 @@ class Breaker:
         if transition is not None and self._changed is not None:
             self._changed(transition)
         return transition
-
-
-_after_fork: weakref.WeakSet[Breaker] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    # A forked child has one thread: a lock that another held stays held, and their probes never come back.
-    for breaker in _after_fork:
-        breaker._lock = threading.Lock()
-        breaker._probes.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)

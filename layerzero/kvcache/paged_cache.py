@@ -44,19 +44,6 @@ class PagedCache:
         ([3, 5], [0, 3, 8])
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_block_tables",
-        "_metadata_builder",
-        "_sequences",
-        "allocator",
-        "layout",
-        "page_size",
-        "pools",
-        "scales",
-        "spec",
-    )
-
     def __init__(
         self,
         spec: KVCacheSpec,

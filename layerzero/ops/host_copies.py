@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,14 +20,12 @@ _NAME = "_layerzero_host_copy"
 _MAX_CONCATENATED = 64
 
 
+@dataclass(eq=False, slots=True)
 class HostCopy:
     """The values of one tensor at one version; its identity stands for them."""
 
-    __slots__ = ("values", "version")
-
-    def __init__(self, values: Tensor, version: int) -> None:
-        self.values = values
-        self.version = version
+    values: Tensor
+    version: int
 
 
 def attach_host_copy(tensor: Tensor, values: Tensor) -> Tensor:

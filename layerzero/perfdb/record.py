@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from layerzero._util.version import installed_version
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
@@ -144,15 +145,10 @@ def versions_of(kernel: Kernel) -> str:
 
 @functools.cache
 def _version(requirement: str) -> str:
-    from importlib import metadata
-
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
         name = Requirement(requirement).name
     except InvalidRequirement:
         name = requirement
-    try:
-        return f"{name} {metadata.version(name)}"
-    except metadata.PackageNotFoundError:
-        return f"{name} missing"
+    return f"{name} {installed_version(name) or 'missing'}"

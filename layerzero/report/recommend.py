@@ -114,7 +114,16 @@ def recommend(
         raise ConfigurationError(message, field="engine")
     parts = [_part(name, share, call, chooser) for name, share, call in serving_calls(model, load)]
     chosen_engine = ENGINES[engine]
-    flags = tuple(_advice(flag, model, parts, chooser.hardware.sm, tie_band) for flag in chosen_engine.flags)
+    flags = tuple(
+        _advice(
+            flag,
+            chosen_engine.choices_of(flag, is_latent=model.latent > 0),
+            parts,
+            chooser.hardware.sm,
+            tie_band,
+        )
+        for flag in chosen_engine.flags
+    )
     words = [word for each in flags if each.value != AUTO for word in (each.flag, each.value)]
     return Recommendation(
         engine,
@@ -178,15 +187,13 @@ def _measured(request: CallSpec, chooser: FreshChooser) -> dict[str, tuple[float
     return {kernel: price for kernel, price in prices if price[1].startswith((MEASURED, SHIPPED))}
 
 
-def _advice(flag: Flag, model: ModelConfig, parts: Sequence[_Part], sm: int | None, tie: float) -> Advice:
+def _advice(
+    flag: Flag, values: Sequence[FlagValue], parts: Sequence[_Part], sm: int | None, tie: float
+) -> Advice:
     flag_parts = [part for part in parts if part.name in flag.parts]
     if not flag_parts:
         return Advice(flag.name, flag.parts, AUTO, _NOT_ASKED[flag.parts[0]], ())
-    choices = [
-        choice
-        for choice in (flag.latent if model.latent and flag.latent else flag.choices)
-        if sm is not None and choice.sm[0] <= sm <= choice.sm[1]
-    ]
+    choices = [value for value in values if sm is not None and value.sm[0] <= sm <= value.sm[1]]
     options = [_option(choice, flag_parts) for choice in choices]
     whole = [option for option in options if len(option.us) == len(flag_parts)]
     best = min(whole, key=lambda option: sum(option.us.values()), default=None)

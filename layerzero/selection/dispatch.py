@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -41,16 +42,14 @@ from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Rejected
 
 
+@dataclass(eq=False, slots=True)
 class _PendingSelection:
     """One computation in progress, for those who want its result."""
 
-    __slots__ = ("done", "error", "owner", "plan")
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.owner = threading.get_ident()
-        self.plan: Plan | None = None
-        self.error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    owner: int = field(default_factory=threading.get_ident)
+    plan: Plan | None = None
+    error: BaseException | None = None
 
 
 # The selection of a request, by the digest of all it follows from: another process's, or made by the last.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -14,17 +15,15 @@ from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
 
 
+@dataclass(eq=False, slots=True)
 class BatchFacts:
     """What a call of one signature means to a batcher: its size, and its groups by the addresses that
     decide."""
 
-    __slots__ = ("batch_keys", "shared_positions", "size_bytes", "tokens")
-
-    def __init__(self, tokens: int, size_bytes: int, shared_positions: tuple[int, ...] | None) -> None:
-        self.tokens = tokens
-        self.size_bytes = size_bytes
-        self.shared_positions = shared_positions
-        self.batch_keys: dict[Hashable, Hashable] = {}
+    tokens: int
+    size_bytes: int
+    shared_positions: tuple[int, ...] | None
+    batch_keys: dict[Hashable, Hashable] = field(default_factory=dict)
 
 
 class Plan:

@@ -7,7 +7,6 @@ field differs, or any byte is not what the list says, nothing is written.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 import msgspec
 
 from layerzero._util import files, log
-from layerzero._util.version import VERSION
+from layerzero._util.version import VERSION, installed_version
 from layerzero.graphs.proof import CaptureProof
 from layerzero.native import building
 from layerzero.native.compiling import cpu_flags
@@ -111,7 +110,7 @@ def environment_of(hardware: Hardware, *, for_this_cpu: bool) -> dict[str, str]:
         "cuda": str(hardware.cuda),
         "driver": str(hardware.driver),
         "threads": str(hardware.threads),
-        **{name: _version(name) for name in LIBRARIES},
+        **{name: installed_version(name) or "missing" for name in LIBRARIES},
     }
     if for_this_cpu:
         # A digest: the whole list is too long to compare by eye.
@@ -300,10 +299,3 @@ def _digest_of(path: Path) -> str:
         return hashlib.sha256(files.read_bounded(path, 1 << 29)).hexdigest()
     except (OSError, ValueError):
         return ""
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"

@@ -8,7 +8,6 @@ compiler; the lists of files in it name absolute paths, which a bundle does not 
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from layerzero._util import files
+from layerzero._util.version import installed_version
 from layerzero.backends.flashinfer.common import cache_folder, carried_folder
 from layerzero.native import building
 from layerzero.native.compiling import library
@@ -91,9 +91,8 @@ def compiled_here(*, for_cpu: bool) -> Iterator[tuple[str, bytes]]:
 
 
 def _flashinfer_modules() -> Iterator[tuple[str, bytes]]:
-    try:
-        version = importlib.metadata.version(FLASHINFER)
-    except importlib.metadata.PackageNotFoundError:
+    version = installed_version(FLASHINFER)
+    if version is None:
         return
     by_name: dict[str, Path] = {}
     carried = carried_folder(version)

@@ -12,6 +12,7 @@ Nothing here reads a clock.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Final
 
 from layerzero.scheduler.core.pending_call import Batch, Caller
@@ -33,6 +34,7 @@ NEWEST: Final = 0.25  # weight of the newest in running means
 MAX_GROUPS: Final = 8192
 
 
+@dataclass(slots=True, eq=False)
 class GroupCosts:
     """What a group's calls cost and who makes them.
 
@@ -41,27 +43,15 @@ class GroupCosts:
     `until_anew` how many calls remain until who makes them, and what one takes, is seen anew.
     """
 
-    __slots__ = (
-        "_fastest_us",
-        "_of_expected",
-        "_timed",
-        "alone_us",
-        "callers",
-        "queued",
-        "until_anew",
-        "untimed",
-    )
-
-    def __init__(self) -> None:
-        self.alone_us = float("inf")
-        self.untimed = TIMED
-        self.callers: set[int] = set()  # numbers only: nobody is kept alive
-        self.queued = 0  # calls since the last look
-        self.until_anew = FORGOTTEN
-        self._fastest_us = float("inf")
-        self._timed = False
-        # What batches take of what is expected of their calls one by one, and how many did, by bits of size.
-        self._of_expected: dict[int, tuple[float, int]] = {}
+    alone_us: float = float("inf")
+    untimed: int = TIMED
+    callers: set[int] = field(default_factory=set)  # numbers only: nobody is kept alive
+    queued: int = 0  # calls since the last look
+    until_anew: int = FORGOTTEN
+    _fastest_us: float = float("inf")
+    _timed: bool = False
+    # What batches take of what is expected of their calls one by one, and how many did, by bits of size.
+    _of_expected: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def expected_us(self, size: int, one_by_one_us: float) -> float:
         """What a batch takes of calls that are expected to take so long one by one, as others of its size."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from layerzero.spec.settings import Settings
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class BatchLimits:
     """Limits of one batcher: of a batch, of the queue, of what it remembers.
 
@@ -14,43 +17,16 @@ class BatchLimits:
     after the device has run, for callers that are expected to call beside it.
     """
 
-    __slots__ = (
-        "max_batch_bytes",
-        "max_batch_size",
-        "max_defer_s",
-        "max_inflight_batches",
-        "max_num_batched_tokens",
-        "max_program_points",
-        "max_queue_bytes",
-        "max_queue_size",
-        "priority_aging_s",
-        "reject_when_full",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        *,
-        max_batch_size: int = 256,
-        max_num_batched_tokens: int = 65_536,
-        max_batch_bytes: int = 1 << 30,
-        max_queue_size: int = 16_384,
-        max_queue_bytes: int = 4 << 30,
-        priority_aging_s: float = 0.05,
-        max_inflight_batches: int = 1,
-        max_program_points: int = 8192,
-        reject_when_full: bool = False,
-        max_defer_s: float = 0.01,
-    ) -> None:
-        self.max_batch_size = max_batch_size
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_batch_bytes = max_batch_bytes
-        self.max_queue_size = max_queue_size
-        self.max_queue_bytes = max_queue_bytes
-        self.priority_aging_s = priority_aging_s
-        self.max_inflight_batches = max_inflight_batches
-        self.max_program_points = max_program_points
-        self.reject_when_full = reject_when_full
-        self.max_defer_s = max_defer_s
+    max_batch_size: int = 256
+    max_num_batched_tokens: int = 65_536
+    max_batch_bytes: int = 1 << 30
+    max_queue_size: int = 16_384
+    max_queue_bytes: int = 4 << 30
+    priority_aging_s: float = 0.05
+    max_inflight_batches: int = 1
+    max_program_points: int = 8192
+    reject_when_full: bool = False
+    max_defer_s: float = 0.01
 
     @classmethod
     def from_settings(cls, settings: Settings) -> BatchLimits:

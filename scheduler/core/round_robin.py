@@ -14,7 +14,8 @@ which come from each other in a ring do not wait for ever.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Set
+from collections.abc import Hashable, Set
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from layerzero.scheduler.core.at_once import GroupCosts
 
 
+@dataclass(slots=True, eq=False)
 class BatchQueue:
     """The waiting pending calls of one compatibility class, one line a priority; a dict is an ordered set.
 
@@ -32,53 +34,34 @@ class BatchQueue:
     between two, and how long one runs, in seconds.
     """
 
-    __slots__ = (
-        "active_points",
-        "by_priority",
-        "bytes",
-        "costs",
-        "count",
-        "followers",
-        "held",
-        "key",
-        "launched_at",
-        "period_s",
-        "points",
-        "run_s",
-        "solo",
-        "tokens",
-        "top",
-        "waits_in",
-    )  # fmt: skip
-
-    def __init__(self, key: Any, solo: bool) -> None:
-        self.key = key
-        self.solo = solo
-        self.by_priority: tuple[dict[PendingCall, None], ...] = ({}, {}, {})
-        self.count = self.tokens = self.bytes = 0
-        self.points: dict[BatchQueue | None, ProgramPoint] = {}
-        self.followers: dict[ProgramPoint, None] = {}  # places to which its callers went from it
-        self.waits_in: int | None = None  # the round in which it began to wait for others of its callers
-        self.costs: GroupCosts | None = None  # None until the first batch that is looked at
-        self.active_points: dict[ProgramPoint, None] = {}
-        self.top = -1  # the last place in the order among those, as far as the sweep has seen them
-        self.launched_at: float | None = None
-        self.period_s = self.run_s = 0.0
-        self.held: tuple[str, float] | None = None  # what its calls wait for, and since when
+    key: Hashable
+    solo: bool
+    by_priority: tuple[dict[PendingCall, None], ...] = field(default_factory=lambda: ({}, {}, {}))
+    count: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    points: dict[BatchQueue | None, ProgramPoint] = field(default_factory=dict)
+    followers: dict[ProgramPoint, None] = field(default_factory=dict)  # places to which its callers went
+    waits_in: int | None = None  # the round in which it began to wait for others of its callers
+    costs: GroupCosts | None = None  # None until the first batch that is looked at
+    active_points: dict[ProgramPoint, None] = field(default_factory=dict)
+    top: int = -1  # the last place in the order among those, as far as the sweep has seen them
+    launched_at: float | None = None
+    period_s: float = 0.0
+    run_s: float = 0.0
+    held: tuple[str, float] | None = None  # what its calls wait for, and since when
 
 
+@dataclass(slots=True, eq=False)
 class ProgramPoint:
     """A place in a model's program, how many pending calls wait there and when it was last used."""
 
-    __slots__ = ("count", "in_heap", "last_used", "order", "predecessor", "queue")
-
-    def __init__(self, queue: BatchQueue, predecessor: BatchQueue | None, order: int, last_used: int) -> None:
-        self.queue = queue
-        self.predecessor = predecessor
-        self.order = order
-        self.last_used = last_used
-        self.count = 0
-        self.in_heap = False  # whether one of the sweep's heaps has it
+    queue: BatchQueue
+    predecessor: BatchQueue | None
+    order: int
+    last_used: int
+    count: int = 0
+    in_heap: bool = False  # whether one of the sweep's heaps has it
 
 
 _NONE: Final[frozenset[BatchQueue]] = frozenset()
@@ -89,6 +72,7 @@ _GROWTH: Final = 1.5  # of what is remembered, between two searches for what may
 Heap = list[tuple[int, ProgramPoint]]
 
 
+@dataclass(slots=True, eq=False)
 class RoundRobin:
     """Which slot is next; `pending` holds those with pending calls, `arrived` those that came to have some.
 
@@ -97,38 +81,23 @@ class RoundRobin:
     when it is met.
     """
 
-    __slots__ = (
-        "_current",
-        "_next_round",
-        "_orders",
-        "_prune_at",
-        "_reached",
-        "_remaining",
-        "_this_round",
-        "activated",
-        "active_points",
-        "limit",
-        "queues",
-        "rounds",
-        "size",
-        "solo_queues",
-    )  # fmt: skip
+    limit: int
+    activated: list[ProgramPoint] = field(default_factory=list)
+    queues: dict[Any, BatchQueue] = field(default_factory=dict)
+    solo_queues: dict[Any, BatchQueue] = field(default_factory=dict)
+    active_points: dict[ProgramPoint, None] = field(default_factory=dict)
+    rounds: int = 0
+    size: int = 0
+    _prune_at: int = 0
+    _this_round: Heap = field(default_factory=list)
+    _next_round: Heap = field(default_factory=list)
+    _orders: list[int] = field(default_factory=list)  # of every slot, ascending
+    _reached: int = -1
+    _current: ProgramPoint | None = None
+    _remaining: int = 0
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._prune_at = limit
-        self.activated: list[ProgramPoint] = []
-        self._this_round: Heap = []
-        self._next_round: Heap = []
-        self.queues: dict[Any, BatchQueue] = {}
-        self.solo_queues: dict[Any, BatchQueue] = {}
-        self.active_points: dict[ProgramPoint, None] = {}
-        self.rounds = 0
-        self.size = 0
-        self._orders: list[int] = []  # of every slot, ascending
-        self._reached = -1
-        self._current: ProgramPoint | None = None
-        self._remaining = 0
+    def __post_init__(self) -> None:
+        self._prune_at = self.limit
 
     def add_point(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
@@ -52,18 +53,16 @@ def compact(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@dataclass(eq=False, slots=True)
 class CopyBlock:
     """Rows of one batch that are copied at once: `whole` covers them, `counts` cuts it into them again.
 
     `indices` says which of the tensors asked for each cut is, None for rows between them.
     """
 
-    __slots__ = ("counts", "indices", "whole")
-
-    def __init__(self, whole: Tensor, counts: list[int], indices: list[int | None]) -> None:
-        self.whole = whole
-        self.counts = counts
-        self.indices = indices
+    whole: Tensor
+    counts: list[int]
+    indices: list[int | None]
 
 
 def copy_blocks(tensors: Sequence[Tensor]) -> list[CopyBlock]:

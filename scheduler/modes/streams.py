@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
@@ -22,14 +23,12 @@ from layerzero.scheduler.modes.torch_modes import Modes, Stream, with_stream
 HOST: Final = "host"
 
 
+@dataclass(eq=False, slots=True)
 class CrossStreamModes:
     """The modes of a batch whose callers are on several streams."""
 
-    __slots__ = ("modes", "streams")
-
-    def __init__(self, modes: Modes, streams: frozenset[Stream]) -> None:
-        self.modes = modes
-        self.streams = streams
+    modes: Modes
+    streams: frozenset[Stream]
 
 
 class DeviceStreams:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.backends.native import packed, products
+from layerzero.backends.native import load_module, packed, products
 from layerzero.ops import table
 from layerzero.ops.op import Args
 from layerzero.spec import tolerances
@@ -47,7 +47,8 @@ def right(kernel: Kernel, *args: object) -> Tensor:
 
 
 def kept_of(limit: int = 1 << 30) -> packed.PackedWeights:
-    return packed.PackedWeights(products.library().pack, limit, products.library().equal)
+    native = load_module(products.LIBRARY)
+    return packed.PackedWeights(native.pack, limit, native.equal)
 
 
 HALF = (torch.bfloat16, torch.float16)
@@ -226,14 +227,15 @@ def test_both_weights_of_a_feed_forward_block_are_followed() -> None:
 
 def test_a_weight_is_laid_out_once_for_a_hundred_calls() -> None:
     """And once more after each change."""
-    lay_out, made = products.library().pack, list[Tensor]()
+    lay_out, made = load_module(products.LIBRARY).pack, list[Tensor]()
 
     def counted(weight: Tensor) -> Tensor:
         made.append(weight)
         panels: Tensor = lay_out(weight)
         return panels
 
-    kept, weight = packed.PackedWeights(counted, 1 << 30, products.library().equal), torch.randn(64, 64)
+    kept = packed.PackedWeights(counted, 1 << 30, load_module(products.LIBRARY).equal)
+    weight = torch.randn(64, 64)
     first = kept.of(weight)
     assert all(kept.of(weight[:]) is first for _ in range(100))
     assert len(made) == 1

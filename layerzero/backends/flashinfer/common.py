@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import os
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero._util import files, log
+from layerzero._util.version import installed_version
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 
@@ -58,9 +58,8 @@ def compilation_of(*names: str) -> Callable[[CallSpec], bool]:
 
 def modules_on_disk(names: Iterable[str]) -> bool:
     """Whether every module was compiled for the installed release: in FlashInfer's cache, or by a bundle."""
-    try:
-        version = importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
+    version = installed_version("flashinfer-python")
+    if version is None:
         return False
     folders = [*(cache_folder() / version).glob("*/cached_ops"), *carried_folder(version).glob("*")]
     return all(any((folder / name / f"{name}.so").is_file() for folder in folders) for name in names)

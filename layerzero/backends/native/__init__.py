@@ -20,15 +20,19 @@ from layerzero.ops.op import Args
 from layerzero.spec.kernel import Kernel
 
 
-def _compiled() -> Any:
+def load_module(name: str = "layerzero_native") -> Any:
+    """A module of this folder, compiling it first where this user has not yet; takes up to a minute.
+
+    Raises: BackendNotAvailableError: no compiler, a compile error, or a cache folder that others can write.
+    """
     # Imported here: the module needs what only Unix has.
     from layerzero.backends.native import build
 
-    return build.library()
+    return build.library(name)
 
 
 def _paged() -> Callable[..., Any]:
-    native = _compiled().paged
+    native = load_module().paged
 
     def paged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
         """One walk over each sequence's pages; what it cannot trust it refuses before it reads."""
@@ -48,7 +52,7 @@ def _paged() -> Callable[..., Any]:
 
 
 def _ragged() -> Callable[..., Any]:
-    native = _compiled().ragged
+    native = load_module().ragged
 
     def ragged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
         """The same walk over keys that follow each other."""
@@ -65,7 +69,7 @@ def _ragged() -> Callable[..., Any]:
 
 
 def _latent() -> Callable[..., Any]:
-    native = _compiled().latent
+    native = load_module().latent
 
     def mla_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Keys are put together from both pools; their first part is the values."""
@@ -80,7 +84,7 @@ def _latent() -> Callable[..., Any]:
 
 
 def _append() -> Callable[..., Any]:
-    native, codes = _compiled().append, _compiled().append_codes
+    native, codes = load_module().append, load_module().append_codes
 
     def append_kv(*args: Any) -> Tensor:
         """One copy a token and pool, rounded to codes where it holds them, after a look at all slots."""

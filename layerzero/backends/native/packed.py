@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from layerzero.backends.native.products import ACTIVATIONS, in_panels, library
+from layerzero.backends.native import load_module
+from layerzero.backends.native.products import ACTIVATIONS, LIBRARY, in_panels
 from layerzero.ops.linear.mlp import GATES, PLAIN, activate
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import free_memory
@@ -151,13 +152,14 @@ def available_bytes() -> int:
 @functools.cache
 def packed_weights() -> PackedWeights:
     """The panels of this process."""
-    panels = PackedWeights(library().pack, int(MEMORY_SHARE * available_bytes()), library().equal)
+    native = load_module(LIBRARY)
+    panels = PackedWeights(native.pack, int(MEMORY_SHARE * available_bytes()), native.equal)
     register_optimizer_step_post_hook(panels.on_optimizer_step)
     return panels
 
 
 def _linear() -> Callable[..., Any]:
-    native, panels = library().linear_kept, packed_weights()
+    native, panels = load_module(LIBRARY).linear_kept, packed_weights()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # The kernel refuses what was changed behind torch's back: it is laid out anew, once.
@@ -174,7 +176,7 @@ def _linear() -> Callable[..., Any]:
 
 
 def _mlp() -> Callable[..., Any]:
-    native, panels, linear = library().mlp_kept, packed_weights(), _linear()
+    native, panels, linear = load_module(LIBRARY).mlp_kept, packed_weights(), _linear()
 
     def mlp(
         x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str

@@ -13,28 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.native import load_module
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 
+LIBRARY = "layerzero_products"
 # As the order of `Activation` there.
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 # Rows of a block and the threads' share of them: hidden rows that are in work at one time, at most.
 BLOCK = 48
 
 
-def library() -> Any:
-    """The compiled module, compiling it first where this user has not yet; takes up to a minute.
-
-    Raises: BackendNotAvailableError: no compiler, a compile error, or a cache folder that others can write.
-    """
-    # Imported here: the module needs what only Unix has.
-    from layerzero.backends.native import build
-
-    return build.library("layerzero_products")
-
-
 def _linear() -> Callable[..., Any]:
-    native = library().linear
+    native = load_module(LIBRARY).linear
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = x.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -45,7 +36,7 @@ def _linear() -> Callable[..., Any]:
 
 
 def _mlp() -> Callable[..., Any]:
-    native = library().mlp
+    native = load_module(LIBRARY).mlp
 
     def mlp(
         x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str

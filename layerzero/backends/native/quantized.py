@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from layerzero.backends.native import load_module
 from layerzero.backends.native.packed import PackedWeights, available_bytes
 from layerzero.formats.table import format_of
 from layerzero.ops.linear.experts import all_choices
@@ -41,10 +42,7 @@ def library() -> Any:
     Raises: BackendNotAvailableError: no compiler, a compile error, a cache folder that others can write, or a
         CPU without AVX2, FMA and F16C.
     """
-    # Imported here: the module needs what only Unix has.
-    from layerzero.backends.native import build
-
-    module = build.library("layerzero_quantized")
+    module = load_module("layerzero_quantized")
     if module.use_level(ANY_LEVEL) == 0:
         raise BackendNotAvailableError("native code: needs a CPU with AVX2, FMA and F16C", backend="native")
     return module

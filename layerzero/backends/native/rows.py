@@ -13,19 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.native import load_module
 from layerzero.ops.rope.rope import validate_rope_values
 from layerzero.spec.kernel import Kernel
 
 
-def _library() -> Any:
-    # Imported here: the module needs what only Unix has.
-    from layerzero.backends.native import build
-
-    return build.library("layerzero_rows")
-
-
 def _rms_norm() -> Callable[..., Any]:
-    native = _library().norm
+    native = load_module("layerzero_rows").norm
 
     def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         """One pass for the sum, one for the rows."""
@@ -37,7 +31,7 @@ def _rms_norm() -> Callable[..., Any]:
 
 
 def _add_rms_norm() -> Callable[..., Any]:
-    native = _library().norm
+    native = load_module("layerzero_rows").norm
 
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         """The sum is written once and normed while it is in the cache."""
@@ -49,7 +43,7 @@ def _add_rms_norm() -> Callable[..., Any]:
 
 
 def _rope() -> Callable[..., Any]:
-    native = _library().rope
+    native = load_module("layerzero_rows").rope
 
     def rope(*args: Any) -> tuple[Tensor, Tensor]:
         """Reads q and k in place, views of one projection too; writes dense heads."""

@@ -72,7 +72,10 @@ def cross_entropy_reference(
     label_smoothing: float,
     reduction: str,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` over flat rows, in float32 at least."""
+    """`torch.nn.functional.cross_entropy` over flat rows, in float32 at least.
+
+    In half precision torch rounds every log-probability before it sums them up.
+    """
     rows = logits.reshape(-1, logits.shape[-1])
     wide = rows if rows.dtype == torch.float64 else rows.float()
     scale = None if weight is None else weight.to(wide.dtype)

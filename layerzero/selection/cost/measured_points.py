@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -44,6 +45,7 @@ _TIMELESS = INVISIBLE | {"gqa", "lse"}
 Position = Mapping[str, float]
 
 
+@dataclass(eq=False)
 class MeasuredPoint:
     """One measured bucket: its call, its position in octaves, the roofline's time, each kernel's time.
 
@@ -51,30 +53,19 @@ class MeasuredPoint:
     (`wave_quantization`), `offsets` how far its times are off its latency model.
     """
 
-    __slots__ = (
-        "case",
-        "cluster",
-        "estimates",
-        "ideal_us",
-        "launch",
-        "offsets",
-        "position",
-        "sources",
-        "times",
-        "work_us",
-    )
+    case: BenchmarkCase
+    launch: Launch
+    ideal_us: float
+    times: dict[str, float] = field(default_factory=dict)
+    work_us: dict[str, float] = field(default_factory=dict)
+    offsets: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    estimates: list[float] = field(default_factory=list)  # by how much estimates miss here, as logs
+    position: Position = field(init=False)
+    cluster: PointCluster = field(init=False)
 
-    def __init__(self, case: BenchmarkCase, launch: Launch, ideal_us: float) -> None:
-        self.case = case
-        self.launch = launch
-        self.ideal_us = ideal_us
-        self.position = position_of(case)
-        self.times: dict[str, float] = {}
-        self.work_us: dict[str, float] = {}
-        self.offsets: dict[str, float] = {}
-        self.sources: dict[str, str] = {}
-        self.estimates: list[float] = []  # by how much estimates miss here, as logs
-        self.cluster: PointCluster
+    def __post_init__(self) -> None:
+        self.position = position_of(self.case)
 
 
 class PointCluster:
