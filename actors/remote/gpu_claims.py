@@ -98,7 +98,7 @@ class GpuClaim:
         return self._folder / f"{re.sub('[^0-9A-Za-z-]', '_', self._gpu)}.{part}"
 
     def _holders(self) -> str:
-        """What stands in the locked files of this GPU."""
+        """The contents of the locked files of this GPU."""
         texts: list[str] = []
         for path in sorted(self._folder.glob(self._path("*").name)):
             if self._lock(path.suffix[1:], fcntl.LOCK_EX):

@@ -190,8 +190,8 @@ class RestartPolicy:
     @property
     def verdict(self) -> str:
         """Why there is no further incarnation."""
-        times, most = len(self._crashes), self._max_restarts
-        return f"it died {times} times within {WINDOW_S:.0f} s, more than max_restarts={most}"
+        times, limit = len(self._crashes), self._max_restarts
+        return f"it died {times} times within {WINDOW_S:.0f} s, more than max_restarts={limit}"
 
     @property
     def delay_s(self) -> float:

@@ -223,12 +223,9 @@ class SupervisedDevice:
             "ended": incarnation.note_ended,
             "item": incarnation.note_item,
         }
+        hang_s = self._spec.settings.hang_s
         channel = await connect(
-            started.address,
-            client=self._client,
-            node=self._node,
-            handlers=handlers,
-            silence_s=self._spec.settings.hang_s,
+            started.address, client=self._client, node=self._node, handlers=handlers, silence_s=hang_s
         )
         incarnation.attach(channel)
         self._incarnation, self._facts = incarnation, started.facts

@@ -377,7 +377,7 @@ def batched(
         (id(plain) if isinstance(fn, MethodType) else 0, key or name, pure, where),
         _entries(fn, name),
     )
-    found = entries.get(entry)
-    if found is None:
-        found = entries[entry] = Batched(fn, pure=pure, name=key or name, device=where)
-    return found
+    batched = entries.get(entry)
+    if batched is None:
+        batched = entries[entry] = Batched(fn, pure=pure, name=key or name, device=where)
+    return batched

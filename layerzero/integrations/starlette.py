@@ -103,8 +103,10 @@ def _refusal(status: int, message: str, retry_after_s: float | None) -> Response
 def _health(details: Callable[[], dict[str, Any] | Awaitable[dict[str, Any]]] | None) -> Any:
     async def health(request: Request) -> Response:
         """GET /health: 200 while the process answers."""
-        said = {} if details is None else details()
-        return JSONResponse({"status": "ok", **(said if isinstance(said, dict) else await said)})
+        described = {} if details is None else details()
+        return JSONResponse(
+            {"status": "ok", **(described if isinstance(described, dict) else await described)}
+        )
 
     return health
 

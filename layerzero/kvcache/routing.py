@@ -62,18 +62,18 @@ class PrefixRouter:
 
     def _cached_pages(self, keys: Sequence[bytes], replicas: Sequence[str]) -> dict[str, int]:
         """How many of the first pages each replica has."""
-        found = dict.fromkeys(replicas, 0)
+        cached = dict.fromkeys(replicas, 0)
         for number, key in enumerate(keys):
             holders = self._holders.get(key, {})
-            still = [replica for replica in replicas if found[replica] == number and replica in holders]
+            still = [replica for replica in replicas if cached[replica] == number and replica in holders]
             if not still:
                 break
             for replica in still:
-                found[replica] = number + 1
-        return found
+                cached[replica] = number + 1
+        return cached
 
     def _add(self, keys: Sequence[bytes], replica: str) -> None:
-        for key in reversed(keys):  # a page goes before the one that it stands behind
+        for key in reversed(keys):  # a page goes behind the one that follows it
             holders = self._holders.setdefault(key, {})
             self._known += replica not in holders
             holders[replica] = None

@@ -374,13 +374,13 @@ def _needs(field: str) -> str:
 def _words(option: Any) -> str:
     if get_origin(option) is Literal:
         return " or ".join(repr(word) for word in get_args(option))
-    if get_origin(option) is tuple:
-        return "a list of names of installed entry points"
-    if get_origin(option) is dict:
-        return 'globs over kernel ids, each with "process" or the absolute path of a Python interpreter'
     if get_origin(option) is Annotated:
         return str(get_args(option)[1].description)
-    return {bool: "true or false", int: "a whole number", type(None): "none"}[option]
+    return {
+        tuple: "a list of names of installed entry points",
+        dict: 'globs over kernel ids, each with "process" or the absolute path of a Python interpreter',
+        bool: "true or false", int: "a whole number", type(None): "none",
+    }[get_origin(option) or option]  # fmt: skip
 
 
 def _from_file(path: Path, strict: bool) -> dict[str, Any]:

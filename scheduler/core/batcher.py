@@ -158,8 +158,8 @@ class Batcher:
         if queue.costs is not None:
             batch.expected_us = queue.costs.expected_us(len(calls), batch.expected_us)
         batch.why = launch_reason(queue, chosen, expected)
-        self.stats.count_launch(batch.why, queue.held, now_s)
-        queue.held = None
+        self.stats.count_launch(batch.why, queue.hold, now_s)
+        queue.hold = None
         if expected is not None:
             batch.launch = expected.launched(calls, queue, now_s)
         return batch
@@ -302,7 +302,7 @@ class Batcher:
         queue.tokens -= call.tokens
         queue.bytes -= call.bytes
         if not queue.count:
-            queue.held = None
+            queue.hold = None
         self.queued -= 1
         self.queued_bytes -= call.bytes
         point.count -= 1

@@ -170,9 +170,9 @@ class ExpectedCallers:
             until = self._until(group, present[group], expected, now_s) if expected else now_s
             if until > now_s:
                 held.add(group)
-                if group.held is None:
+                if group.hold is None:
                     cause = CALLERS_READ if self.released[group] == GRACE_OVER else DEVICE_RUNS
-                    group.held = cause, now_s
+                    group.hold = cause, now_s
                 self.until = min(self.until, until)
                 self.needs_device |= until == math.inf
         return held

@@ -80,15 +80,15 @@ class BatcherStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.wait_max_s = max(self.wait_max_s, other.wait_max_s)
         for name in _BY_KIND:
-            mine = getattr(self, name)
+            counts = getattr(self, name)
             for kind, count in getattr(other, name).copy().items():  # its thread goes on
-                mine[kind] = mine.get(kind, 0) + count
+                counts[kind] = counts.get(kind, 0) + count
 
-    def count_launch(self, reason: str, held: tuple[str, float] | None, now_s: float) -> None:
-        """Count a batch by why it is launched, and what it was `held` for since when."""
+    def count_launch(self, reason: str, hold: tuple[str, float] | None, now_s: float) -> None:
+        """Count a batch by why it is launched, and the `hold` before it: what for, and since when."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        if held is not None:
-            cause, since_s = held
+        if hold is not None:
+            cause, since_s = hold
             self.holds[cause] = self.holds.get(cause, 0) + 1
             self.held_s[cause] = self.held_s.get(cause, 0.0) + now_s - since_s
 

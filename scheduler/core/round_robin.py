@@ -49,7 +49,7 @@ class BatchQueue:
     launched_at: float | None = None
     period_s: float = 0.0
     run_s: float = 0.0
-    held: tuple[str, float] | None = None  # what its calls wait for, and since when
+    hold: tuple[str, float] | None = None  # what its calls wait for, and since when
 
 
 @dataclass(slots=True, eq=False)
