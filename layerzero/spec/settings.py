@@ -256,8 +256,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 FIELDS: tuple[str, ...] = Settings.__struct_fields__
 _HINTS: Mapping[str, Any] = get_type_hints(Settings, include_extras=True)
-
-
 _NOT_HELD = (msgspec.ValidationError, UnicodeEncodeError)  # the second, of bytes that are no text
 
 
@@ -388,8 +386,7 @@ def _from_file(path: Path, strict: bool) -> dict[str, Any]:
     values = file.value
     version = values.get("version", FORMAT_VERSION)
     if isinstance(version, bool) or not isinstance(version, int):
-        message = f"version needs a whole number, got {version!r}"
-        raise file.error(("version",), message, field="version")
+        raise file.error(("version",), f"version needs a whole number, got {version!r}", field="version")
     if version != FORMAT_VERSION:
         if strict or values.get("strict") is True:
             raise file.error(("version",), f"version needs {FORMAT_VERSION}, got {version}", field="version")
