@@ -302,6 +302,58 @@ def planned(record: dict[str, Any]) -> Table:
     return {"columns": columns, "rows": rows}
 
 
+def coded_products(record: dict[str, Any]) -> Table:
+    """Return products with weights in codes over cuBLAS's of bfloat16, and what a ratio needs."""
+    rows = [
+        [
+            row["format"],
+            row["rows"],
+            row["kernel"],
+            row["bfloat16_us"],
+            row["us"],
+            row["ratio"],
+            row["needs"] or "",
+        ]
+        for row in record["products"]
+        if row["kernel"].startswith("cuda.")
+    ]
+    columns = ["codes", "rows", "kernel", "bfloat16, us", "us", "ratio", "needs"]
+    return {"columns": columns, "rows": rows}
+
+
+def coded_pages(record: dict[str, Any]) -> Table:
+    """Return decoding over pages in codes beside pages of sixteen bits."""
+    rows = [
+        [pages, row["kernel"], row["us"], row["over_sixteen_bits"], row["share_of_copy"]]
+        for pages, row in record["decode"].items()
+    ]
+    columns = ["pages", "kernel", "us", "over sixteen bits", "bandwidth over a copy's"]
+    return {"columns": columns, "rows": rows}
+
+
+def coded_steps(record: dict[str, Any]) -> Table:
+    """Return a model's captured steps with codes beside bfloat16."""
+    rows = [
+        [requests, side, ms, row["over_bfloat16"][side], (row["needs"] or "") if side == "both" else ""]
+        for requests, row in record["generation"].items()
+        for side, ms in row["step_ms"].items()
+    ]
+    return {"columns": ["requests x context", "codes", "step, ms", "over bfloat16", "needs"], "rows": rows}
+
+
+def hosted(record: dict[str, Any]) -> Table:
+    """Return a Ray actor's captured steps over the same in this process."""
+    (row,) = [row for row in record["parts"]["actor"]["rows"] if row["what"] == "actor"]
+    return {
+        "columns": ["in a Ray actor over in process", "ratio"],
+        "rows": [
+            [what.removesuffix("_over_in_process").replace("_ms", ""), value]
+            for what, value in row.items()
+            if what.endswith("_over_in_process")
+        ],
+    }
+
+
 GANG: dict[str, Callable[[dict[str, Any]], Table]] = {
     "ganged": ganged,
     "staged": staged,
@@ -330,6 +382,13 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "gang_decode_h200.json": {"decoded": decoded, "place": place},
     "vllm_plugin_h200.json": {"steps": plugged, "place": place},
     "planner_h200.json": {"planned": planned, "place": place},
+    "quantized_h200.json": {
+        "products": coded_products,
+        "pages": coded_pages,
+        "steps": coded_steps,
+        "place": place,
+    },
+    "fleet_h200.json": {"hosted": hosted, "place": place},
     "gang_cuda.json": {"decoded": decoded, "place": place},
     "embedding_demo.json": {"service": service, "targets": targets, "kernels": kernels, "place": place},
 }

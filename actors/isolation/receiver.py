@@ -25,7 +25,8 @@ class Receiver:
     def __init__(self, connection: socket.socket) -> None:
         self._receive = connection.recv_into
         self._buffer = memoryview(bytearray(frames.MAX_MESSAGE))
-        self._can_spin = len(os.sched_getaffinity(0)) > 1
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        self._can_spin = len(cores) > 1
         self._slept = self._to_sleep = 0
 
     def receive(self) -> bytes:
