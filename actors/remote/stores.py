@@ -45,7 +45,6 @@ class TorchStore:
     def __init__(self, store: Store, prefix: str = PREFIX, token: bytes = b"") -> None:
         self._store = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
         self._token = token
-        self._timeout_s = 0.0
         self._lost = False
 
     def set(self, key: str, value: bytes) -> None:
@@ -55,17 +54,13 @@ class TorchStore:
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
         """The value under `key`, waiting for it; None after `timeout_s` seconds."""
-        sealed = self._waiting(timeout_s, lambda: self._store.get(key))
-        return None if sealed is None else self._open(key, sealed)
+        if not self._come(timeout_s, [key]):
+            return None
+        return self._open(key, self._answered(partial(self._store.get, key)))
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> tuple[bool, ...]:
         """Whether each of `keys` is stored, once all are or after `timeout_s` seconds."""
-
-        def wait() -> bool:
-            self._store.wait(list(keys))
-            return True
-
-        if self._waiting(timeout_s, wait):
+        if self._come(timeout_s, list(keys)):
             present = (True,) * len(keys)
         else:
             present = tuple(bool(self._answered(partial(self._store.check, [key]))) for key in keys)
@@ -95,19 +90,18 @@ class TorchStore:
             raise ConsistencyError(f"the store's value of {key!r} was written by no rank of this group")
         return value
 
-    def _waiting(self, timeout_s: float, wait: Callable[[], T]) -> T | None:
-        """The result of a call that waits in the store; None after `timeout_s` seconds."""
+    def _come(self, timeout_s: float, keys: list[str]) -> bool:
+        """Whether all keys are stored within `timeout_s` seconds."""
+        # Given with the call: the store's own limit is also that of other ranks in this process.
         timeout = max(timeout_s, 0.001)
-        if timeout != self._timeout_s:
-            self._store.set_timeout(timedelta(seconds=timeout))
-            self._timeout_s = timeout
         started = time.monotonic()
         try:
-            return self._answered(wait, timeout)
+            self._answered(lambda: self._store.wait(keys, timedelta(seconds=timeout)), timeout)
         except DistStoreError:
             if time.monotonic() - started < timeout / 2:
                 raise  # not a timeout: the store has another problem
-            return None
+            return False
+        return True
 
     def _answered(self, call: Callable[[], T], timeout_s: float = 0.0) -> T:
         """What a call gives, on a thread: torch's own limits do not hold where the network is cut."""
