@@ -22,9 +22,11 @@ class _Socket:
     def __init__(self, requests: list[bytes]) -> None:
         self.requests, self.sent = iter([*requests, b""]), list[bytes]()
 
-    def recv(self, most: int) -> bytes:
-        """The next request; empty at the end."""
-        return next(self.requests)
+    def recv_into(self, buffer: memoryview, most: int = 0, flags: int = 0) -> int:
+        """The next request, put into `buffer`; nothing at the end."""
+        request = next(self.requests)[: len(buffer)]
+        buffer[: len(request)] = request
+        return len(request)
 
     def send(self, message: bytes) -> None:
         """Keep an answer."""
