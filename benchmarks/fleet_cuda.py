@@ -15,7 +15,8 @@ killed under streams: until when they continue, and whether its next process has
 `group` (two GPUs): a tensor-parallel group of Ray actors beside the same in processes of torchrun's kind.
 
 Each part is a process of its own and writes its rows as it goes; one that fails or takes too long costs its
-own rows alone. FOLDER/fleet_cuda.json holds what all have found, also those of an earlier call.
+own rows alone. FOLDER/fleet_cuda.json holds what all have found, also those of an earlier call of the same
+commit and machine.
 """
 
 from __future__ import annotations
@@ -119,11 +120,11 @@ def main() -> int:
     begin = time.time()
     gpus = 2 if options.device == "cpu" else torch.cuda.device_count()
     done = options.out / "fleet_cuda.json"
-    found: dict[str, Any] = json.loads(done.read_text())["parts"] if done.exists() else {}
-    record = {
-        "environment": environment(("layerzero-runtime", "ray", "torch", "triton", "flashinfer-python")),
-        "device": options.device, "gpus": gpus, "parts": found,
-    }  # fmt: skip
+    here = environment(("layerzero-runtime", "ray", "torch", "triton", "flashinfer-python"))
+    before = json.loads(done.read_text()) if done.exists() else {}
+    same = before and all(before["environment"][name] == here[name] for name in ("commit", "machine"))
+    found: dict[str, Any] = before["parts"] if same else {}
+    record = {"environment": here, "device": options.device, "gpus": gpus, "parts": found}
     for name in options.parts:
         needs, least, most = PARTS[name]
         left = options.budget_s - (time.time() - begin)

@@ -43,7 +43,7 @@ def cases(device: str) -> list[Case]:
 def timed(runs: list[Callable[[], Any]], seconds: float, device: str) -> list[list[float]]:
     """Microseconds of each run's calls, taken in turn."""
     took: list[list[float]] = [[] for _ in runs]
-    wait = torch.cuda.synchronize if device == "cuda" else _nothing
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     end = time.perf_counter() + seconds
     gc.disable()
     while time.perf_counter() < end:
@@ -55,10 +55,6 @@ def timed(runs: list[Callable[[], Any]], seconds: float, device: str) -> list[li
                 times.append((time.perf_counter() - began) * 1e6)
     gc.enable()
     return [sorted(times[len(times) // 10 :]) for times in took]
-
-
-def _nothing() -> None:
-    pass
 
 
 def copies(args: tuple[Any, ...], output: torch.Tensor) -> Callable[[], None]:

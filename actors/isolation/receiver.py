@@ -8,7 +8,7 @@ import time
 
 from layerzero.actors.isolation import frames
 
-# Two or three times what a sleep and its wake-up take: a longer spin would cost more than it saves.
+# Of the order of a sleep and its wake-up: a longer spin would cost more than it saves.
 SPIN_S = 60e-6
 # The most messages that are slept on after spins in vain, as where all cores have other work.
 _MAX_SLEPT = 255
@@ -17,7 +17,7 @@ _MAX_SLEPT = 255
 class Receiver:
     """One end of a socket of messages.
 
-    A thread that sleeps is woken in some 20 us, more than a short call's own time. So the next message is
+    To wake a thread that sleeps takes longer than a short call itself. So the next message is
     asked for without sleeping for `SPIN_S`, where a second core can send it meanwhile; each spin in vain
     doubles how many later messages are slept on, each spin that was not halves it.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import site
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,8 @@ from prometheus_client import Counter
 import layerzero as lz
 from layerzero.kvcache import PrefixRouter, RoutedRequest
 from server import replica
-from server.engine import Drawn, Grammar
-from server.front import Front, Options
-from server.protocol import Ask, Sampling
+from server.engine import Drawn
+from server.front import Choice, Front, Options
 
 HERE = Path(__file__).resolve().parents[1]
 SERVING = "running"
@@ -79,26 +79,15 @@ class FleetService(Front):
                     tasks.start_soon(ask, name)
         return {"requests": self.active, "tokenizer": self.tokenizer.identity.digest, "replicas": said}
 
-    async def generate(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        max_tokens: int,
-        ask: Ask,
-        grammar: Grammar | None,
-        *,
-        patient: bool,
-    ) -> AsyncGenerator[Drawn, None]:
+    async def generate(self, choice: Choice) -> AsyncGenerator[Drawn, None]:
         """The tokens of one choice, wherever they are drawn; a replica compiles the grammar anew.
 
         Raises: DeviceLostError: no replica serves. What a replica raises.
         """
-        tokens = list(prompt)
-        with self.router.open(prompt) as placed:
-            items = self.pool.stream(
-                replica.generate, prompt, sampling, max_tokens, ask, patient,
-                on=partial(self._place, placed), resume=True,
-            )  # fmt: skip
+        tokens = list(choice.prompt)
+        sent = replace(choice, grammar=None)
+        with self.router.open(choice.prompt) as placed:
+            items = self.pool.stream(replica.generate, sent, on=partial(self._place, placed), resume=True)
             try:
                 async with aclosing(items):  # type: ignore[type-var]
                     async for token, logprob, likeliest, ends, is_text in items:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -58,6 +59,18 @@ class Options:
     replicas: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer to a request, in the model's terms; for `patient` see `Engine.generate`."""
+
+    prompt: list[int]
+    sampling: Sampling
+    max_tokens: int
+    ask: Ask
+    grammar: Grammar | None
+    patient: bool
+
+
 class Full(Exception):
     """The server takes no further request now; try again after `retry_after` seconds."""
 
@@ -66,7 +79,7 @@ class Full(Exception):
         self.retry_after = max(1, math.ceil(retry_after))
 
 
-class Front:
+class Front(ABC):
     """The tokenizer, the limits and the counts of requests; `generate` is where their tokens come from."""
 
     def __init__(self, options: Options, runtime: lz.Runtime, config: LlamaConfig, capacity: int) -> None:
@@ -96,9 +109,9 @@ class Front:
         """What /metrics reads off, by name."""
         return {"requests_in_flight": ("requests being answered", lambda: self.active)}
 
+    @abstractmethod
     def counted(self) -> Iterable[tuple[str, str, float]]:
         """What has been counted where tokens are drawn: a name, what it is, a number."""
-        raise NotImplementedError
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """The counts for /metrics."""
@@ -106,18 +119,9 @@ class Front:
         for family in (*self.counted(), ("prompt_cache_hits", "prompts found tokenized", hits)):
             yield CounterMetricFamily(*family)
 
-    def generate(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        max_tokens: int,
-        ask: Ask,
-        grammar: Grammar | None,
-        *,
-        patient: bool,
-    ) -> AsyncGenerator[Drawn, None]:
+    @abstractmethod
+    def generate(self, choice: Choice) -> AsyncGenerator[Drawn, None]:
         """The tokens of one choice; see `Engine.generate`."""
-        raise NotImplementedError
 
     async def answer(self, ask: Ask, emit: Emit) -> Usage:
         """Give the answer's pieces to `emit` as they come, choices in any order; the counts at the end.
@@ -180,21 +184,21 @@ class Front:
         emit: Emit,
     ) -> None:
         sampling = replace(ask.sampling, seed=(ask.sampling.seed + _SEEDS + index) % (2 * _SEEDS) - _SEEDS)
-        choice = ChoiceText(index, lz.IncrementalDetokenizer(self.tokenizer, ask.stop))
-        tokens = self.generate(prompt, sampling, max_tokens, ask, grammar, patient=index > 0)
+        text = ChoiceText(index, lz.IncrementalDetokenizer(self.tokenizer, ask.stop))
+        tokens = self.generate(Choice(prompt, sampling, max_tokens, ask, grammar, patient=index > 0))
         reason = "length"
         async with aclosing(tokens):
             async for drawn in tokens:
                 usage.drawn += 1
                 self.tokens.inc()
-                piece = choice.feed(drawn)
+                piece = text.feed(drawn)
                 if piece is not None:
                     await emit(piece)
                     if piece.reason:
                         return
                 if drawn.ends:
                     reason = "stop"
-        await emit(choice.end(reason))
+        await emit(text.end(reason))
 
     # -- what a request asks, in the model's terms ------------------------------------------------------
 

@@ -11,8 +11,7 @@ from typing import Any
 import layerzero as lz
 from layerzero.runtime import current
 from server.engine import Drawn
-from server.front import Options
-from server.protocol import Ask, Sampling
+from server.front import Choice, Options
 from server.service import Service
 
 LOG = logging.getLogger("layerzero.server")
@@ -39,23 +38,15 @@ async def open_replica(options: Options) -> int:
 
 
 async def generate(
-    prompt: list[int],
-    sampling: Sampling,
-    max_tokens: int,
-    ask: Ask,
-    patient: bool,
-    so_far: list[tuple[Any, ...]] | None = None,
+    choice: Choice, so_far: list[tuple[Any, ...]] | None = None
 ) -> AsyncIterator[tuple[Any, ...]]:
-    """What continues `prompt` and what was drawn `so_far`: the same tokens on every replica."""
+    """What continues a choice and what was drawn `so_far`: the same tokens on every replica."""
     (service,) = _OPENED
     before = [Drawn(*item) for item in so_far or ()]
-    if len(before) >= max_tokens or (before and before[-1].ends):
+    if len(before) >= choice.max_tokens or (before and before[-1].ends):
         return
-    grammar = await service.grammar(ask.constraint)
-    tokens = service.generate(
-        prompt, sampling, max_tokens, ask, grammar, patient=patient,
-        so_far=tuple(drawn.token for drawn in before),
-    )  # fmt: skip
+    grammar = await service.grammar(choice.ask.constraint)
+    tokens = service.generate(replace(choice, grammar=grammar), tuple(drawn.token for drawn in before))
     async with aclosing(tokens):
         async for drawn in tokens:
             yield tuple(drawn)

@@ -8,12 +8,11 @@ import torch
 from models.llama import Llama, load
 
 import layerzero as lz
-from server.engine import Drawn, Engine, Grammar
+from server.engine import Drawn, Engine
 from server.front import KV_FORMATS as KV_FORMATS
-from server.front import Front
+from server.front import Choice, Front
 from server.front import Full as Full
 from server.front import Options as Options
-from server.protocol import Ask, Sampling
 
 
 class Service(Front):
@@ -85,24 +84,8 @@ class Service(Front):
             **brought,
         }
 
-    def generate(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        max_tokens: int,
-        ask: Ask,
-        grammar: Grammar | None,
-        *,
-        patient: bool,
-        so_far: tuple[int, ...] = (),
-    ) -> AsyncGenerator[Drawn, None]:
+    def generate(self, choice: Choice, so_far: tuple[int, ...] = ()) -> AsyncGenerator[Drawn, None]:
         return self.engine.generate(
-            prompt,
-            sampling,
-            max_tokens,
-            user=ask.user,
-            grammar=grammar,
-            ignore_eos=ask.ignore_eos,
-            patient=patient,
-            so_far=so_far,
-        )
+            choice.prompt, choice.sampling, choice.max_tokens, user=choice.ask.user, grammar=choice.grammar,
+            ignore_eos=choice.ask.ignore_eos, patient=choice.patient, so_far=so_far,
+        )  # fmt: skip

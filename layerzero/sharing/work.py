@@ -17,6 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -262,12 +263,15 @@ def _plain(value: object) -> str:
 def _boot() -> str:
     """What tells this run of this machine from all others, so that times can be compared.
 
-    A container of its own time namespace counts from another moment.
+    A container of its own time namespace counts from another moment; older kernels have none.
     """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/time")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
+    with suppress(OSError):
+        boot += os.readlink("/proc/self/ns/time")
+    return boot
 
 
 def _this_process() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from layerzero.sharing import work
 from layerzero.sharing.work import (
     CHOICE,
     COMPILE,
@@ -117,6 +119,17 @@ def test_an_answer_is_for_its_time_and_its_circumstances(tmp_path: Path) -> None
         next(p for p in tmp_path.glob("choice-*") if p != path and p.suffix != ".lock").read_bytes()
     )
     assert shared.once(fresh, KEY, lambda: b"7") == (b"7", "")
+
+
+def test_a_boot_has_its_name_without_time_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older kernel tells boots apart, too: a host's name alone is the same after the next."""
+
+    def missing(path: str) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "readlink", missing)
+    boot = work._boot.__wrapped__()
+    assert boot == Path("/proc/sys/kernel/random/boot_id").read_text().strip() != socket.gethostname()
 
 
 def test_an_answer_of_another_boot_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
