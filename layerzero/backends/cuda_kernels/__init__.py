@@ -31,7 +31,7 @@ def _compile(module: str) -> Callable[[CallSpec], None]:
     return lambda request: _module(module).compile_for(request)
 
 
-_RECORD = "an estimate beside trials on an H200; benchmarks/quantized_cuda.py measures it"
+_RECORD = "an estimate: ordered by benchmarks/results/quantized_h200.json"
 _kernel = functools.partial(
     Kernel.of,
     source="our own source; run on one H200, torch 2.11",

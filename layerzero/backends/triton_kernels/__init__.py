@@ -52,7 +52,7 @@ _H200 = "benchmarks/results/rows_h200.json"
 _ESTIMATE = "an estimate, beside add_rms_norm's"
 _FORMATS = "quant_int8 quant_fp8_e4m3 quant_fp8_e5m2"
 
-_PRODUCTS = "an estimate beside trials on an H200; benchmarks/quantized_cuda.py measures it"
+_PRODUCTS = "an estimate: ordered by benchmarks/results/quantized_h200.json"
 _CODES = "kv_float8_e4m3fn kv_float8_e5m2 kv_int8"
 _SCALES = (
     "scale_per_tensor scale_per_row scale_per_group scale_per_block scale_16bit zero_point tensor_scale bias "
