@@ -172,3 +172,53 @@ def test_a_thread_that_has_not_used_the_card_compiles_and_loads() -> None:
     out = torch.empty(64, dtype=torch.bfloat16, device="cuda")
     loaded(grid=(1, 1, 1), block=(256, 1, 1), args=[parts, parts, out, 64, 64, 0, 3])
     torch.testing.assert_close(out, torch.full_like(out, 3.0))
+
+
+@pytest.mark.parametrize("form", ["int4", "nvfp4"])
+@pytest.mark.parametrize("rows", [4, 40, 256])
+def test_a_product_waits_for_what_its_operands_are_written_by(form: str, rows: int) -> None:
+    """A launch may begin while the one before it ends; what it reads is what that wrote, captured too."""
+    torch.manual_seed(0)
+    weights = [QuantizedTensor.quantize(torch.randn(4096, 4096, device="cuda"), form) for _ in range(2)]
+    given = weights[0].clone().arguments()
+    given["format"] = form
+    inputs = [torch.randn(rows, 4096, device="cuda").bfloat16() for _ in range(2)]
+    x, other = torch.empty_like(inputs[0]), torch.randn(4096, 4096, device="cuda")
+
+    def call(turn: int) -> Tensor:
+        other.copy_(other @ other * 1e-2)  # long enough for the launches behind it to queue up
+        given["weight"].copy_(weights[turn].codes)
+        given["scale"].copy_(weights[turn].scale)
+        x.copy_(inputs[turn])
+        out: Tensor = lz.sync.quantized_linear(x, backend="cuda", **given)
+        return out
+
+    alone = []
+    for turn in range(2):
+        call(turn)
+        torch.cuda.synchronize()
+        alone.append(lz.sync.quantized_linear(x, backend="cuda", **given).clone())
+        torch.cuda.synchronize()
+    assert not torch.equal(alone[0], alone[1])
+    outs = [call(turn % 2) for turn in range(20)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [call(turn) for turn in range(2)]
+    for _ in range(5):
+        graph.replay()
+        outs += [out.clone() for out in captured]
+    for turn, out in enumerate(outs):
+        assert torch.equal(out, alone[turn % 2]), turn
+
+
+@pytest.mark.parametrize("rows", [4, 40])
+@pytest.mark.parametrize("size", [1e-15, 1.0, 1e15])
+def test_scales_may_be_very_small_and_very_large(rows: int, size: float) -> None:
+    """Codes become numbers by way of subnormal ones; nothing of that is seen in a result."""
+    torch.manual_seed(0)
+    weight = QuantizedTensor.quantize(torch.randn(256, 1024, device="cuda") * size, "int4")
+    given = weight.arguments()
+    x = torch.randn(rows, 1024, device="cuda").bfloat16()
+    truth = x.double() @ weight.dequantize(torch.float64).t()
+    got = lz.sync.quantized_linear(x, backend="cuda", **{**given, "format": "int4"})
+    assert float((got.double() - truth).abs().max() / truth.abs().max()) < 5e-3

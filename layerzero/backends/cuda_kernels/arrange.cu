@@ -2,6 +2,8 @@
 // units load (wide_products.cu): image[tile of rows][chunk of 128][step][half][row][lane of four], in pairs of numbers.
 
 extern "C" __global__ void arrange(const u16* x, u32* image, int rows, int inner, int x_row) {
+  wait_for_previous();
+  let_next_begin();
   const int chunk = blockIdx.x, tile = blockIdx.y, chunks = inner / 128;
   u32* to = image + ((i64)tile * chunks + chunk) * (ROWS * 64);
   const int piece = blockIdx.z * blockDim.x + threadIdx.x;

@@ -6,6 +6,20 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
 
+// A kernel may begin before the one before it on its stream has ended (compiled.py): what that one wrote is there
+// behind `wait_for_previous`, and `let_next_begin` comes behind it, so that all that is older has ended too.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 struct __align__(16) Four { u32 x[4]; };
 
 __device__ __forceinline__ Four load_once(const u8* from) {

@@ -70,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(
     void* out, float* best_out, float* weight_out, const float* k_scale, const float* v_scale,
     double scale_log2, int q_row, int q_head, int k_page, int k_token, int k_head, int v_page, int v_token,
     int v_head, int tables_row, int scale_page, int scale_token, int scale_head, int parts) {
+  wait_for_previous();
   const int sequence = blockIdx.x, head = blockIdx.y, part = blockIdx.z, key_heads = gridDim.y;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int length = (int)lens[sequence];

@@ -3,6 +3,7 @@
 // A block a row, a thread a feature: parts (row, part, feature), each beside its largest score and its weight.
 extern "C" __global__ void join_parts(
     const float* mixed, const float* best, const float* weight, u16* out, int parts) {
+  wait_for_previous();
   const i64 row = blockIdx.x;
   const int width = blockDim.x;
   float largest = -__int_as_float(0x7f800000), total = 0.0f, sum = 0.0f;
@@ -18,6 +19,7 @@ extern "C" __global__ void join_parts(
 
 extern "C" __global__ void add_parts(
     const float* sums, const u16* bias, u16* out, int count, int width, int has_bias, int parts) {
+  wait_for_previous();
   const int at = blockIdx.x * blockDim.x + threadIdx.x;
   if (at >= count) return;
   float total = 0.0f;

@@ -6,8 +6,9 @@
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) product(
     const u16* x, const u8* codes, const u8* scales, const u8* zeros, const float* second, const u16* bias,
-    void* out, int rows, int width, int inner, int x_row, int codes_row, int scale_row, int has_zeros,
+    void* out, int rows, int width, int inner, int x_row, int codes_row, int scale_row,
     int has_second, int has_bias, int parts) {
+  wait_for_previous();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first_column = blockIdx.x * 16 * STRIPS, part = blockIdx.y, first_row = blockIdx.z * 8 * TILES;
   const int chunks = inner / 128, from = chunks * part / parts, to = chunks * (part + 1) / parts;
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) product(
         into[s][h] = load_once(codes + (i64)column_of(s, h) * codes_row + chunk * 64 + 16 * t);
         const i64 own_scales = (i64)column_of(s, h) * scale_row;
         scales_into[s][h] = load_scales(
-            scales + own_scales * (SCALE == 0 ? 4 : 1), zeros + own_scales, has_zeros, chunk, t);
+            scales + own_scales * (SCALE == 0 ? 4 : 1), zeros + own_scales, chunk, t);
       }
     #pragma unroll
     for (int m = 0; m < TILES; ++m) {
@@ -71,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) product(
     fetch(chunk + AHEAD * WARPS, next[turn], next_scales[turn], next_lines[turn]);
     #pragma unroll
     for (int s = 0; s < STRIPS; ++s) {
-      u32 base[2][2];  // of the column's first and second half of a lane's codes
+      Base base[2][2];  // of the column's first and second half of a lane's codes
       float scale[2];
       #pragma unroll
       for (int h = 0; h < 2; ++h)
@@ -83,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) product(
         for (int i = 0; i < 4; ++i) partial[m][i] = 0.0f;
       #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const u32 even = now[s][0].x[j], odd = now[s][1].x[j], b = base[0][j / 2], c = base[1][j / 2];
+        const u32 even = now[s][0].x[j], odd = now[s][1].x[j];
+        const Base &b = base[0][j / 2], &c = base[1][j / 2];
         const u32 a[2][4] = {{numbers<0>(even, b), numbers<0>(odd, c), numbers<1>(even, b), numbers<1>(odd, c)},
                              {numbers<2>(even, b), numbers<2>(odd, c), numbers<3>(even, b), numbers<3>(odd, c)}};
         #pragma unroll
@@ -106,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) product(
    }
   }
 
+  let_next_begin();
   // The warps' sums, added in the order of the warps. Lane (g, t) has columns g and g + 8, rows 2t and 2t + 1.
   __shared__ float shares[WARPS][8 * TILES][16 * STRIPS + 4];
   #pragma unroll
@@ -122,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) product(
     float total = 0.0f;
     #pragma unroll
     for (int w = 0; w < WARPS; ++w) total += shares[w][row][column];
-    if (has_second) total *= *second;
+    total *= has_second ? *second * LIFTED : LIFTED;
     const i64 place = (i64)(first_row + row) * width + first_column + column;
     if (parts > 1) {
       ((float*)out)[(i64)part * rows * width + place] = total;

@@ -72,12 +72,12 @@ class Cut(NamedTuple):
         return 16 * self.strips
 
 
-def _few(device: torch.device, form: str, dtype: torch.dtype, group: int, cut: Cut) -> Any:
+def _few(device: torch.device, form: str, dtype: torch.dtype, group: int, cut: Cut, *, zeros: bool) -> Any:
     kind, scale = _KINDS[form]
     return function(
         device, ("codes.cuh", "products.cu"), "product", KIND=kind, SCALE=scale, HALF=HALF[dtype],
         GROUP=group, TILES=cut.tiles, STRIPS=cut.strips, WARPS=cut.warps, AHEAD=cut.ahead,
-        BLOCKS=cut.blocks,
+        BLOCKS=cut.blocks, ZEROS=int(zeros),
     )  # fmt: skip
 
 
@@ -85,13 +85,15 @@ def _arrange(device: torch.device, rows: int) -> Any:
     return function(device, ("arrange.cu",), "arrange", HALF=1, ROWS=rows)
 
 
-def _wide(device: torch.device, form: str, dtype: torch.dtype, group: int, tile: Tile, *, whole: bool) -> Any:
+def _wide(
+    device: torch.device, form: str, dtype: torch.dtype, group: int, tile: Tile, *, whole: bool, zeros: bool
+) -> Any:  # fmt: skip
     kind, scale = _KINDS[form]
     return function(
         device, ("codes.cuh", "wide_products.cu"), "product", tile.shared,
         KIND=kind, SCALE=scale, HALF=HALF[dtype], GROUP=group, ROWS=tile.rows, KGROUPS=tile.chunks,
         ROW_STAGES=tile.row_stages, CODE_STAGES=tile.code_stages, FOLDED=int(dtype == torch.bfloat16),
-        WHOLE=int(whole),
+        WHOLE=int(whole), ZEROS=int(zeros),
     )  # fmt: skip
 
 
@@ -131,19 +133,20 @@ def unit(request: CallSpec) -> str:
     """What is compiled together."""
     form, dtype, plan = _asked(request)
     whole = request.dim("S") == request.dim("K")
-    return f"{dtype} {form} {request.dim('S')} {whole} {plan}"
+    return f"{dtype} {form} {request.dim('S')} {whole} {'zero_point' in request.features} {plan}"
 
 
 def compile_for(request: CallSpec) -> None:
     """Compile what a request needs."""
     device, group = torch.device(request.device), request.dim("S")
     form, dtype, plan = _asked(request)
+    zeros = "zero_point" in request.features
     _adder(device, dtype)
     if isinstance(plan, Cut):
-        _few(device, form, dtype, group, plan)
+        _few(device, form, dtype, group, plan, zeros=zeros)
         return
     _arrange(device, plan.rows)
-    _wide(device, form, dtype, group, plan, whole=group == request.dim("K"))
+    _wide(device, form, dtype, group, plan, whole=group == request.dim("K"), zeros=zeros)
 
 
 def steady(scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -171,7 +174,7 @@ def quantized_linear(
     width, group, chunks = weight.shape[0], inner // scale.shape[1], inner // _CHUNK
     if count == 0:
         return x.new_empty((*x.shape[:-1], width))
-    flags = [int(part is not None) for part in (zero_point, tensor_scale, bias)]
+    flags, zeros = [int(part is not None) for part in (tensor_scale, bias)], zero_point is not None
     others = [or_any(part, scale) for part in (zero_point, tensor_scale, bias)]
     plan = plan_of(form, count, width, inner, x.dtype)
     blocks, lines = -(-width // plan.columns), -(-count // plan.rows)
@@ -180,7 +183,7 @@ def quantized_linear(
     sums = out if parts == 1 else torch.empty((parts, count, width), dtype=torch.float32, device=x.device)
     sizes, steps = [count, width, inner], [weight.stride(0), scale.stride(0)]
     if isinstance(plan, Cut):
-        _few(x.device, form, x.dtype, group, plan)(
+        _few(x.device, form, x.dtype, group, plan, zeros=zeros)(
             grid=(blocks, parts, lines), block=(32 * plan.warps, 1, 1),
             args=[rows, weight, scale, *others, sums, *sizes, rows.stride(0), *steps, *flags, parts],
         )  # fmt: skip
@@ -190,14 +193,13 @@ def quantized_linear(
             grid=(chunks, lines, plan.rows * 16 // _WIDE_THREADS), block=(_WIDE_THREADS, 1, 1),
             args=[rows, image, count, inner, rows.stride(0)],
         )  # fmt: skip
-        _wide(x.device, form, x.dtype, group, plan, whole=group == inner)(
+        _wide(x.device, form, x.dtype, group, plan, whole=group == inner, zeros=zeros)(
             grid=(blocks, parts, lines), block=(_WIDE_THREADS * plan.chunks + _COPY_THREADS, 1, 1),
-            shared_mem=plan.shared,
             args=[image, weight, scale, *others, sums, *sizes, *steps, *flags, parts],
         )  # fmt: skip
     if parts > 1:
         _adder(x.device, x.dtype)(
             grid=(-(-count * width // _ADD_THREADS), 1, 1), block=(_ADD_THREADS, 1, 1),
-            args=[sums, others[2], out, count * width, width, flags[2], parts],
+            args=[sums, others[2], out, count * width, width, flags[1], parts],
         )  # fmt: skip
     return out.view(*x.shape[:-1], width)

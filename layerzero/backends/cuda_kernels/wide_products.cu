@@ -5,6 +5,7 @@
 // at a time: the next half while the matrix units have this one.
 // Float32 scales: one a column is multiplied at the end (GROUP is all of K: WHOLE). FOLDED: they are rounded to the
 // rows' type and multiplied into the numbers, so that one set of sums is enough; else they multiply a chunk's sums.
+// The kernel before it on the stream is arrange.cu's, which waits for all that is older.
 
 typedef unsigned long long u64;
 #define CHUNK_BYTES (ROWS * 256)
@@ -111,16 +112,17 @@ __device__ __forceinline__ void wait_for_products() {
 // The operand in registers of half a chunk's eight steps along K, from a lane's words of two columns.
 template <int half>
 __device__ __forceinline__ void decode(
-    u32 (&a)[4][4], const Four& even, const Four& odd, const u32 (&base)[2][2], const u32 (&fold)[2]) {
+    u32 (&a)[4][4], const Four& even, const Four& odd, const Base (&base)[2][2], const u32 (&fold)[2]) {
   #pragma unroll
   for (int word = 0; word < 2; ++word) {
-    const u32 e = even.x[2 * half + word], o = odd.x[2 * half + word], b = base[0][half], c = base[1][half];
+    const u32 e = even.x[2 * half + word], o = odd.x[2 * half + word];
+    const Base &b = base[0][half], &c = base[1][half];
     u32 (&first)[4] = a[2 * word], (&second)[4] = a[2 * word + 1];
     first[0] = numbers<0>(e, b), first[1] = numbers<0>(o, c), first[2] = numbers<1>(e, b), first[3] = numbers<1>(o, c);
     second[0] = numbers<2>(e, b), second[1] = numbers<2>(o, c), second[2] = numbers<3>(e, b);
     second[3] = numbers<3>(o, c);
   }
-#if SCALE == 0 && FOLDED && !WHOLE
+#if SCALE == 0 && FOLDED && ZEROS && !WHOLE
   #pragma unroll
   for (int step = 0; step < 4; ++step)
     #pragma unroll
@@ -130,7 +132,7 @@ __device__ __forceinline__ void decode(
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) product(
     const u8* image, const u8* codes, const u8* scales, const u8* zeros, const float* second, const u16* bias,
-    void* out, int rows, int width, int inner, int codes_row, int scale_row, int has_zeros, int has_second,
+    void* out, int rows, int width, int inner, int codes_row, int scale_row, int has_second,
     int has_bias, int parts) {
   extern __shared__ __align__(128) u8 memory[];
   const int part = blockIdx.y, tile = blockIdx.z;
@@ -150,6 +152,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) product(
   if (own_thread >= CONSUMERS) {  // a group of warps that gives its registers away; one thread copies rows
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (own_thread == CONSUMERS) {
+      wait_for_previous();  // for the rows; weights are read meanwhile
       const u8* next_tile = image + ((i64)tile * (inner / 128) + from) * CHUNK_BYTES;
       Ring<ROW_STAGES> ring;
       for (int turn = 0; turn < turns; ++turn, ring.next(), next_tile += TILE_BYTES) {
@@ -203,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) product(
   auto fetch_scales = [&](int turn, Scales (&fetched)[2]) {
     const int chunk = from + min(turn, turns - 1) * KGROUPS + kgroup;
     #pragma unroll
-    for (int h = 0; h < 2; ++h) fetched[h] = load_scales(own_scales[h], own_zeros[h], has_zeros, chunk, t);
+    for (int h = 0; h < 2; ++h) fetched[h] = load_scales(own_scales[h], own_zeros[h], chunk, t);
   };
 #if SCALE == 0
   // A column's four lanes have one turn's each, and hand them round.
@@ -214,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) product(
     #pragma unroll
     for (int h = 0; h < 2; ++h) {
       current[h].value = __shfl_sync(0xffffffff, own[h].value, turn % 4, 4);
-      current[h].zero = has_zeros ? __shfl_sync(0xffffffff, own[h].zero, turn % 4, 4) : 8u;
+      current[h].zero = ZEROS ? __shfl_sync(0xffffffff, own[h].zero, turn % 4, 4) : 8u;
     }
     if (turn % 4 == 3) {
       own[0] = following[0], own[1] = following[1];
@@ -254,7 +257,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) product(
     const Four even = *(const Four*)place, odd = *(const Four*)(place + 256 * 16);
     to_decode.next();
     fetch_codes(turn + CODE_STAGES - 1);
-    u32 base[2][2], fold[2];
+    Base base[2][2];
+    u32 fold[2];
     float scale[2];
     Scales current[2];
     scales_of(turn, current);
@@ -300,6 +304,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) product(
 #endif
   }
   wait_for_products<0>();
+  let_next_begin();
 #if APART
   if (turns % 2) add(first_partial);
   else add(second_partial);
@@ -325,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) product(
   // A lane has four columns, a warp every row of as many as there are warps.
   const int line_column = lane * 4, column = blockIdx.x * COLUMNS + line_column;
   const bool whole = column + 4 <= width && width % 4 == 0;
-  const float factor = has_second ? *second : 1.0f;
+  const float factor = has_second ? *second * LIFTED : LIFTED;
   float offset[4];
   #pragma unroll
   for (int i = 0; i < 4; ++i) offset[i] = has_bias && parts == 1 && column + i < width ? wide(bias[column + i]) : 0.0f;
