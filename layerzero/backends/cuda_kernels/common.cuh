@@ -24,7 +24,7 @@ struct __align__(16) Four { u32 x[4]; };
 
 __device__ __forceinline__ Four load_once(const u8* from) {
   Four f;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(f.x[0]), "=r"(f.x[1]), "=r"(f.x[2]), "=r"(f.x[3]) : "l"(from));
   return f;
 }

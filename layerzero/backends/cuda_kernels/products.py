@@ -38,7 +38,7 @@ class Tile(NamedTuple):
         return 128 + self.chunks * turn
 
 
-_TILES = (Tile(16, 6, 6, 2), Tile(32, 4, 6, 2), Tile(64, 3, 6, 2), Tile(128, 4, 8, 1), Tile(256, 3, 3, 1))
+_TILES = (Tile(16, 3, 3, 2), Tile(32, 3, 3, 2), Tile(64, 3, 3, 2), Tile(128, 4, 3, 1), Tile(256, 3, 3, 1))
 # Where scales are not folded into numbers: float16 has not their range.
 _EXACT_TILES = (Tile(32, 4, 6, 2), Tile(64, 5, 6, 1))
 # Chosen by trials on an H200: chunks in a part of K, blocks of few rows at once, a short and a long side.
@@ -103,8 +103,10 @@ def plan_of(form: str, rows: int, width: int, inner: int, dtype: torch.dtype) ->
         if inner > _LONG or (form == "nvfp4" and width >= _LONG):
             return Cut(1, 2, 8, 1, 2)
         return Cut(1, 2, 4, 1, 3) if width >= _LONG else Cut(1, 1, 8, 1, 2)
-    if rows <= 16 and (width < _LONG or dtype != torch.bfloat16):
-        return Cut(2, 1, 8, 1, 2) if max(width, inner) <= _SHORT else Cut(2, 2, 4, 1, 2)
+    if rows <= 16 and max(width, inner) <= _SHORT:
+        return Cut(2, 2, 8, 1, 1)
+    if rows <= 16 and dtype != torch.bfloat16:
+        return Cut(2, 2, 4, 1, 2)
     return tile_of(rows, inner, dtype)
 
 

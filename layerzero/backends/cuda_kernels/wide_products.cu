@@ -20,7 +20,7 @@ typedef unsigned long long u64;
 #define APART (SCALE == 0 && !FOLDED && !WHOLE)
 
 __device__ __forceinline__ void copy_async(u32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
 // By one thread: a tile of rows, copied the way that the matrix units read.
