@@ -235,12 +235,12 @@ def generation(device: torch.device, rehearse: bool, layers: int, rounds: int) -
         sides: dict[str, Model] = {}
         for name, (weights, kv) in kinds.items():
             side = sides[name] = Model(config, device, dtype, weights, kv, requests, context)
-            until = time.monotonic() + (2.0 if rehearse else 45.0)
+            until = time.monotonic() + (2.0 if rehearse else 100.0)
             while time.monotonic() < until:
                 side.step()
                 if not rehearse and side.run.captures and not current().device(device.type).loader.loading:
                     break
-                time.sleep(0.05)
+                time.sleep(0.25)  # a first run compiles for a minute, and each step takes a token of room
             side.seconds(4)
         ms = {
             name: round(us / 1e3, 3)
