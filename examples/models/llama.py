@@ -31,6 +31,8 @@ from models.weights import Weight, feed_forward, joined, project, quantized_weig
 from models.weights import weights_of as weights_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "generate"
+# Rows that a step is captured for: from some hundred rows on, rows of padding take the time of real ones.
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 T = TypeVar("T")
 Per = Literal["op", "layer", "step"]
 
@@ -326,7 +328,7 @@ class Llama:
         are first needed, or by `StepRunner.capture`."""
         longest = min(self.config.max_position_embeddings, self.cache.allocator.total * self.cache.page_size)
         greedy, logits = (
-            lz.StepRunner(step, self.cache, max_model_len=longest)
+            lz.StepRunner(step, self.cache, max_model_len=longest, max_num_seqs=BUCKETS[-1], buckets=BUCKETS)
             for step in (self.greedy_step, self.logits_step)
         )
         return greedy, logits
@@ -371,6 +373,7 @@ def random(
     pages: int = 512,
     page_size: int = 16,
     per: Per = "step",
+    kv_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Llama:
     """A Llama of `config`'s shape with random weights, for measurements."""
@@ -382,7 +385,24 @@ def random(
         scale = shape[-1] ** -0.5
         return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scale)
 
-    return Llama(config, get, kv_pool(config, device, dtype, pages, page_size), per)
+    return Llama(config, get, kv_pool(config, device, dtype, pages, page_size, kv_dtype), per)
+
+
+def random_of(
+    folder: Path = FOLDER,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    pages: int = 512,
+    page_size: int = 16,
+    per: Per = "step",
+    kv_dtype: torch.dtype | None = None,
+) -> Llama:
+    """As `load`, with random weights instead of the folder's: only its config is read."""
+    config = LlamaConfig.read(folder)
+    return random(
+        config, device=device, dtype=dtype, pages=pages, page_size=page_size, per=per, kv_dtype=kv_dtype
+    )
 
 
 def kv_pool(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Iterable
 
 import torch
-from models.llama import Llama, load
+from models.llama import Llama, load, random_of
 
 import layerzero as lz
 from server.engine import Drawn, Engine
@@ -20,12 +20,14 @@ class Service(Front):
 
     def __init__(self, options: Options, runtime: lz.Runtime) -> None:
         self._bundle = ""
+        self._device = runtime.device(options.device)
         if options.bundle is not None:  # before anything is chosen: what it brings need not be compiled
             loaded = lz.load_bundle(options.bundle, sha256=options.bundle_sha256, device=options.device)
             self._bundle = loaded.sha256
             if loaded.manifest is not None:
                 lz.warmup_blocking(loaded.manifest, device=options.device)
-        self.model: Llama = load(
+        made = load if options.load_format == "safetensors" else random_of
+        self.model: Llama = made(
             options.model,
             device=options.device,
             dtype=torch.float32 if options.device == "cpu" else torch.bfloat16,
@@ -57,9 +59,13 @@ class Service(Front):
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         return {
             **super().gauges(),
+            "kernels_loading": ("1 while kernels are compiled or loaded", self._loading),
             "requests_waiting": ("choices that wait for pages", lambda: self.engine.requests.waiting),
             "kv_pages_free": ("pages that no request holds", lambda: self.model.cache.allocator.free_pages),
         }
+
+    def _loading(self) -> bool:
+        return self._device.loader.loading
 
     def counted(self) -> Iterable[tuple[str, str, float]]:
         requests = self.engine.requests
