@@ -27,7 +27,7 @@ from models.llama_config import LlamaConfig as LlamaConfig
 from models.sampling import SampleArgs as SampleArgs
 from models.sampling import adjusted_rows, note_logprobs
 from models.sampling import sample_tokens as sample_tokens
-from models.weights import Weight, feed_forward, joined, project, quantized_weights_of
+from models.weights import Weight, feed_forward, joined, project, quantized_weights_of, random_weights
 from models.weights import weights_of as weights_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "generate"
@@ -353,15 +353,20 @@ def load(
     page_size: int = 16,
     per: Per = "step",
     kv_dtype: torch.dtype | None = None,
+    dummy: bool = False,
 ) -> Llama:
     """Load a Hugging Face Llama folder onto `device` with a pool of `pages` pages.
 
-    Weights stay quantized where the folder's are; `kv_dtype` keeps keys and values in eight bits.
+    Weights stay quantized where the folder's are; `kv_dtype` keeps keys and values in eight bits. `dummy`
+    reads only the folder's config, and draws random weights.
     Raises: ValueError: the folder's model is no Llama, or not quantized as it says. FileNotFoundError: a file
         is missing.
     """
     config = LlamaConfig.read(folder)
-    get = quantized_weights_of(folder, device, dtype) or weights_of(folder, device, dtype)
+    if dummy:
+        get = random_weights(device, dtype)
+    else:
+        get = quantized_weights_of(folder, device, dtype) or weights_of(folder, device, dtype)
     return Llama(config, get, kv_pool(config, device, dtype, pages, page_size, kv_dtype), per)
 
 
@@ -373,36 +378,11 @@ def random(
     pages: int = 512,
     page_size: int = 16,
     per: Per = "step",
-    kv_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Llama:
     """A Llama of `config`'s shape with random weights, for measurements."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def get(name: str, shape: tuple[int, ...]) -> Tensor:
-        if len(shape) == 1:
-            return torch.ones(shape, device=device, dtype=dtype)
-        scale = shape[-1] ** -0.5
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scale)
-
-    return Llama(config, get, kv_pool(config, device, dtype, pages, page_size, kv_dtype), per)
-
-
-def random_of(
-    folder: Path = FOLDER,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    pages: int = 512,
-    page_size: int = 16,
-    per: Per = "step",
-    kv_dtype: torch.dtype | None = None,
-) -> Llama:
-    """As `load`, with random weights instead of the folder's: only its config is read."""
-    config = LlamaConfig.read(folder)
-    return random(
-        config, device=device, dtype=dtype, pages=pages, page_size=page_size, per=per, kv_dtype=kv_dtype
-    )
+    get = random_weights(device, dtype, seed)
+    return Llama(config, get, kv_pool(config, device, dtype, pages, page_size), per)
 
 
 def kv_pool(

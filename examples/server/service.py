@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Iterable
 
 import torch
-from models.llama import Llama, load, random_of
+from models.llama import Llama, load
 
 import layerzero as lz
 from server.engine import Drawn, Engine
@@ -26,8 +26,7 @@ class Service(Front):
             self._bundle = loaded.sha256
             if loaded.manifest is not None:
                 lz.warmup_blocking(loaded.manifest, device=options.device)
-        made = load if options.load_format == "safetensors" else random_of
-        self.model: Llama = made(
+        self.model: Llama = load(
             options.model,
             device=options.device,
             dtype=torch.float32 if options.device == "cpu" else torch.bfloat16,
@@ -35,6 +34,7 @@ class Service(Front):
             page_size=options.page_size,
             per=options.per,
             kv_dtype=KV_FORMATS[options.kv_format],
+            dummy=options.load_format == "dummy",
         )
         self.engine = Engine(
             self.model, self.model.config.eos_token_ids, max_waiting_tokens=options.max_waiting_tokens
