@@ -27,10 +27,12 @@ from models.llama_config import LlamaConfig as LlamaConfig
 from models.sampling import SampleArgs as SampleArgs
 from models.sampling import adjusted_rows, note_logprobs
 from models.sampling import sample_tokens as sample_tokens
-from models.weights import Weight, feed_forward, joined, project, quantized_weights_of
+from models.weights import Weight, feed_forward, joined, project, quantized_weights_of, random_weights
 from models.weights import weights_of as weights_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "generate"
+# Rows that a step is captured for: from some hundred rows on, rows of padding take the time of real ones.
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 T = TypeVar("T")
 Per = Literal["op", "layer", "step"]
 
@@ -326,7 +328,7 @@ class Llama:
         are first needed, or by `StepRunner.capture`."""
         longest = min(self.config.max_position_embeddings, self.cache.allocator.total * self.cache.page_size)
         greedy, logits = (
-            lz.StepRunner(step, self.cache, max_model_len=longest)
+            lz.StepRunner(step, self.cache, max_model_len=longest, max_num_seqs=BUCKETS[-1], buckets=BUCKETS)
             for step in (self.greedy_step, self.logits_step)
         )
         return greedy, logits
@@ -351,15 +353,20 @@ def load(
     page_size: int = 16,
     per: Per = "step",
     kv_dtype: torch.dtype | None = None,
+    dummy: bool = False,
 ) -> Llama:
     """Load a Hugging Face Llama folder onto `device` with a pool of `pages` pages.
 
-    Weights stay quantized where the folder's are; `kv_dtype` keeps keys and values in eight bits.
+    Weights stay quantized where the folder's are; `kv_dtype` keeps keys and values in eight bits. `dummy`
+    reads only the folder's config, and draws random weights.
     Raises: ValueError: the folder's model is no Llama, or not quantized as it says. FileNotFoundError: a file
         is missing.
     """
     config = LlamaConfig.read(folder)
-    get = quantized_weights_of(folder, device, dtype) or weights_of(folder, device, dtype)
+    if dummy:
+        get = random_weights(device, dtype)
+    else:
+        get = quantized_weights_of(folder, device, dtype) or weights_of(folder, device, dtype)
     return Llama(config, get, kv_pool(config, device, dtype, pages, page_size, kv_dtype), per)
 
 
@@ -374,14 +381,7 @@ def random(
     seed: int = 0,
 ) -> Llama:
     """A Llama of `config`'s shape with random weights, for measurements."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def get(name: str, shape: tuple[int, ...]) -> Tensor:
-        if len(shape) == 1:
-            return torch.ones(shape, device=device, dtype=dtype)
-        scale = shape[-1] ** -0.5
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scale)
-
+    get = random_weights(device, dtype, seed)
     return Llama(config, get, kv_pool(config, device, dtype, pages, page_size), per)
 
 

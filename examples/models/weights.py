@@ -21,6 +21,19 @@ weights_of = FolderWeights  # of a Hugging Face folder, each by its name and the
 Weight = Tensor | QuantizedTensor | tuple[Tensor | QuantizedTensor, ...]
 
 
+def random_weights(device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> GetWeight:
+    """Random weights of any name and shape; those of norms are ones."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def get(name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, device=device, dtype=dtype)
+        scale = shape[-1] ** -0.5
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scale)
+
+    return get
+
+
 def joined(rows: Sequence[Any]) -> Weight:
     """Matrices one below the other: one where all are plain, or their codes and scales may be joined."""
     if len(rows) == 1:

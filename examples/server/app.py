@@ -25,7 +25,7 @@ from layerzero.integrations import uvicorn as bounded
 from layerzero.integrations.starlette import install, lifespan
 from server.answers import ChatFormat, CompletionFormat, Format, Piece, error_body
 from server.fields import BadRequest, UnknownModel
-from server.front import KV_FORMATS, Front, Full
+from server.front import KV_FORMATS, LOAD_FORMATS, Front, Full
 from server.front import Options as Options
 from server.protocol import Ask, read
 from server.service import Service
@@ -261,6 +261,12 @@ def parse(arguments: list[str] | None) -> Options:
         choices=sorted(KV_FORMATS),
         default=defaults.kv_format,
         help="keys and values in 8 bits",
+    )
+    parser.add_argument(
+        "--load-format",
+        choices=LOAD_FORMATS,
+        default=defaults.load_format,
+        help="dummy: random weights of the folder's shape, for measurements",
     )
     for name, what in _COUNTS.items():
         flag = f"--{name.replace('_', '-')}"

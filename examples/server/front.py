@@ -32,9 +32,13 @@ _SEEDS = 1 << 63
 KV_FORMATS = {"": None, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 
+# Where weights come from: the folder, or nowhere: random ones, for measurements.
+LOAD_FORMATS = ("safetensors", "dummy")
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How the server runs; `kv_format` is one of `KV_FORMATS`.
+    """How the server runs; `kv_format` is one of `KV_FORMATS`, `load_format` one of `LOAD_FORMATS`.
 
     With `cluster` there are replicas on `replicas` devices of that Ray cluster, by default on all.
     """
@@ -45,6 +49,7 @@ class Options:
     pages: int = 1024
     page_size: int = 16
     kv_format: str = ""
+    load_format: str = "safetensors"
     max_requests: int = 256
     max_waiting_tokens: int = 1 << 17
     max_body: int = 4 << 20

@@ -20,6 +20,7 @@ class Service(Front):
 
     def __init__(self, options: Options, runtime: lz.Runtime) -> None:
         self._bundle = ""
+        self._device = runtime.device(options.device)
         if options.bundle is not None:  # before anything is chosen: what it brings need not be compiled
             loaded = lz.load_bundle(options.bundle, sha256=options.bundle_sha256, device=options.device)
             self._bundle = loaded.sha256
@@ -33,6 +34,7 @@ class Service(Front):
             page_size=options.page_size,
             per=options.per,
             kv_dtype=KV_FORMATS[options.kv_format],
+            dummy=options.load_format == "dummy",
         )
         self.engine = Engine(
             self.model, self.model.config.eos_token_ids, max_waiting_tokens=options.max_waiting_tokens
@@ -57,9 +59,13 @@ class Service(Front):
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         return {
             **super().gauges(),
+            "kernels_loading": ("1 while kernels are compiled or loaded", self._loading),
             "requests_waiting": ("choices that wait for pages", lambda: self.engine.requests.waiting),
             "kv_pages_free": ("pages that no request holds", lambda: self.model.cache.allocator.free_pages),
         }
+
+    def _loading(self) -> bool:
+        return self._device.loader.loading
 
     def counted(self) -> Iterable[tuple[str, str, float]]:
         requests = self.engine.requests
