@@ -7,6 +7,7 @@
 // `Kinds` (functions.h) is the memo of a batched function, `queue` (queue.h) the way of a known call into its line, at_once.h the way past it,
 // `Call` (calls.h) what awaits one, `IsolatedCoroutine` (carried.h) a coroutine that has torch's modes to itself. What an op
 // reads places from is copied while it is checked (indices.h, numbers.h); `Plans` (plans.h) knows an op's blocking calls,
+// for torch's operator of it, too (operators.h),
 // `BatchPlans` (rows.h) what its batches become.
 // A function that meets what it does not know returns None or NotImplemented, and Python does the work.
 
@@ -45,6 +46,10 @@
 #include <string_view>
 #include <unordered_map>
 #include <vector>
+
+namespace at {  // from ATen/record_function.h
+TORCH_API bool hasCallbacks();
+}
 
 namespace at::autocast {  // from ATen/autocast_mode.h, which takes longer to compile than all of this
 TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
@@ -1166,6 +1171,7 @@ PyType_Spec memo_spec = {"layerzero.native.CallCache", sizeof(Memo), 0, Py_TPFLA
 // -- batched functions, and the way into the queue ----------------------------------------------------------
 
 #include "plans.h"
+#include "operators.h"
 #include "rows.h"
 #include "functions.h"
 #include "queue.h"
@@ -1233,23 +1239,26 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   PlansType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&plans_spec));
   BatchPlansType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&batches_spec));
   KindsType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kinds_spec));
+  OperatorType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&operator_spec));
   CallType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&call_spec));
   CarriedType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&carried_spec));
   Ref module(PyModule_Create(&definition));
   pthread_atfork(nullptr, nullptr, [] { ++forks; });
   if (known.running_loop == nullptr || known.thread_id == nullptr || !know_tasks(events.get()) || TicketType == nullptr || MemoType == nullptr ||
-      PlansType == nullptr || BatchPlansType == nullptr || KindsType == nullptr || CallType == nullptr || CarriedType == nullptr || !module)
+      PlansType == nullptr || BatchPlansType == nullptr || KindsType == nullptr || OperatorType == nullptr || CallType == nullptr || CarriedType == nullptr || !module)
     return nullptr;
   Py_INCREF(TicketType);
   Py_INCREF(MemoType);
   Py_INCREF(PlansType);
   Py_INCREF(BatchPlansType);
   Py_INCREF(KindsType);
+  Py_INCREF(OperatorType);
   Py_INCREF(CarriedType);
   if (PyModule_AddObject(module.get(), "PendingCall", reinterpret_cast<PyObject*>(TicketType)) ||
       PyModule_AddObject(module.get(), "CallCache", reinterpret_cast<PyObject*>(MemoType)) ||
       PyModule_AddObject(module.get(), "PlanCache", reinterpret_cast<PyObject*>(PlansType)) ||
       PyModule_AddObject(module.get(), "BatchPlans", reinterpret_cast<PyObject*>(BatchPlansType)) ||
+      PyModule_AddObject(module.get(), "Operator", reinterpret_cast<PyObject*>(OperatorType)) ||
       PyModule_AddObject(module.get(), "FunctionCache", reinterpret_cast<PyObject*>(KindsType)) ||
       PyModule_AddObject(module.get(), "IsolatedCoroutine", reinterpret_cast<PyObject*>(CarriedType)))
     return nullptr;
