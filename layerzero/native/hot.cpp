@@ -23,9 +23,12 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/clone.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -732,6 +735,37 @@ PyObject* own(PyObject*, PyObject* object) {
   });
 }
 
+// product(x, weight): the rows of x times the transposed matrix, as torch's linear gives it, in one operator of torch;
+// NotImplemented for what is no dense pair of rows and a matrix that needs no gradient.
+PyObject* product(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || modes_here() < 0 || forward_level()) return not_ours();
+  c10::TensorImpl *rows = plain(args[0]), *weight = plain(args[1]);
+  if (rows == nullptr || weight == nullptr || weight->dim() != 2 || rows->dim() < 2 || !rows->is_contiguous() ||
+      rows->dtype() != weight->dtype() || rows->device() != weight->device() || rows->numel() == 0 ||
+      weight->numel() == 0 || rows->size(-1) != weight->size(1) || needs_graph(rows) || needs_graph(weight))
+    return not_ours();
+  return guarded([&] {
+    const int64_t width = weight->size(1), height = weight->size(0), all = rows->numel() / width;
+    c10::SmallVector<int64_t, 6> sizes(rows->sizes().begin(), rows->sizes().end());
+    sizes.back() = height;
+    at::AutoDispatchBelowADInplaceOrView below;
+    at::Tensor out = at::empty(sizes, THPVariable_Unpack(args[0]).options().requires_grad(false));
+    at::Tensor flat = view_of(out.unsafeGetTensorImpl(), {all, height}, {height, 1}, out.storage_offset());
+    const at::Tensor left = view_of(rows, {all, width}, {width, 1}, rows->storage_offset());
+    const at::Tensor right =
+        view_of(weight, {width, height}, {weight->stride(1), weight->stride(0)}, weight->storage_offset());
+    PyThreadState* let = PyEval_SaveThread();
+    try {
+      at::mm_out(flat, left, right);
+    } catch (...) {
+      PyEval_RestoreThread(let);
+      throw;
+    }
+    PyEval_RestoreThread(let);
+    return THPVariable_Wrap(std::move(out));
+  });
+}
+
 // paired(values, plan): [(value, plan), ...].
 PyObject* paired(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 2 || !PyList_CheckExact(args[0])) return not_ours();
@@ -1192,6 +1226,8 @@ PyMethodDef functions[] = {
     {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL,
      "All rows of one operand, and how many each call brings."},
     {"split", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(split)), METH_FASTCALL, "Views of rows."},
+    {"product", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(product)), METH_FASTCALL,
+     "Rows times a transposed matrix."},
     {"own", own, METH_O, "A copy by itself of a piece of a larger allocation."},
     {"columns", columns, METH_O, "Rows of each call, and the calls' arguments as columns."},
     {"attributes", attributes, METH_VARARGS, "The classes of a lane, whose attributes `queue` reads and writes."},
