@@ -78,10 +78,14 @@ def traced_route(op: Op) -> Route:
     return route
 
 
-def _routed(op: Op, route: Route) -> Callable[..., Any]:
-    """The blocking call of an op; `route` answers calls on tensors that are transformed or traced."""
+def _routed(op: Op, route: Route, sharing: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The blocking call of an op; `route` answers calls on tensors that are transformed or traced.
+
+    What `sharing`, another such call of the op, knows, it knows, too.
+    """
     build, name, active, scoped, last = op.build, op.name, ACTIVE, SCOPE.get, LAST
-    cache, may_be_foreign = BlockingCallCache(op, last, _recover), foreign.may_be_foreign
+    cache: BlockingCallCache = getattr(sharing, "cache", None) or BlockingCallCache(op, last, _recover)
+    may_be_foreign = foreign.may_be_foreign
     counted = cache.count_known
 
     def call(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:

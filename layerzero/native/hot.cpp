@@ -7,6 +7,7 @@
 // `Kinds` (functions.h) is the memo of a batched function, `queue` (queue.h) the way of a known call into its line, at_once.h the way past it,
 // `Call` (calls.h) what awaits one, `IsolatedCoroutine` (carried.h) a coroutine that has torch's modes to itself. What an op
 // reads places from is copied while it is checked (indices.h, numbers.h); `Plans` (plans.h) knows an op's blocking calls,
+// for torch's operator of it, too (operators.h),
 // `BatchPlans` (rows.h) what its batches become.
 // A function that meets what it does not know returns None or NotImplemented, and Python does the work.
 
@@ -22,9 +23,12 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/clone.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -45,6 +49,10 @@
 #include <string_view>
 #include <unordered_map>
 #include <vector>
+
+namespace at {  // from ATen/record_function.h
+TORCH_API bool hasCallbacks();
+}
 
 namespace at::autocast {  // from ATen/autocast_mode.h, which takes longer to compile than all of this
 TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
@@ -727,6 +735,37 @@ PyObject* own(PyObject*, PyObject* object) {
   });
 }
 
+// product(x, weight): the rows of x times the transposed matrix, as torch's linear gives it, in one operator of torch;
+// NotImplemented for what is no dense pair of rows and a matrix that needs no gradient.
+PyObject* product(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || modes_here() < 0 || forward_level()) return not_ours();
+  c10::TensorImpl *rows = plain(args[0]), *weight = plain(args[1]);
+  if (rows == nullptr || weight == nullptr || weight->dim() != 2 || rows->dim() < 2 || !rows->is_contiguous() ||
+      rows->dtype() != weight->dtype() || rows->device() != weight->device() || rows->numel() == 0 ||
+      weight->numel() == 0 || rows->size(-1) != weight->size(1) || needs_graph(rows) || needs_graph(weight))
+    return not_ours();
+  return guarded([&] {
+    const int64_t width = weight->size(1), height = weight->size(0), all = rows->numel() / width;
+    c10::SmallVector<int64_t, 6> sizes(rows->sizes().begin(), rows->sizes().end());
+    sizes.back() = height;
+    at::AutoDispatchBelowADInplaceOrView below;
+    at::Tensor out = at::empty(sizes, THPVariable_Unpack(args[0]).options().requires_grad(false));
+    at::Tensor flat = view_of(out.unsafeGetTensorImpl(), {all, height}, {height, 1}, out.storage_offset());
+    const at::Tensor left = view_of(rows, {all, width}, {width, 1}, rows->storage_offset());
+    const at::Tensor right =
+        view_of(weight, {width, height}, {weight->stride(1), weight->stride(0)}, weight->storage_offset());
+    PyThreadState* let = PyEval_SaveThread();
+    try {
+      at::mm_out(flat, left, right);
+    } catch (...) {
+      PyEval_RestoreThread(let);
+      throw;
+    }
+    PyEval_RestoreThread(let);
+    return THPVariable_Wrap(std::move(out));
+  });
+}
+
 // paired(values, plan): [(value, plan), ...].
 PyObject* paired(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 2 || !PyList_CheckExact(args[0])) return not_ours();
@@ -1166,6 +1205,7 @@ PyType_Spec memo_spec = {"layerzero.native.CallCache", sizeof(Memo), 0, Py_TPFLA
 // -- batched functions, and the way into the queue ----------------------------------------------------------
 
 #include "plans.h"
+#include "operators.h"
 #include "rows.h"
 #include "functions.h"
 #include "queue.h"
@@ -1186,6 +1226,8 @@ PyMethodDef functions[] = {
     {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL,
      "All rows of one operand, and how many each call brings."},
     {"split", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(split)), METH_FASTCALL, "Views of rows."},
+    {"product", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(product)), METH_FASTCALL,
+     "Rows times a transposed matrix."},
     {"own", own, METH_O, "A copy by itself of a piece of a larger allocation."},
     {"columns", columns, METH_O, "Rows of each call, and the calls' arguments as columns."},
     {"attributes", attributes, METH_VARARGS, "The classes of a lane, whose attributes `queue` reads and writes."},
@@ -1233,23 +1275,26 @@ PyMODINIT_FUNC PyInit_layerzero_hot() {
   PlansType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&plans_spec));
   BatchPlansType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&batches_spec));
   KindsType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kinds_spec));
+  OperatorType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&operator_spec));
   CallType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&call_spec));
   CarriedType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&carried_spec));
   Ref module(PyModule_Create(&definition));
   pthread_atfork(nullptr, nullptr, [] { ++forks; });
   if (known.running_loop == nullptr || known.thread_id == nullptr || !know_tasks(events.get()) || TicketType == nullptr || MemoType == nullptr ||
-      PlansType == nullptr || BatchPlansType == nullptr || KindsType == nullptr || CallType == nullptr || CarriedType == nullptr || !module)
+      PlansType == nullptr || BatchPlansType == nullptr || KindsType == nullptr || OperatorType == nullptr || CallType == nullptr || CarriedType == nullptr || !module)
     return nullptr;
   Py_INCREF(TicketType);
   Py_INCREF(MemoType);
   Py_INCREF(PlansType);
   Py_INCREF(BatchPlansType);
   Py_INCREF(KindsType);
+  Py_INCREF(OperatorType);
   Py_INCREF(CarriedType);
   if (PyModule_AddObject(module.get(), "PendingCall", reinterpret_cast<PyObject*>(TicketType)) ||
       PyModule_AddObject(module.get(), "CallCache", reinterpret_cast<PyObject*>(MemoType)) ||
       PyModule_AddObject(module.get(), "PlanCache", reinterpret_cast<PyObject*>(PlansType)) ||
       PyModule_AddObject(module.get(), "BatchPlans", reinterpret_cast<PyObject*>(BatchPlansType)) ||
+      PyModule_AddObject(module.get(), "Operator", reinterpret_cast<PyObject*>(OperatorType)) ||
       PyModule_AddObject(module.get(), "FunctionCache", reinterpret_cast<PyObject*>(KindsType)) ||
       PyModule_AddObject(module.get(), "IsolatedCoroutine", reinterpret_cast<PyObject*>(CarriedType)))
     return nullptr;

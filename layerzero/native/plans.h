@@ -93,16 +93,19 @@ Ref recovered_pair(PyObject* recover, PyObject* device, PyObject* plan, PyObject
   return Ref();
 }
 
-PyObject* run_known(Plans* self, PyObject* args, PyObject* kwargs) {
-  if (self->by_place->empty()) return not_ours();
+// The modes that a call here is remembered under; negative where nothing that is known applies. An error is set or not.
+int modes_of_call(Plans* self) {
+  if (self->by_place->empty()) return -1;
   const int modes = modes_here();
-  if (modes < 0 || forward_level()) return not_ours();
+  if (modes < 0 || forward_level()) return -1;
   PyObject* scope = nullptr;
-  if (PyContextVar_Get(self->scope, nullptr, &scope)) return nullptr;
+  if (PyContextVar_Get(self->scope, nullptr, &scope)) return -1;
   Ref held(scope);
-  if (scope != nullptr && scope != Py_None) return not_ours();
-  PyObject* values[MAX_PARAMETERS];
-  if (!bind(self, args, kwargs, values)) return not_ours();
+  return scope != nullptr && scope != Py_None ? -1 : modes;
+}
+
+// The result of a call whose values are bound, under modes of `modes_of_call`; NotImplemented where it is not known.
+PyObject* run_bound(Plans* self, int modes, PyObject** values) {
   const int place = place_of_call(values);
   DevicePlans* here = place == ELSEWHERE ? nullptr : plans_at(self, place);
   if (here == nullptr) return not_ours();
@@ -126,6 +129,13 @@ PyObject* run_known(Plans* self, PyObject* args, PyObject* kwargs) {
   PyObject* result = PyObject_Vectorcall(call.get(), values, size_t(count), nullptr);
   if (result != nullptr) return result;
   return recovered(self->recover, device.get(), plan.get(), values, count);
+}
+
+PyObject* run_known(Plans* self, PyObject* args, PyObject* kwargs) {
+  const int modes = modes_of_call(self);
+  if (modes < 0) return PyErr_Occurred() ? nullptr : not_ours();
+  PyObject* values[MAX_PARAMETERS];
+  return bind(self, args, kwargs, values) ? run_bound(self, modes, values) : not_ours();
 }
 
 // run(args, kwargs): the result of a known call, whose plan is noted; NotImplemented for any other.

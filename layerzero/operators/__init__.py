@@ -10,28 +10,32 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._ops import _OpNamespace
+from torch.jit._builtins import _register_builtin
 
 from layerzero._util import foreign
 from layerzero._util.fork_safety import renew_after_fork
+from layerzero.native import FAST_PATH
 from layerzero.operators import gradient, rules
 from layerzero.operators.choice import CAPTURED, is_mark
 from layerzero.operators.gradient import Traced
-from layerzero.operators.schema import NAMESPACE, OperatorSchema, front, run_operator, schemas_of
+from layerzero.operators.schema import NAMESPACE, OperatorSchema, front, laid_out, run_operator, schemas_of
 from layerzero.operators.subclasses import compose
 from layerzero.ops import table
 from layerzero.ops.op import Args, Op
 
 Route = Callable[[Args, str | None], Any]
-# A blocking function of an op whose calls on transformed or traced tensors take the route.
-MakeBlocking = Callable[[Op, Route], Callable[..., Any]]
+# A blocking function of an op whose calls on transformed or traced tensors take the route. It shares with a
+# function that is given what calls are known, the attribute `cache`.
+MakeBlocking = Callable[[Op, Route, Callable[..., Any] | None], Callable[..., Any]]
 
 _DEVICES = ("CPU", "CUDA")
 _LIBRARIES: list[torch.library.Library] = []
 _DEFINED: dict[str, OperatorSchema] = {}
+_CACHES: dict[str, Any] = {}
 # Names that no op has, by the op that has them.
 _VARIANTS = MappingProxyType(
     {f"{op}_with_lse": op for op in ("attention", "mla_attention", "paged_attention", "ragged_attention")}
@@ -44,9 +48,11 @@ class Surroundings(NamedTuple):
     make: MakeBlocking
     rehearsal: Callable[[], AbstractContextManager[None]]
 
-    def both(self, op: Op, route: Route) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def both(
+        self, op: Op, route: Route, sharing: Callable[..., Any] | None = None
+    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The op's blocking function, and the one for calls with a backend or a mark in its place."""
-        blocking = self.make(op, route)
+        blocking = self.make(op, route, sharing)
 
         def named_call(*args: Any, backend: str, **named: Any) -> Any:
             if not is_mark(backend):
@@ -107,6 +113,11 @@ def defined_schemas(op: str) -> tuple[OperatorSchema, ...]:
     return tuple(schema for schema in _DEFINED.values() if schema.op.name == op)
 
 
+def known_calls(name: str) -> Any:
+    """The calls that the compiled twin knows of an operator that is defined; None without it."""
+    return _CACHES[name].entries
+
+
 def define(name: str, surroundings: Surroundings) -> None:
     """Define the operators of the op that `name` is an operator of; nothing where it is none."""
     base = name.removesuffix("_backward")
@@ -128,7 +139,7 @@ def _define(library: torch.library.Library, schema: OperatorSchema, surroundings
     library.define(schema.text(), tags=(torch.Tag.pt2_compliant_tag, *tags))
     finish = _finish(schema)
     plain, named_plain = surroundings.both(op, lambda full, backend: op.reference(*full))
-    traced, named_traced = surroundings.both(op, Traced(schema))
+    traced, named_traced = surroundings.both(op, Traced(schema), plain)
     run, routed = (
         schema.adapter(plain, finish, named_plain), schema.adapter(traced, finish, named_traced)
     )  # fmt: skip
@@ -141,12 +152,33 @@ def _define(library: torch.library.Library, schema: OperatorSchema, surroundings
     fake = schema.adapter(rules.shapes(op), finish)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     torch.library.register_vmap(f"{NAMESPACE}::{name}", rules.vmap_rule(schema, overload), lib=library)
+    _put_in_front(schema, cast(Any, traced).cache)
     if not op.differentiable:
         return
     library.define(schema.gradient_text(), tags=(torch.Tag.pt2_compliant_tag,))
     for device in _DEVICES:
         library.impl(f"{name}_backward", gradient.gradients(schema, plain), device)
     torch.library.register_fake(f"{NAMESPACE}::{name}_backward", gradient.gradient_shapes, lib=library)
+
+
+def _put_in_front(schema: OperatorSchema, cache: Any) -> None:
+    """Have torch's operator ask the compiled twin of `cache` first, whenever that is there.
+
+    Only what Python calls: the dispatcher's own callers (C++, profiles, modes, transforms) find its kernels.
+    """
+    _CACHES[schema.name] = cache
+    of_torch = [(each, each._op) for each in (schema.overload, schema.overload.overloadpacket)]
+
+    def install(module: Any) -> None:
+        for each, below in of_torch:
+            each._op = below
+            if module is not None and cache.entries is not None:
+                each._op = module.Operator(*schema.in_front(), cache.entries, below, laid_out)
+                each._op.__module__ = below.__module__
+                # torch's scripts find an operator by it.
+                _register_builtin(each._op, f"{NAMESPACE}::{schema.name}")
+
+    FAST_PATH.on_ready(install)
 
 
 def _finish(schema: OperatorSchema) -> str:
@@ -162,5 +194,5 @@ def _finish(schema: OperatorSchema) -> str:
 
 __all__ = [
     "Operators", "Route", "compose", "define", "define_all", "defined_schemas", "front", "install",
-    "run_operator",
+    "known_calls", "laid_out", "run_operator",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,8 +48,6 @@ _NO_SCHEMA_TYPE = frozenset({"ScoreMod | None", "Any"})
 _ADDING_OUTPUT = MappingProxyType({"return_lse": "with_lse"})
 # What an op that writes into its arguments returns of them; its operator returns nothing.
 _GIVEN_BACK = MappingProxyType({"append_kv": "slot_mapping"})
-# In the place of a blocking function's cache where there is none.
-_NO_CACHE = SimpleNamespace(entries=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,20 +126,26 @@ class OperatorSchema:
         """
         positional, by_name = self._as_op()
         call = ", ".join([*positional, *(f"{name}={value}" for name, value in by_name.items())])
-        packed = f"({''.join(f'{value}, ' for value in positional)})"
-        options = f"{{{', '.join(f'{name!r}: {value}' for name, value in by_name.items())}}}"
         source = [
             f"def {self.name}({', '.join(p.written() for p in self.parameters)}):",
-            "    if backend is None:",
-            # What the function itself begins with, without its frame.
-            "        known = _cache.entries",
-            f"        out = NotImplemented if known is None else known.run({packed}, {options})",
-            f"        if out is NotImplemented: out = _run({call})",
-            f"    else: out = _named({call}, backend=backend)",
+            f"    out = _run({call}) if backend is None else _named({call}, backend=backend)",
             f"    return {finish}",
         ]
         namespace = {"_run": run, "_named": named or run, "_laid_out": laid_out}
-        return _made(self.name, source, namespace | {"_cache": getattr(run, "cache", _NO_CACHE)})
+        return _made(self.name, source, namespace)
+
+    def in_front(self) -> tuple[Any, ...]:
+        """What `native.Operator` takes: names, defaults, and where each stands in the op's arguments."""
+        declared = self.overload._schema.arguments
+        of_op = tuple(inspect.signature(self.op.build).parameters)
+        return (
+            tuple(each.name for each in declared),
+            tuple(each.default_value if each.has_default_value() else ... for each in declared),
+            tuple(of_op.index(p.argument) if p.argument and not p.per_row else -1 for p in self.parameters),
+            tuple(self.fixed.get(name, ...) for name in of_op),
+            of_op.index("layout") if self.op.name == "attention" else -1,
+            bool(self.op.writes),
+        )
 
     def packer(self) -> Callable[..., tuple[Any, ...]]:
         """A function with the op's full arguments and a backend that returns the operator's arguments."""
