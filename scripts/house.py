@@ -9,6 +9,7 @@ computed something, not what. A participle is a function named by a bare past pa
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import json
 import re
@@ -36,12 +37,16 @@ _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class Module:
-    """One production file, parsed once."""
+    """One production file, parsed when its tree is first used, and once."""
 
     path: Path
     name: str
     text: str
-    tree: ast.Module
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        """Its syntax."""
+        return ast.parse(self.text)
 
     @property
     def package(self) -> str:
@@ -61,8 +66,7 @@ def modules() -> list[Module]:
             name = ".".join(parts if folder == "layerzero" else ("layerzero", *parts)).removesuffix(
                 ".__init__"
             )
-            text = path.read_text()
-            result.append(Module(path, name, text, ast.parse(text)))
+            result.append(Module(path, name, path.read_text()))
     return result
 
 

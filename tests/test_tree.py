@@ -1,6 +1,7 @@
 """Rules about the source tree itself, each checked on the syntax trees of the files."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -25,6 +26,24 @@ FUNCTION_LIMIT = 80
 ASSERTING_CALLS = ("raises", "warns", "deprecated_call", "fail")
 
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+modules = functools.cache(house.modules)
+figures = functools.cache(house.measure)
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """A file, parsed once for all of these tests."""
+    return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget() -> Iterator[None]:
+    """What the tests of other modules have the collector look through holds no syntax trees."""
+    yield
+    for cached in (modules, figures, parsed):
+        cached.cache_clear()
 
 
 def sources(*folders: str) -> list[Path]:
@@ -83,7 +102,7 @@ def test_every_test_proves_something() -> None:
     """A test without an assert passes whatever the code does."""
     empty = []
     for path in sources("tests"):
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         helpers = asserting_helpers(tree)
         empty += [
             where(path, f) for f in functions(tree) if f.name.startswith("test_") and not proves(f, helpers)
@@ -96,7 +115,7 @@ def test_every_test_says_what_it_states() -> None:
     silent = [
         f"{where(path, f)} {f.name}"
         for path in sources("tests")
-        for f in functions(ast.parse(path.read_text()))
+        for f in functions(parsed(path))
         if f.name.startswith("test_") and not ast.get_docstring(f)
     ]
     assert silent == []
@@ -117,7 +136,7 @@ def test_functions_stay_short() -> None:
     long = [
         f"{where(path, f)} {f.name}"
         for path in sources(*PACKAGE)
-        for f in functions(ast.parse(path.read_text()))
+        for f in functions(parsed(path))
         if (f.end_lineno or f.lineno) - f.lineno + 1 > FUNCTION_LIMIT
     ]
     assert long == []
@@ -125,9 +144,7 @@ def test_functions_stay_short() -> None:
 
 def test_modules_have_a_docstring() -> None:
     """Whoever opens a file reads first what it is for."""
-    bare = [
-        str(p.relative_to(ROOT)) for p in sources(*PACKAGE) if not ast.get_docstring(ast.parse(p.read_text()))
-    ]
+    bare = [str(p.relative_to(ROOT)) for p in sources(*PACKAGE) if not ast.get_docstring(parsed(p))]
     assert bare == []
 
 
@@ -135,7 +152,7 @@ def test_nothing_is_swallowed() -> None:
     """No handler in the package consists of `pass` for every exception there is."""
     swallowed = []
     for path in sources(*PACKAGE):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ExceptHandler) and catches_everything(node) and does_nothing(node.body):
                 swallowed.append(where(path, node))
     assert swallowed == []
@@ -160,7 +177,7 @@ def test_every_skip_says_why() -> None:
     """A skipped test names what is missing."""
     unexplained = []
     for path in sources("tests"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and called_name(node) in ("skip", "skipif", "xfail"):
                 given = bool(node.args) if called_name(node) == "skip" else False
                 if not given and not any(k.arg in ("reason", "msg") for k in node.keywords):
@@ -173,7 +190,7 @@ def test_no_module_state_is_rebound() -> None:
     rebound = [
         where(path, node)
         for path in sources(*PACKAGE)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Global)
     ]
     assert rebound == []
@@ -226,19 +243,19 @@ LAZY_TABLES = {
 
 def test_names_say_what_they_hold() -> None:
     """Fewer than three of a thousand assignments go to a name that could hold anything (`found`, `own`)."""
-    assert house.measure().vague_per_1000_assignments < 3
+    assert figures().vague_per_1000_assignments < 3
 
 
 def test_one_class_name_is_one_class() -> None:
     """A reader who looks a class up finds one."""
-    assert house.class_homes(house.modules()) == {}
+    assert house.class_homes(modules()) == {}
 
 
 def test_public_functions_are_verbs_or_nouns() -> None:
     """No public function at module level is named by a bare participle (`joined`)."""
     bare = [
         f"{module.name}.{node.name}"
-        for module in house.modules()
+        for module in modules()
         for node in module.tree.body
         if isinstance(node, FUNCTION)
         and not node.name.startswith("_")
@@ -249,7 +266,7 @@ def test_public_functions_are_verbs_or_nouns() -> None:
 
 def test_every_package_has_its_layer() -> None:
     """The import contract names every package, and no name in it is one of a package that is gone."""
-    names = {module.name for module in house.modules()}
+    names = {module.name for module in modules()}
     layers = house.layered()
     uncovered = [
         name
@@ -262,13 +279,13 @@ def test_every_package_has_its_layer() -> None:
 
 def test_few_modules_stand_loose() -> None:
     """A module belongs to a room; three at most stand beside the rooms."""
-    assert len(house.measure().loose_modules) <= 3
+    assert len(figures().loose_modules) <= 3
 
 
 def test_a_folder_is_a_room_not_a_hall() -> None:
     """A package holds at most 12 modules beside its `__init__`."""
     sizes: dict[Path, int] = {}
-    for module in house.modules():
+    for module in modules():
         if module.path.name != "__init__.py":
             sizes[module.path.parent] = sizes.get(module.path.parent, 0) + 1
     large = {
@@ -283,13 +300,13 @@ def test_a_folder_is_a_room_not_a_hall() -> None:
 
 def test_the_figures_of_the_house_hold() -> None:
     """What `python -m scripts.house` prints stays as good as it is."""
-    figures = house.measure()
-    assert figures.function_lines_median <= 8
-    assert figures.function_lines_p95 <= 30
-    assert figures.longest_function[1] <= FUNCTION_LIMIT
-    assert figures.undocumented_public_names == 0
-    assert figures.duplicate_classes == {}
-    assert figures.cycles == figures.cycles_with_inner_imports == []
+    measured = figures()
+    assert measured.function_lines_median <= 8
+    assert measured.function_lines_p95 <= 30
+    assert measured.longest_function[1] <= FUNCTION_LIMIT
+    assert measured.undocumented_public_names == 0
+    assert measured.duplicate_classes == {}
+    assert measured.cycles == measured.cycles_with_inner_imports == []
 
 
 def test_a_public_name_without_a_docstring_is_counted() -> None:
@@ -304,7 +321,7 @@ def test_no_module_of_ours_is_imported_by_a_string() -> None:
         where(path, node)
         for path in sources(*PACKAGE)
         if str(path.relative_to(ROOT)) not in LAZY_TABLES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call)
         and called_name(node) == "import_module"
         and "'layerzero" in ast.unparse(node)
@@ -314,7 +331,7 @@ def test_no_module_of_ours_is_imported_by_a_string() -> None:
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     """Not at the top, and not from inside a function."""
-    assert house.cycles(house.modules(), inner=True) == []
+    assert house.cycles(modules(), inner=True) == []
 
 
 # The outcome of a call is whatever the called function returns.
@@ -346,11 +363,11 @@ def attributes_set_from_outside(tree: ast.AST) -> Iterator[tuple[str, ast.Attrib
 
 def test_no_untyped_attribute_is_set_from_outside() -> None:
     """What one object gives another has a type: a protocol, a class or a callable, never `Any`."""
-    modules = house.modules()
-    untyped = {name for module in modules for name in untyped_attributes(module.tree)} - UNTYPED_BY_NATURE
+    every = modules()
+    untyped = {name for module in every for name in untyped_attributes(module.tree)} - UNTYPED_BY_NATURE
     injected = [
         f"{where(module.path, node)} .{name}"
-        for module in modules
+        for module in every
         for name, node in attributes_set_from_outside(module.tree)
         if name in untyped
     ]

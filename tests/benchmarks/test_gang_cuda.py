@@ -9,19 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import LIMIT_S
-
 ROOT = Path(__file__).resolve().parents[2]
+# The benchmark's own budget is for a machine that has nothing else to do.
+BUDGET_S = 800
 
 pytest.importorskip("safetensors", reason="the model of the examples needs safetensors")
 pytest.importorskip("tokenizers", reason="the example needs tokenizers")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(BUDGET_S + 60)
 def test_both_sides_decode_the_same_tokens(tmp_path: Path) -> None:
     """Four sides a point, what our steps are made of, and a word on what is missing; no error."""
     command = [sys.executable, "-m", "benchmarks.gang_cuda", "--rehearse", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S, cwd=ROOT)
+    command += ["--budget-s", str(BUDGET_S)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=BUDGET_S + 30, cwd=ROOT
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     record = json.loads((tmp_path / "gang_cuda.json").read_text())
     assert {"commit", "script", "machine"} <= set(record["environment"])
