@@ -161,7 +161,7 @@ async def full() -> dict[str, Any]:
 
 
 async def ahead() -> dict[str, Any]:
-    """While a stage computes, it waits for its next rows already; while rank 0 computes, its next batch is formed."""
+    """A stage that computes waits for its next rows already, and rank 0 forms its next batch meanwhile."""
     async with (
         lz.start(lz.Settings(inference=True), scoped=True) as runtime,
         lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as member,
