@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerzero.actors.group import steps
 from layerzero.actors.group.join import RankHandle
-from layerzero.spec.errors import DeviceLostError
+from layerzero.spec.errors import ConfigurationError, DeviceLostError
 from tests.actors.group.test_join import Rank, rank_group, rows
 from tests.waiting import LIMIT_S
 
@@ -58,7 +58,7 @@ def test_what_preparing_a_step_raises_comes_after_the_steps_before_it() -> None:
     async def obey(member: RankHandle, seen: Rank) -> None:
         def prepare(counts: list[int]) -> None:
             if counts == [3]:
-                raise ValueError("no place for three rows")
+                raise ConfigurationError("no place for three rows")
 
         def step(x: Tensor) -> Tensor:
             ran.append(len(x))
@@ -76,7 +76,7 @@ def test_what_preparing_a_step_raises_comes_after_the_steps_before_it() -> None:
 
     _, (leads, follows) = rank_group([lead_on, obey])
     assert ran == [1, 2]
-    assert isinstance(follows, ValueError)
+    assert isinstance(follows, ConfigurationError)
     assert isinstance(leads, DeviceLostError) and "no place for three rows" in str(leads)
 
 
