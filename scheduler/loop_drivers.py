@@ -224,14 +224,19 @@ class LoopDrivers:
         more."""
         settings, limits = self._settings, driver.batcher.limits
         limits.update(settings)
-        host = self._streams is not None and self._streams.completion == HOST
-        limits.max_inflight_batches = driver._max_inflight = MAX_INFLIGHT_ON_HOST if host else 1
+        if self._streams is not None:
+            self.allow_inflight(driver, MAX_INFLIGHT_ON_HOST if self._streams.completion == HOST else 1)
         if not self._always_inline:
             driver.inline_limit_us = settings.inline_limit_us
             if driver.batcher.at_once is not None:
                 driver.batcher.at_once.set_limits(settings.inline_limit_us, settings.max_inline_us)
         driver.inline.set_max(settings.max_inline_us)
         driver.batcher._admit()
+
+    @staticmethod
+    def allow_inflight(driver: LoopDriver, batches: int) -> None:
+        """On a loop driver's own thread: have at most so many of its batches launched that have not ended."""
+        driver.batcher.limits.max_inflight_batches = driver._max_inflight = batches
 
     def lose_reads(self, error: Exception | None) -> None:
         """Fail what is read back on every loop, and later reads until `lose_reads(None)`; from any thread."""

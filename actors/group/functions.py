@@ -133,7 +133,7 @@ Function = Callable[..., Any]
 class GroupFunction:
     """A function that every rank has: `unsent` are its columns that stay on rank 0.
 
-    The results of a `replicated` one are equal on all ranks.
+    The results of a `replicated` one are equal on all ranks. `prepare` is `RankHandle.batched`'s.
     """
 
     name: str
@@ -141,6 +141,7 @@ class GroupFunction:
     wants_counts: bool
     replicated: bool
     unsent: frozenset[int]
+    prepare: Callable[[list[int]], None] | None = None
 
     def __call__(self, columns: Sequence[Any], counts: list[int]) -> Any:
         """Run it.
@@ -188,7 +189,13 @@ class GroupFunction:
         return aligned_columns(columns)
 
 
-def group_function(name: str, fn: Function, replicated: bool, unsent: Sequence[str]) -> GroupFunction:
+def group_function(
+    name: str,
+    fn: Function,
+    replicated: bool,
+    unsent: Sequence[str],
+    prepare: Callable[[list[int]], None] | None = None,
+) -> GroupFunction:
     """`fn` with what its parameters say.
 
     Raises: ValueError: `unsent` names none of them.
@@ -198,7 +205,7 @@ def group_function(name: str, fn: Function, replicated: bool, unsent: Sequence[s
     if unknown := [parameter for parameter in unsent if parameter not in columns]:
         raise ValueError(f"unsent needs parameters among {', '.join(columns)}, got {', '.join(unknown)}")
     indices = frozenset(map(columns.index, unsent))
-    return GroupFunction(name, fn, "counts" in parameters, replicated, indices)
+    return GroupFunction(name, fn, "counts" in parameters, replicated, indices, prepare)
 
 
 def aligned_columns(columns: Sequence[Any]) -> list[Any]:

@@ -7,7 +7,7 @@ every other rank obeys (`follow`), or compares its own batch with, before the fi
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -18,7 +18,6 @@ import anyio.to_thread
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not declared
 
-from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.group.config import GroupConfig, Mode
 from layerzero.actors.group.functions import (
     CollectiveFunction,
@@ -31,13 +30,12 @@ from layerzero.actors.group.functions import (
 from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.step_message import RequestId, check_sendable
-from layerzero.actors.group.steps import Steps
+from layerzero.actors.group.steps import GroupScope, ReadAhead, Steps
 from layerzero.actors.remote.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
-from layerzero.calls.scope import SCOPE, Scope
+from layerzero.calls.scope import SCOPE
 from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.selection.dispatch import DispatchState
-from layerzero.selection.policy.policy import Policy, merge
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, LayerZeroError
 
 if TYPE_CHECKING:
@@ -84,6 +82,7 @@ class RankHandle:
         alike: bool = True,
         replicated: bool = False,
         unsent: Sequence[str] = (),
+        prepare: Callable[[list[int]], None] | None = None,
     ) -> Callable[..., Awaitable[Any]]:
         """`lz.batched` for a function with collectives in it: `await step(request, *args)`.
 
@@ -95,7 +94,8 @@ class RankHandle:
         `replicated=True` says that the tensor which `fn` returns is equal on all ranks. Given to a later
         call, its rows are then taken on each rank and do not pass through the host, as `lz.run_ahead` needs
         it; do not write into them. `unsent` names parameters that only rank 0 needs: other ranks get None
-        for each caller.
+        for each caller. `prepare(counts)` is called on a follower for each step when it is announced, on a
+        thread beside the steps before it: to post what it will receive.
         Raises: ConfigurationError: another function has the name; `replicated` or `unsent` where nothing is
             sent. ValueError: `unsent` names no parameter. When awaited, for the caller at fault
             alone: ValueError: its request is under way already. TypeError: an argument cannot be sent.
@@ -105,7 +105,7 @@ class RankHandle:
             raise ConfigurationError(f"name needs to be new in this rank group, got {function_name!r} again")
         if not send and (replicated or unsent):
             raise ConfigurationError("replicated and unsent need send=True: nothing else brings values")
-        function = group_function(function_name, fn, replicated, unsent)
+        function = group_function(function_name, fn, replicated, unsent, prepare)
         self._functions[function_name] = function
         self._steps.models[function_name] = model if alike else f"{model or function_name}, apart"
         if not alike:
@@ -213,9 +213,13 @@ class RankHandle:
 
     def _follow(self) -> None:
         inference = self._group.device.settings.inference is not False
-        with self._on_device(), torch.inference_mode(inference):
+        with (
+            self._on_device(),
+            torch.inference_mode(inference),
+            ReadAhead(self._steps, self._functions) as announced,
+        ):
             while True:
-                message, snapshot = self._steps.next_step()
+                message, snapshot, values = announced.next_step()
                 if not message.name:
                     return
                 if message.name not in self._functions:
@@ -224,7 +228,7 @@ class RankHandle:
                             f"rank {self.rank} needs the function {message.name!r} that rank 0 runs, got "
                             f"{', '.join(sorted(self._functions)) or 'none'}"
                         )
-                counts, columns, in_parts = self._steps.values(message)
+                counts, columns, in_parts = values
                 with self._scope(snapshot):
                     with self._group.fail_on_error():
                         function = self._functions[message.name]
@@ -251,47 +255,6 @@ class RankHandle:
         self._steps.close()
         if failed and isinstance(device, ScheduledDevice):
             device.loop_drivers.lose_reads(None)
-
-
-class GroupScope(Scope):
-    """The scope of a rank group's step: every selection is made in the snapshot that all ranks agreed on."""
-
-    __slots__ = ("_state", "_version")
-
-    def __init__(self, snapshot: DispatchState, runtime: Runtime | None, version: int) -> None:
-        """`version` is the number of the plan in force, below 0."""
-        super().__init__(runtime=runtime)
-        self._state = snapshot
-        self._version = version
-
-    def nested(self, policy: Policy) -> Scope:
-        """The scope with a block's rules, which the function has on every rank: among what was agreed on."""
-        outer, terms = self._state, self._state.agreed_terms
-        assert terms is not None
-        inner = merge(outer.policy, policy)
-        if (state := terms.blocks.get(inner.digest)) is None:
-            terms.blocks.put(inner.digest, state := DispatchState(outer.version, inner, agreed_terms=terms))
-        return GroupScope(state, self.runtime, self._version)
-
-    @property
-    def key(self) -> Hashable:
-        """Itself: no other step's selections are its own."""
-        return self
-
-    def generation(self, device: LocalDevice) -> int:
-        """The plan's: a change on one rank alone must not make it capture what no other captures."""
-        return self._version
-
-    def snapshot(self, device: Any, op: str, backend: str | None) -> DispatchState:
-        """The rank group's snapshot.
-
-        Raises: ConfigurationError: `backend=` asks for what one rank alone would do.
-        """
-        if backend is not None:
-            raise ConfigurationError(
-                f"backend needs None inside a rank group's step, got {backend!r}: put it into rank 0's policy"
-            )
-        return self._state
 
 
 class JoinContext:

@@ -4,10 +4,15 @@ it."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
+from layerzero.actors.group.functions import GroupFunction
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.step_message import (
     RequestId,
@@ -18,8 +23,15 @@ from layerzero.actors.group.step_message import (
     pack,
     unpack,
 )
+from layerzero.calls.scope import Scope
 from layerzero.selection.dispatch import DispatchState
-from layerzero.spec.errors import ConsistencyError, DeviceLostError
+from layerzero.selection.policy.policy import Policy, merge
+from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError
+
+if TYPE_CHECKING:
+    from layerzero.runtime import Runtime
+
+MAX_ANNOUNCED = 64  # step messages that a follower has read and not begun
 
 
 class Steps:
@@ -89,14 +101,14 @@ class Steps:
         if not isinstance(group.channel, FollowerChannel):
             raise ConsistencyError(f"rank {group.rank} needs to be a follower that has joined")
         with group.fail_on_error():
-            return self.accept(group.channel.receive(timeout_s))
+            return self.accept(decode(group.channel.receive(timeout_s)))
 
-    def accept(self, frame: bytes) -> tuple[StepMessage, DispatchState]:
-        """What `next` gives for a frame that has been received.
+    def accept(self, message: StepMessage) -> tuple[StepMessage, DispatchState]:
+        """What `next_step` gives for a message that has been received.
 
-        Raises: ConsistencyError: it is none, or this rank is not where rank 0 is.
+        Raises: ConsistencyError: this rank is not where rank 0 is.
         """
-        group, message = self.group, decode(frame)
+        group = self.group
         if message.name:  # the end comes under any plan
             group.activate_plan(message.number, message.plan_digest)
         self.sequence.plan_digest = group.plan_digest
@@ -133,3 +145,109 @@ class Steps:
         finally:
             if in_turn:
                 self._sending.release()
+
+
+class ReadAhead:
+    """A follower's step messages; where a function prepares steps, they are read while the steps before run.
+
+    Enter it around the walk through the steps.
+    """
+
+    def __init__(self, steps: Steps, functions: Mapping[str, GroupFunction]) -> None:
+        self._steps, self._functions = steps, functions
+        self._is_ahead = any(function.prepare is not None for function in functions.values())
+        self._messages: SimpleQueue[tuple[StepMessage, list[Any]] | Exception] = SimpleQueue()
+        self._room = threading.Semaphore(MAX_ANNOUNCED)  # a follower that hangs takes no more
+        self._ended = False
+
+    def __enter__(self) -> ReadAhead:
+        if self._is_ahead:
+            threading.Thread(target=self._read, name="layerzero-group-read", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended = True
+        self._room.release()
+
+    def next_step(self) -> tuple[StepMessage, DispatchState, list[Any]]:
+        """As `Steps.next_step`, with what the message brings.
+
+        Raises: what preparing a step raises, when the steps before it have been run.
+        """
+        steps = self._steps
+        if not self._is_ahead:
+            message, state = steps.next_step()
+            return message, state, steps.values(message) if message.name else []
+        steps.group.raise_if_failed()
+        read = self._messages.get()
+        self._room.release()
+        if isinstance(read, Exception):
+            steps.group.fail(str(read) or type(read).__name__)
+            raise read
+        with steps.group.fail_on_error():
+            return *steps.accept(read[0]), read[1]
+
+    def _read(self) -> None:
+        """On the thread of the messages: until the last one, an error, or the end of the walk."""
+        steps, group = self._steps, self._steps.group
+        inference = group.device.settings.inference is not False
+        try:
+            assert isinstance(group.channel, FollowerChannel)  # of a follower that has joined
+            with torch.inference_mode(inference):
+                while self._has_room():
+                    message = decode(group.channel.receive())
+                    values = steps.values(message) if message.name else []
+                    function = self._functions.get(message.name)
+                    if function is not None and function.prepare is not None:
+                        function.prepare(values[0])
+                    self._messages.put((message, values))
+                    if not message.name:
+                        return
+        except Exception as error:
+            self._messages.put(error)
+
+    def _has_room(self) -> bool:
+        """Wait until a step has begun where many have not; False at the end of the walk."""
+        self._room.acquire()
+        return not self._ended
+
+
+class GroupScope(Scope):
+    """The scope of a rank group's step: every selection is made in the snapshot that all ranks agreed on."""
+
+    __slots__ = ("_state", "_version")
+
+    def __init__(self, snapshot: DispatchState, runtime: Runtime | None, version: int) -> None:
+        """`version` is the number of the plan in force, below 0."""
+        super().__init__(runtime=runtime)
+        self._state = snapshot
+        self._version = version
+
+    def nested(self, policy: Policy) -> Scope:
+        """The scope with a block's rules, which the function has on every rank: among what was agreed on."""
+        outer, terms = self._state, self._state.agreed_terms
+        assert terms is not None
+        inner = merge(outer.policy, policy)
+        if (state := terms.blocks.get(inner.digest)) is None:
+            terms.blocks.put(inner.digest, state := DispatchState(outer.version, inner, agreed_terms=terms))
+        return GroupScope(state, self.runtime, self._version)
+
+    @property
+    def key(self) -> Hashable:
+        """Itself: no other step's selections are its own."""
+        return self
+
+    def generation(self, device: LocalDevice) -> int:
+        """The plan's: a change on one rank alone must not make it capture what no other captures."""
+        return self._version
+
+    def snapshot(self, device: Any, op: str, backend: str | None) -> DispatchState:
+        """The rank group's snapshot.
+
+        Raises: ConfigurationError: `backend=` asks for what one rank alone would do.
+        """
+        if backend is not None:
+            raise ConfigurationError(
+                f"backend needs None inside a rank group's step, got {backend!r}: put it into rank 0's policy"
+            )
+        return self._state

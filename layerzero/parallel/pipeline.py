@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,6 +125,8 @@ class Pipeline:
         self.batches = self.batches or layout.stages
         self._flights: dict[_Flight, None] = {}
         self._sends: deque[tuple[Any, Tensor]] = deque()  # with what they read
+        self._posted: deque[tuple[Any, Tensor]] = deque()  # what the next steps receive, in their order
+        self._callers: Counter[Any] = Counter()  # by the driver of their loop
         self._returns = Worker("layerzero-pipeline")
         self._stream: Any = None  # of the results that come back, where they do on a GPU
         self._lost: Exception | None = None
@@ -162,13 +164,17 @@ class Pipeline:
         rest = [p for p in parameters[1:] if p.name != "counts"]
         counted = inspect.Parameter("counts", inspect.Parameter.KEYWORD_ONLY)
         on_stage.__signature__ = inspect.Signature([*rest, counted])  # type: ignore[attr-defined]
+        member = self.layout.member
+        device = member.group.device
+        assert isinstance(device, ScheduledDevice)  # of a runtime
+        # A sender over gloo waits for who has not posted. On a GPU the host launches ahead by itself.
+        posts = not self.layout.first and device.device.type == "cpu"
+        prepare = (lambda counts: self._post(function, counts)) if posts else None
         crowds = [
-            _Crowd(self.layout.member.batched(on_stage, name=f"{name} {number}", alike=False, unsent=unsent))
-            for number in range(self.batches)
+            _Crowd(member.batched(on_stage, name=f"{name} {n}", alike=False, unsent=unsent, prepare=prepare))
+            for n in range(self.batches)
         ]
         under_way: set[int | str] = set()
-        device = self.layout.member.group.device
-        assert isinstance(device, ScheduledDevice)  # of a runtime
 
         async def step(request: int | str, *args: Any, **options: Any) -> Any:
             if request in under_way:
@@ -176,10 +182,13 @@ class Pipeline:
             crowd = min(crowds, key=lambda one: one.callers)
             crowd.callers += 1
             under_way.add(request)
+            driver = device.loop_drivers.current()
+            self._count_caller(device, driver, 1)
             try:
                 flight, index = await crowd.launch(request, *args, **options)
-                return await flight.result(index, device.loop_drivers.current().loop)
+                return await flight.result(index, driver.loop)
             finally:
+                self._count_caller(device, driver, -1)
                 crowd.callers -= 1
                 under_way.discard(request)
 
@@ -192,8 +201,10 @@ class Pipeline:
         layout = self.layout
         x = None
         if not layout.first:
-            x = function.carries(sum(counts))
-            dist.recv(x, group=layout.chain, group_src=layout.stage - 1)
+            if not self._posted:
+                self._post(function, counts)
+            receive, x = self._posted.popleft()
+            receive.wait()
         began_s = time.perf_counter()
         out = function.run(x, *columns, counts=counts)
         self.stats.busy_s += time.perf_counter() - began_s
@@ -208,6 +219,13 @@ class Pipeline:
             return [None] * len(counts)
         return self._launched(function, columns, counts, out)
 
+    def _post(self, function: _Function, counts: list[int]) -> None:
+        """Take in what the stage before passes on in a step: at once when it comes, whatever runs here."""
+        layout = self.layout
+        x = function.carries(sum(counts))
+        work = dist.irecv(x, group=layout.chain, group_src=layout.stage - 1)
+        self._posted.append((work, x))
+
     def _send(self, tensor: Tensor, group: Any, to: int) -> None:
         """Pass `tensor` on without waiting for who takes it."""
         tensor = tensor.contiguous()
@@ -217,6 +235,19 @@ class Pipeline:
             self._sends.popleft()[0].wait()
 
     # -- what rank 0 runs ---------------------------------------------------------------------------
+
+    def _count_caller(self, device: ScheduledDevice, driver: Any, change: int) -> None:
+        """While a loop has callers here, its next batch is formed while one computes on rank 0's host.
+
+        A GPU's next launches are ahead of it anyway.
+        """
+        if device.device.type != "cpu":
+            return
+        self._callers[driver] += change
+        if self._callers[driver] == max(change, 0):  # the first has come, or the last has gone
+            device.loop_drivers.allow_inflight(driver, 2 if change > 0 else 1)
+        if not self._callers[driver]:
+            del self._callers[driver]
 
     def _launched(
         self, function: _Function, columns: Sequence[Any], counts: list[int], out: Tensor
@@ -229,21 +260,27 @@ class Pipeline:
             results = function.finish(out, *columns, counts=counts)
             self._land(flight, split_rows(function.name, results, counts), None)
         else:
-            self._returns.submit(lambda: self._return(flight, function, columns, counts))
+            with self._receiving():
+                rows = function.returns(*columns, counts=counts)
+                returned = dist.irecv(rows, group=self.layout.returning, group_src=1), rows
+            self._returns.submit(lambda: self._return(flight, function, columns, counts, returned))
         return [(flight, index) for index in range(len(counts))]
 
     def _return(
-        self, flight: _Flight, function: _Function, columns: Sequence[Any], counts: list[int]
+        self,
+        flight: _Flight,
+        function: _Function,
+        columns: Sequence[Any],
+        counts: list[int],
+        returned: tuple[Any, Tensor],
     ) -> None:
         """On the thread of the results: take a step's in, the steps in order."""
-        device = self.layout.member.group.device
-        inference = device.settings.inference is not False
         results: list[Any] = []
         error: Exception | None = None
         try:
-            with self._on_stream(), torch.inference_mode(inference):
-                out = self._receive(function.returns(*columns, counts=counts), function.name)
-                finished = function.finish(out, *columns, counts=counts)
+            with self._receiving():
+                self._wait_for(returned[0], function.name)
+                finished = function.finish(returned[1], *columns, counts=counts)
                 if self._stream is not None:
                     self._stream.synchronize()
                 results = split_rows(function.name, finished, counts)
@@ -251,26 +288,27 @@ class Pipeline:
             error = raised
         self._land(flight, results, error)
 
-    def _receive(self, out: Tensor, name: str) -> Tensor:
-        """What the last stage gives of the next step.
+    def _wait_for(self, receive: Any, name: str) -> None:
+        """Wait for what the last stage gives of a step.
 
         Raises: DeviceLostError: nothing came, and nothing will: the next results would be another step's.
         """
         group = self.layout.member.group
         try:
-            dist.recv(out, group=self.layout.returning, group_src=1)
+            receive.wait()
         except RuntimeError as error:
             why = group.failure_reason() or f"the last stage gave nothing of {name}: {error}"[:300]
             group.fail(why)
             raise _lost(why) from error
-        return out
 
-    def _on_stream(self) -> Any:
-        """A block on the stream of the results, where rank 0's device is a GPU."""
-        device = self.layout.member.group.device.device
-        if device.type == "cuda" and self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return torch.cuda.stream(self._stream)
+    @contextmanager
+    def _receiving(self) -> Iterator[None]:
+        """A block for results that come back: on their stream, where rank 0's device is a GPU."""
+        device = self.layout.member.group.device
+        if device.device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device.device)
+        with torch.cuda.stream(self._stream), torch.inference_mode(device.settings.inference is not False):
+            yield
 
     def _land(self, flight: _Flight, results: list[Any], error: Exception | None) -> None:
         self._flights.pop(flight, None)

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from functools import partial
@@ -159,6 +160,39 @@ async def full() -> dict[str, Any]:
         return {"worst": max(offs), "results": len(offs), "cancelled": cancelled, "refused": with_name}
 
 
+async def ahead() -> dict[str, Any]:
+    """A stage that computes waits for its next rows already, and rank 0 forms its next batch meanwhile."""
+    async with (
+        lz.start(lz.Settings(inference=True), scoped=True) as runtime,
+        lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as member,
+    ):
+        layout = parallel.Layout(member, pp=RANKS)
+        part, pipeline, until = Part(layout), parallel.Pipeline(layout), time.monotonic() + TIMEOUT_S
+        seen: list[bool] = []
+
+        def gated(number: int) -> None:
+            if number == 1:
+                while not (came := prepares_next()) and time.monotonic() < until:
+                    time.sleep(0.001)
+                seen.append(came)
+
+        def prepares_next() -> bool:
+            if RANK:
+                return len(pipeline._posted) > 0
+            return runtime.device().loop_drivers.by_loop[loop].batcher.inflight_batches == 2
+
+        part.before = gated
+        step = part.batched(pipeline)
+        loop = asyncio.get_running_loop()
+        if RANK:
+            await member.follow()
+            return {"came": seen}
+        results = await asyncio.gather(*(step(n, request_ids(n)) for n in range(REQUESTS)))
+        off = max(worst(n, logits) for n, logits in enumerate(results))
+        limits = runtime.device().loop_drivers.by_loop[loop].batcher.limits
+        return {"came": seen, "worst": off, "inflight afterwards": limits.max_inflight_batches}
+
+
 async def dies() -> dict[str, Any]:
     """A stage in the middle dies without a word in its second step."""
     async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as member:
@@ -210,6 +244,7 @@ async def experts() -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
     "full": full,
+    "ahead": ahead,
     "dies": dies,
     "other checkpoint": other_checkpoint,
     "experts": experts,

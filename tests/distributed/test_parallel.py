@@ -64,6 +64,15 @@ def test_as_many_batches_are_under_way_as_there_are_stages(tmp_path: Path) -> No
     assert len(said[1]["ran"]) >= 3
 
 
+def test_hosts_prepare_the_next_step_while_a_stage_computes(tmp_path: Path) -> None:
+    """Each stage's first step lasts until its second one's rows are received, rank 0's until its second batch
+    is formed."""
+    said = run(3, "ahead", tmp_path)["ahead"]
+    assert [rank.get("came") for rank in said] == [[True]] * 3, said
+    assert said[0]["worst"] < OFF
+    assert said[0]["inflight afterwards"] == 1, "other calls of that loop are batched as before"
+
+
 def test_a_stage_that_dies_fails_every_caller(tmp_path: Path) -> None:
     """Whoever waits for a result of the stages gets DeviceLostError, and so does who comes later."""
     (said,) = [rank for rank in run(3, "dies", tmp_path)["dies"] if rank["rank"] == 0]

@@ -104,11 +104,15 @@ class OtherStage:
         self.sent.append(tensor)
         return SimpleNamespace(wait=lambda: None)
 
-    def recv(self, out: torch.Tensor, **source: Any) -> None:
-        """Give back what was sent first."""
-        if self.hangs:
-            raise RuntimeError("timed out waiting for 20000ms for recv operation to complete")
-        out.copy_(self.sent.pop(0) + 1)
+    def irecv(self, out: torch.Tensor, **source: Any) -> Any:
+        """Give back what was sent first, to who waits."""
+
+        def wait() -> None:
+            if self.hangs:
+                raise RuntimeError("timed out waiting for 20000ms for recv operation to complete")
+            out.copy_(self.sent.pop(0) + 1)
+
+        return SimpleNamespace(wait=wait)
 
 
 def two_stages(member: Any) -> Any:
@@ -130,7 +134,8 @@ async def test_a_group_that_fails_answers_who_waits(member: Any, monkeypatch: py
     """A dead stage in the middle leaves the last one, and rank 0 behind it, waiting: callers do not."""
     stage, released = OtherStage(), threading.Event()
     monkeypatch.setattr(pipeline_module, "dist", stage)
-    monkeypatch.setattr(stage, "recv", lambda out, **source: released.wait(60))
+    receive = SimpleNamespace(wait=lambda: released.wait(60))
+    monkeypatch.setattr(stage, "irecv", lambda out, **source: receive)
     try:
         waiting = asyncio.ensure_future(two_stages(member)(1, torch.ones(1, 2)))
         while not stage.sent:  # noqa: ASYNC110  it is sent on a worker's thread

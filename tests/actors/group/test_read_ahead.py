@@ -1,0 +1,106 @@
+"""A follower that prepares its steps: read while it runs those before, in order, errors in their place."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerzero.actors.group import steps
+from layerzero.actors.group.join import RankHandle
+from layerzero.spec.errors import ConfigurationError, DeviceLostError
+from tests.actors.group.test_join import Rank, rank_group, rows
+from tests.waiting import LIMIT_S
+
+
+async def lead(member: RankHandle, seen: Rank, count: int = 3) -> None:
+    """One request in so many steps, of which rank 0 waits for none."""
+    step = member.batched(lambda x: x, name="step", alike=False)
+    for number in range(count):
+        await step("request", rows(float(number)).expand(number + 1, 8))
+
+
+def test_a_step_is_prepared_while_the_one_before_it_runs() -> None:
+    """The first step ends when the third has been prepared, on another thread, with no gradient recorded."""
+    third, prepared, ran = threading.Event(), [], []
+
+    async def obey(member: RankHandle, seen: Rank) -> None:
+        def prepare(counts: list[int]) -> None:
+            prepared.append(
+                (counts, threading.current_thread() is runs[-1], torch.is_inference_mode_enabled())
+            )
+            if len(prepared) == 3:
+                third.set()
+
+        def step(x: Tensor) -> Tensor:
+            runs.append(threading.current_thread())
+            ran.append((len(x), third.wait(LIMIT_S)))
+            return x
+
+        runs: list[threading.Thread] = [threading.current_thread()]
+        member.batched(step, name="step", alike=False, prepare=prepare)
+        await member.follow()
+
+    _, errors = rank_group([lead, obey])
+    assert errors == [None, None]
+    assert ran == [(1, True), (2, True), (3, True)]
+    assert [counts for counts, _, _ in prepared] == [[1], [2], [3]]
+    assert not any(on_same for _, on_same, _ in prepared)
+
+
+def test_what_preparing_a_step_raises_comes_after_the_steps_before_it() -> None:
+    """Two steps run; then the follower has the error itself, and rank 0 its words."""
+    ran: list[int] = []
+
+    async def obey(member: RankHandle, seen: Rank) -> None:
+        def prepare(counts: list[int]) -> None:
+            if counts == [3]:
+                raise ConfigurationError("no place for three rows")
+
+        def step(x: Tensor) -> Tensor:
+            ran.append(len(x))
+            return x
+
+        member.batched(step, name="step", alike=False, prepare=prepare)
+        await member.follow()
+
+    async def lead_on(member: RankHandle, seen: Rank) -> None:
+        await lead(member, seen)
+        async with asyncio.timeout(LIMIT_S):
+            while member.failure is None:  # noqa: ASYNC110  the channel's thread says it
+                await asyncio.sleep(0.001)
+        member._group.raise_if_failed()
+
+    _, (leads, follows) = rank_group([lead_on, obey])
+    assert ran == [1, 2]
+    assert isinstance(follows, ConfigurationError)
+    assert isinstance(leads, DeviceLostError) and "no place for three rows" in str(leads)
+
+
+def test_a_follower_reads_no_more_than_its_limit_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs in a step leaves the others in its line, where rank 0 notices that it takes nothing."""
+    monkeypatch.setattr(steps, "MAX_ANNOUNCED", 2)
+    prepared: list[int] = []
+    highest: list[int] = []
+    all_sent = threading.Event()
+
+    async def lead_on(member: RankHandle, seen: Rank) -> None:
+        await lead(member, seen, 6)
+        all_sent.set()
+
+    async def obey(member: RankHandle, seen: Rank) -> None:
+        def step(x: Tensor) -> Tensor:
+            assert all_sent.wait(LIMIT_S)
+            highest.append(len(prepared) - len(x))
+            return x
+
+        member.batched(step, name="step", alike=False, prepare=lambda counts: prepared.append(counts[0]))
+        await member.follow()
+
+    _, errors = rank_group([lead_on, obey])
+    assert errors == [None, None]
+    assert prepared == [1, 2, 3, 4, 5, 6] and len(highest) == 6
+    assert max(highest) <= 2
