@@ -108,7 +108,7 @@ async def soak(minutes: float, folder: Path, address: str) -> dict[str, Any]:
             parts = {"fleet": fleet, "rank group": gang, "isolated": isolated, "server": serving}
             comparing, faults = Comparing(pool, address), Faults(list(parts.values()), callers)
             watch = Watch(began, minutes * 60)
-            telling = asyncio.ensure_future(tell(faults, comparing, began))
+            telling = asyncio.ensure_future(tell(faults, comparing, watch, began))
             stuck = await together({**parts, "consistency": comparing, "faults": faults}, watch, minutes)
             telling.cancel()
             seconds = asyncio.get_running_loop().time() - began
@@ -145,7 +145,7 @@ async def together(parts: dict[str, Any], watch: Any, minutes: float) -> list[st
     return [name for name, task in work.items() if task in stuck]
 
 
-async def tell(faults: Faults, comparing: Any, began: float) -> None:
+async def tell(faults: Faults, comparing: Any, watch: Watch, began: float) -> None:
     """A line now and then, for who watches."""
     while True:
         await asyncio.sleep(15)
@@ -156,6 +156,7 @@ async def tell(faults: Faults, comparing: Any, began: float) -> None:
             **calls,
             "faults": dict(faults.done),
             "consistency": dict(comparing.looked),
+            "held": watch.last(),
         }
         print(json.dumps(line), file=sys.stderr, flush=True)
 

@@ -3,11 +3,13 @@
 A value that goes up and down with every restart says nothing by a single sample.
 So the second half of the run is cut into windows, the least value of each is its floor, and the median slope
 between all pairs of floors (Theil and Sen's) says what is never given back.
+Cycles are collected some times a window: Python itself looks at the oldest ones every few minutes at best.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import threading
@@ -22,6 +24,7 @@ from typing import Any
 MARK = "LZ_SOAK"  # in the environment of every process of this soak, and of those that they leave
 WINDOWS = 8
 OWN_S, OTHERS_S = 1.0, 10.0  # between two looks
+COLLECTIONS = 2  # of cycles in each window
 TOP, SHOWN = 10, 60
 # Growth of the floor over the second half: what is allowed in all, and beyond that each minute.
 BOUNDS = {
@@ -135,6 +138,7 @@ class Watch:
     def __init__(self, began_s: float, seconds: float) -> None:
         self.times = array("d")
         self.values = {name: array("d") for name in BOUNDS}  # eight bytes a look: no growth of its own
+        self.load = array("d")  # of the machine, by all that runs there
         self._began_s, self._seconds = began_s, seconds
         self._half: dict[str, int] = {}
 
@@ -142,8 +146,12 @@ class Watch:
         """Look at this process every second and at the others every few, for ever."""
         loop = asyncio.get_running_loop()
         seen, due = await asyncio.to_thread(others), 0.0
+        collect = every = self._seconds / (2 * WINDOWS * COLLECTIONS)
         while True:
             now = loop.time() - self._began_s
+            if now > collect:
+                gc.collect()
+                collect = now + every
             if not self._half and now > self._seconds * 0.45:
                 self._half = await asyncio.to_thread(traced)
             if now > due:
@@ -151,7 +159,12 @@ class Watch:
             self.times.append(loop.time() - self._began_s)
             for name, value in (own() | seen).items():
                 self.values[name].append(value)
+            self.load.append(os.getloadavg()[0])
             await asyncio.sleep(OWN_S)
+
+    def last(self) -> dict[str, float]:
+        """What was seen last."""
+        return {name: values[-1] for name, values in self.values.items() if values}
 
     def record(self) -> dict[str, Any]:
         """The trends, the largest growths by line since shortly before half time, and some of the looks."""
@@ -165,4 +178,5 @@ class Watch:
             "looks": len(self.times),
             "seconds": [round(t, 1) for t in self.times[::step]],
             "values": {name: list(values[::step]) for name, values in self.values.items()},
+            "load of the machine": [round(load, 1) for load in self.load[::step]],
         }

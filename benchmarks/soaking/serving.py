@@ -27,6 +27,7 @@ PROMPT = "And Jesus said unto them,"
 SEEDS = 12
 TOKENS = 24
 PROGRESS = 4
+PATIENCE_S = 120.0  # of a client: the first text of a cold server waits for its kernels to be compiled
 LEAVES = 0.2  # of the clients go in the middle of their answer
 REFUSED, BAD = "refused: 429", "refused: 400"
 COUNTED = ("done", "cancelled", "failed", "rejected")
@@ -70,22 +71,30 @@ class Serving:
     async def run(self) -> None:
         """Clients until `running` is taken back; the last server ends by SIGTERM."""
         supervisor = asyncio.ensure_future(self._supervise())
+        clients = asyncio.ensure_future(self._clients())
         try:
-            await asyncio.gather(self._bookkeeper(), *(self._client(c) for c in range(MOST + 1)))
-            await self._compare_books()
+            await asyncio.wait({supervisor, clients}, return_when=asyncio.FIRST_COMPLETED)
+            if supervisor.done():  # it has no end but an error, and without it clients wait for ever
+                supervisor.result()
+            clients.result()
         finally:
             supervisor.cancel()
+            clients.cancel()
         if self.life is not None:
             self.life.process.send_signal(signal.SIGTERM)
             self.left["exit status of the last"] = await asyncio.to_thread(self.life.process.wait, 60)
+
+    async def _clients(self) -> None:
+        await asyncio.gather(self._bookkeeper(), *(self._client(c) for c in range(MOST + 1)))
+        await self._compare_books()
 
     # -- the server -------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
         while True:
-            life = await self._start()
+            life = await asyncio.to_thread(self._start)
             self.lives += 1
-            async with httpx.AsyncClient() as client:
+            async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
                 while not await _serves(client, life):  # noqa: ASYNC110  another process
                     await asyncio.sleep(0.2)
                 if not self._wanted:
@@ -97,17 +106,16 @@ class Serving:
             self._serves.clear()
             self.life = None
 
-    async def _start(self) -> Life:
+    def _start(self) -> Life:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        log = await asyncio.to_thread(open, self._folder / f"server-{self.lives}.log", "wb")
         command = [
             sys.executable, str(ROOT / "examples" / "serve.py"), "--port", str(port), "--pages", str(PAGES),
             "--max-requests", str(MOST), "--strict",
         ]  # fmt: skip
-        with log:
-            process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: ASYNC220  a fork, no wait
+        with (self._folder / f"server-{self.lives}.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
         return Life(process, f"http://127.0.0.1:{port}")
 
     # -- clients ----------------------------------------------------------------------------------------
@@ -129,7 +137,7 @@ class Serving:
         bad = draw.random() < 0.02
 
         async def text() -> str:
-            async with httpx.AsyncClient(timeout=120) as client:
+            async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
                 return await self._text(client, life, seed, leaves, "none" if bad else "generate")
 
         life.open += 1

@@ -362,8 +362,9 @@ class DispatchState:
     """One version of a device's tables, filled op by op as they are first used.
 
     `agreed_terms` are those of a rank group whose state this is; `rehearsed_plans` are for captures of ops
-    whose table an earlier version had; `batch_keys` are those of awaited calls under this state alone, which
-    end with it, by whose they are.
+    whose table an earlier version had; `batch_keys` are those of awaited calls under this policy alone, by
+    whose they are: those of plans end with this state; those of nobody (None) go on in the next, so that
+    calls find the queues of before.
     """
 
     __slots__ = ("agreed_terms", "batch_keys", "policy", "rehearsed_plans", "tables", "version")
@@ -397,4 +398,7 @@ class DispatchState:
             if context is not None and context(name, policy).fingerprint(name) == table.fingerprint:
                 tables[name] = table
             rehearsed[name] = table.rehearsed_plans()
-        return DispatchState(version, policy, tables, rehearsed_plans=rehearsed)
+        state = DispatchState(version, policy, tables, rehearsed_plans=rehearsed)
+        if policy is self.policy:
+            state.batch_keys[None] = self.batch_keys.setdefault(None, {})
+        return state

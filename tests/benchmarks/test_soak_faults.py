@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -171,3 +174,40 @@ def test_a_servers_books_are_those_of_its_clients(change: dict[str, int], says: 
     counted['layerzero_batcher_in_flight{device="cpu"}'] = float(given["in_flight"])
     health = {"pages": 96, "pages_free": given["pages_free"], "requests": given["requests"]}
     assert serving.differences(life, health, counted) == says
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_cannot_be_started_ends_its_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the error in its words: its clients would wait for a server for ever, and nobody would be told."""
+    monkeypatch.setattr(serving, "ROOT", tmp_path)
+    with pytest.raises(RuntimeError, match="the server ended with status 2 before it served"):
+        await asyncio.wait_for(serving.Serving(tmp_path, 0.0).run(), 60.0)
+
+
+@pytest.mark.asyncio
+async def test_cycles_are_collected_before_they_are_taken_for_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage that nothing but a collection frees is gone in some look of every window."""
+
+    class Circle:
+        def __init__(self) -> None:
+            self.me = self
+
+    monkeypatch.setenv(resources.MARK, "a test")
+    monkeypatch.setattr(resources, "OWN_S", 0.01)
+    freed = asyncio.Event()
+    watch = resources.Watch(asyncio.get_running_loop().time(), 0.5)
+    watching = asyncio.ensure_future(watch.run())
+    gc.disable()
+    try:
+        weakref.finalize(Circle(), freed.set)
+        await asyncio.wait(
+            [watching, asyncio.ensure_future(freed.wait())], timeout=30.0, return_when="FIRST_COMPLETED"
+        )
+        assert freed.is_set() and not watching.done()
+        await asyncio.sleep(0.1)
+        assert set(watch.last()) == set(resources.BOUNDS) and len(watch.load) == len(watch.times)
+    finally:
+        gc.enable()
+        watching.cancel()

@@ -13,6 +13,7 @@ import torch
 import layerzero as lz
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import context_snapshot
+from layerzero.scheduler.core.round_robin import BatchQueue
 from layerzero.selection.dispatch import DispatchState
 from tests.native.twins import both_paths as both_paths
 
@@ -36,6 +37,29 @@ async def test_what_a_context_decided_goes_when_it_is_decided_anew(how: str) -> 
         with lz.prefer("reference") if how == "preferred" else contextlib.nullcontext():
             states = [await changed(runtime.device("cpu")) for _ in range(8)]
     assert states[-1] <= states[2], states
+
+
+@pytest.mark.parametrize("how", ["preferred", "backend"])
+@pytest.mark.asyncio
+async def test_calls_of_a_context_meet_in_the_queues_of_before_a_change(how: str) -> None:
+    """A queue for each state would be remembered until the bound of queues is reached, for nobody's use."""
+    x = torch.randn(2, 16)
+    named: dict[str, Any] = {"backend": "reference"} if how == "backend" else {}
+
+    async def queues(device: LocalDevice) -> int:
+        device.health.rest("torch.rms_norm.native", "a test")
+        device.refresh()
+        await asyncio.gather(*(lz.rms_norm(x, **named) for _ in range(3)))
+        gc.collect()
+        return sum(isinstance(kept, BatchQueue) for kept in gc.get_objects())
+
+    async with lz.start(lz.Settings(warm="off")) as runtime:
+        with lz.prefer("reference") if how == "preferred" else contextlib.nullcontext():
+            counts = [await queues(runtime.device("cpu")) for _ in range(4)]
+            with lz.disable("native") if how == "preferred" else contextlib.nullcontext():
+                other = await queues(runtime.device("cpu"))
+    assert counts[0] > 0 and counts == counts[:1] * 4
+    assert other == counts[0] + (how == "preferred"), "calls of two policies do not meet"
 
 
 def test_a_scope_that_is_asked_in_the_midst_of_a_change_does_not_keep_what_was_before(
