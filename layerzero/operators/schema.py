@@ -135,7 +135,7 @@ class OperatorSchema:
         return _made(self.name, source, namespace)
 
     def in_front(self) -> tuple[Any, ...]:
-        """What `native.Operator` takes: names, defaults, and where each stands in the op's arguments."""
+        """What `native.Operator` takes: names, defaults, and the place of each in the op's arguments."""
         declared = self.overload._schema.arguments
         of_op = tuple(inspect.signature(self.op.build).parameters)
         return (

@@ -362,9 +362,8 @@ class DispatchState:
     """One version of a device's tables, filled op by op as they are first used.
 
     `agreed_terms` are those of a rank group whose state this is; `rehearsed_plans` are for captures of ops
-    whose table an earlier version had; `batch_keys` are those of awaited calls under this policy alone, by
-    whose they are: those of plans end with this state; those of nobody (None) go on in the next, so that
-    calls find the queues of before.
+    whose table an earlier version had; `batch_keys` are those of awaited calls under this policy, by owner:
+    those of plans end with this state, those without an owner (None) are the next one's too.
     """
 
     __slots__ = ("agreed_terms", "batch_keys", "policy", "rehearsed_plans", "tables", "version")
@@ -388,10 +387,7 @@ class DispatchState:
     def successor(
         self, version: int, policy: Policy, context: Callable[[str, Policy], SelectionContext] | None
     ) -> DispatchState:
-        """The next version; without `context` (of an op under a policy) no table is kept.
-
-        Tables whose context cannot have changed stay: a change of one op costs the others nothing.
-        """
+        """The next version: tables whose `context` (of an op under a policy) cannot have changed stay."""
         tables: dict[str, PlanTable] = {}
         rehearsed = dict(self.rehearsed_plans)
         for name, table in list(self.tables.items()):

@@ -46,7 +46,7 @@ class _Launch(ctypes.Structure):
 _MAY_BEGIN_EARLY = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,))
 
 
-class Function:
+class CudaFunction:
     """A function on a device. `shared` are the bytes of shared memory that a block has, beside its own."""
 
     def __init__(self, kernel: Any, device: torch.device, shared: int) -> None:
@@ -86,7 +86,7 @@ def _source(name: str) -> str:
 
 
 @functools.cache
-def _function(device: int, files: tuple[str, ...], name: str, shared: int, defines: Any) -> Function:
+def _function(device: int, files: tuple[str, ...], name: str, shared: int, defines: Any) -> CudaFunction:
     text = "".join(f"#define {key} {value}\n" for key, value in defines)
     with torch.cuda.device(device):
         # A thread that has not called the driver has no context, and NVRTC's module needs one.
@@ -96,12 +96,12 @@ def _function(device: int, files: tuple[str, ...], name: str, shared: int, defin
         kernel = torch.cuda._compile_kernel(
             text + "".join(map(_source, files)), name, compute_capability=f"{major}{minor}a"
         )
-        return Function(kernel, torch.device("cuda", device), shared)
+        return CudaFunction(kernel, torch.device("cuda", device), shared)
 
 
 def function(
     device: torch.device, files: tuple[str, ...], name: str, shared: int = 0, **defines: int | str
-) -> Function:
+) -> CudaFunction:
     """The function `name` of files behind common.cuh, with macros set, loaded on a device; compiled once.
 
     `shared` are the bytes of shared memory that a block has, beside its own.
