@@ -9,6 +9,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +59,31 @@ def compilation_of(*names: str) -> Callable[[CallSpec], bool]:
 
 
 def modules_on_disk(names: Iterable[str]) -> bool:
-    """Whether every module was compiled for the installed release: in FlashInfer's cache, or by a bundle."""
+    """Whether every module was compiled for the installed release: in FlashInfer's cache, or by a bundle.
+
+    What lies in the cache and is older than the release's files is compiled again by FlashInfer's build.
+    """
     version = installed_version("flashinfer-python")
     if version is None:
         return False
-    folders = [*(cache_folder() / version).glob("*/cached_ops"), *carried_folder(version).glob("*")]
-    return all(any((folder / name / f"{name}.so").is_file() for folder in folders) for name in names)
+    own = [*(cache_folder() / version).glob("*/cached_ops")]
+    carried = [*carried_folder(version).glob("*")]
+    since = changed_at(Path(str(distribution("flashinfer-python").locate_file("flashinfer/__init__.py"))))
+
+    def is_there(name: str) -> bool:
+        file = Path(name) / f"{name}.so"
+        return any((folder / file).is_file() for folder in carried) or any(
+            (folder / file).is_file() and changed_at(folder / file) >= since for folder in own
+        )
+
+    return all(map(is_there, names))
+
+
+def changed_at(path: Path) -> float:
+    """When a file was last written, in seconds; 0 for what is not there."""
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def carried_folder(version: str) -> Path:
