@@ -18,20 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from generating.folder import LLAMA_8B
+
 for name, value in {
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "ERROR",
 }.items():  # fmt: skip
     os.environ.setdefault(name, value)
-
-# Llama 3 8B's shape, as benchmarks/generating/models.py has it.
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096,
-    "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
-    "max_position_embeddings": 8192, "hidden_act": "silu", "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 
 
 def main() -> None:
@@ -44,7 +37,7 @@ def main() -> None:
     begin = time.perf_counter()
     backend = os.environ.get("LZ_PEER_BACKEND")  # None: what vLLM chooses
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        (Path(folder) / "config.json").write_text(json.dumps(LLAMA_8B | {"max_position_embeddings": 8192}))
         engine = LLM(
             folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096,
             max_num_seqs=int(os.environ.get("LZ_PEER_REQUESTS", "64")), gpu_memory_utilization=0.4,

@@ -112,7 +112,7 @@ def _detector() -> BlockBuster:
     return detector
 
 
-# One for all tests: to look all functions up again took a third of a short test's time.
+# One for all tests: looking all functions up again for each is work that changes nothing.
 BLOCKING = _detector()
 
 
