@@ -102,6 +102,13 @@ def test_a_lock_beats_denials_up_to_its_layer_only() -> None:
     assert codes(policy(lock, below, above), FLASH) == [Reason.POLICY_DENIED]
 
 
+def test_a_locked_kernel_needs_no_place_in_an_allow_list() -> None:
+    """What is locked is taken though the list names others alone."""
+    allow = make_rule("allow", "torch_sdpa")
+    assert codes(policy(allow), FLASH) == [Reason.POLICY_NOT_ALLOWED]
+    assert codes(policy(allow, make_rule("lock", "flash_attn", op="attention")), FLASH) == []
+
+
 def test_every_reason_is_listed() -> None:
     """A kernel with a denial, no allowance and a lock elsewhere hears all three."""
     value = policy(
