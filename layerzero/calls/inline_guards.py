@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from layerzero._util import log
 from layerzero.calls.blocking import context_device
 from layerzero.calls.inlining import Inliner, torchs_kernel
 from layerzero.calls.scope import SCOPE
+from layerzero.operators import is_of_front
 from layerzero.operators.choice import CHOICE, GUARDED, Guards
 from layerzero.ops import table as ops_table
 from layerzero.ops.attention.checks import switched_off
@@ -42,6 +44,8 @@ _TRACEABLE = frozenset(
 )  # fmt: skip
 # Of one function, for so many sizes: another choice doubles them, and torch's limit is 8.
 _MAX_GRAPHS = 3
+# The default values of a front, in the name of a guard.
+_CONSTANT = re.compile(r"\._torchdynamo_inline\.__(kw)?defaults__")
 _compiling: Any = _guards.CompileContext
 _MOVED = "compile.choice_moved"
 _SERIAL = count()
@@ -191,6 +195,7 @@ def _open_guard() -> str | None:
     if tracer is None:  # behind the trace, where what it recorded is lowered
         return None
     output: Any = tracer.output
+    _drop_constant_guards(output)
     if hasattr(output, "_layerzero_guard"):
         guard = output._layerzero_guard
     else:
@@ -202,6 +207,23 @@ def _open_guard() -> str | None:
         if guard is not None:
             _install(output, guard)
     return guard.mark if guard is not None and guard.inlines else None
+
+
+def _drop_constant_guards(output: Any) -> None:
+    """Take back the guards on what never changes in an operator's front: its defaults and its namespace.
+
+    A model of two layers had a hundred of them, and they were read before each run.
+    """
+    guards = output.tracing_context.guards_context.dynamo_guards
+    scope = output.root_tx.f_globals
+    own = tuple(
+        name for name, value in scope.items() if name.startswith("___unnamed_scope") and is_of_front(value)
+    )
+    guards.inner = {
+        guard
+        for guard in guards.inner
+        if not _CONSTANT.search(guard.name) and not any(name in guard.name for name in own)
+    }
 
 
 def _is_ahead_of_time(output: Any) -> bool:

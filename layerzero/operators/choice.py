@@ -78,9 +78,7 @@ def _mark_now() -> str | None:
 
 def _guarded_mark() -> str | None:
     """The mark of a graph that has a guard of its own."""
-    if CHOICE.guards is None or torch.compiler.is_exporting():
-        return None
-    mark = CHOICE.guards.open()
+    mark = None if CHOICE.guards is None else CHOICE.guards.open()
     return None if mark is None else _MARK + mark
 
 
