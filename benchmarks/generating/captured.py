@@ -6,7 +6,7 @@ from models.llama import BLOCKING, Layer, Llama, SampleArgs, run_sync, sample_to
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.api.step_runner import StaticMetadata
+from layerzero.api.step_metadata import StaticMetadata
 from layerzero.kvcache import TokenRange
 
 

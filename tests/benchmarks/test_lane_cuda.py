@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from layerzero.api.step_runner import StaticMetadata
+from layerzero.api.step_metadata import StaticMetadata
 from layerzero.kvcache import KVCacheSpec, PagedCache
 from tests.waiting import LIMIT_S
 

@@ -257,6 +257,7 @@ def test_our_triton_kernels_are_captured_as_they_declare() -> None:
 
 
 @pytest.mark.usefixtures("runtime")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_runner_replays_what_the_plain_step_gives() -> None:
     """Decode rows by graphs and a prompt beside them, in one call, turn after turn; nothing synchronises."""
     model = Model(128, 64, "cuda", torch.bfloat16)
@@ -292,3 +293,27 @@ def test_every_width_of_tables_replays_the_plain_step() -> None:
         expected = model.plain(ranges, ids)
         torch.testing.assert_close(runner(ranges, ids), expected, rtol=2e-2, atol=2e-2)
     assert runner.kept == 2 and runner.captures == 2 * 3 and runner.evictions == 4
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_step_with_prompts_replays_what_the_plain_step_gives() -> None:
+    """Prompts beside rows that decode, in buckets with and without padding; nothing synchronises."""
+    model = Model(256, 64, "cuda", torch.bfloat16)
+    runner = lz.StepRunner(
+        model.forward, model.cache, max_model_len=200, max_num_seqs=4, buckets=(4,), prefill_buckets=(8, 64)
+    )
+    sequences = opened(model.cache, [3, 9, 0, 5])
+    for turn, counts in enumerate([(1, 1, 5, 1), (1, 30, 1, 2), (3, 1, 2, 1), (1, 1, 20, 1), (1, 1, 1, 5)]):
+        ranges = [sequence.extend(count) for sequence, count in zip(sequences, counts, strict=True)]
+        ids = torch.arange(sum(counts), device="cuda") * 7 % 50
+        expected = model.plain(ranges, ids)
+        if turn > 2:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            rows = runner(ranges, ids)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(rows, expected, rtol=2e-2, atol=2e-2)
+    assert runner.captures == 2 and runner.prefill_buckets == (8, 64)
