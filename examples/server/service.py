@@ -51,10 +51,11 @@ class Service(Front):
         runners = self.model.runners  # they take pages, which no request can have
         loader = runtime.device(self.options.device).loader
         for runner in runners:
-            for rows in reversed(runner.buckets):
-                if loader.compiling:
-                    return
-                runner.capture(buckets=[rows])
+            for sizes in ("buckets", "prefill_buckets"):
+                for rows in reversed(getattr(runner, sizes)):
+                    if loader.compiling:
+                        return
+                    runner.capture(**{"buckets": [], "prefill_buckets": [], sizes: [rows]})
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         return {

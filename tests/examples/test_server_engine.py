@@ -50,9 +50,10 @@ def test_every_granularity_obeys_the_rules(per: llama.Per) -> None:
     assert all(len(one.likeliest) == 2 and not one.ends for one in told)
 
 
-def test_a_request_that_is_left_gives_its_pages_back() -> None:
+@pytest.mark.parametrize("reads_behind", [False, True])
+def test_a_request_that_is_left_gives_its_pages_back(reads_behind: bool) -> None:
     """Closed behind a token, or cancelled at any turn of the loop, with rules or without."""
-    engine = Engine(llama.load(pages=32), frozenset())
+    engine = Engine(llama.load(pages=32), frozenset(), reads_behind=reads_behind)
     allocator = engine.model.cache.allocator
 
     async def lives() -> None:
@@ -76,8 +77,10 @@ def test_a_request_that_is_left_gives_its_pages_back() -> None:
         asyncio.run(lives())
 
 
-@pytest.mark.parametrize("per", ["op", "layer", "step"])
-def test_a_small_pool_draws_the_tokens_of_a_large_one(per: llama.Per) -> None:
+@pytest.mark.parametrize(
+    ("per", "reads_behind"), [("op", False), ("layer", False), ("step", False), ("step", True)]
+)
+def test_a_small_pool_draws_the_tokens_of_a_large_one(per: llama.Per, reads_behind: bool) -> None:
     """Eight requests of up to six pages in a pool of nine, some of which leave: the same tokens, preempted
     or not, and every page is free at the end."""
     requests = [([0, *range(20, 24 + seed)], Sampling(seed=seed), 60 + seed) for seed in range(8)]
@@ -95,10 +98,70 @@ def test_a_small_pool_draws_the_tokens_of_a_large_one(per: llama.Per) -> None:
 
     settings = lz.Settings(device="cpu", inference=True, warm="off", determinism="strict")
     with lz.start(settings, scoped=True):
-        large, small = (Engine(llama.load(pages=pages, per=per), frozenset()) for pages in (128, 9))
+        large, small = (
+            Engine(llama.load(pages=pages, per=per), frozenset(), reads_behind=behind)
+            for pages, behind in ((128, False), (9, reads_behind))
+        )
         expected = asyncio.run(all_of_them(large, False))
         told = asyncio.run(all_of_them(small, True))
     assert large.requests.preemptions == 0 < small.requests.preemptions
     for index, (truth, tokens) in enumerate(zip(expected, told, strict=True)):
         assert tokens == truth or (index in (2, 7) and isinstance(tokens, asyncio.CancelledError))
     assert small.model.cache.allocator.free_pages == 9
+
+
+def test_reading_behind_gives_the_same_tokens_to_the_same_end() -> None:
+    """With and without: the same texts, ended by a token or by their length, and the same pages are found by
+    the next request, whose tokens are those of a computation from the start."""
+    prompt = list(range(3, 40))
+    whole = Engine(llama.load(pages=64), frozenset())
+
+    async def texts(reads_behind: bool) -> list[Any]:
+        told: list[Any] = []
+        for eos in (frozenset[int](), frozenset({ends})):
+            engine = Engine(llama.load(pages=64), eos, reads_behind=reads_behind)
+            first = await drawn(engine, prompt, Sampling(seed=5), 40)
+            told.append(first)
+            longer = [*prompt, *(one.token for one in first)]
+            told.append(await drawn(engine, longer, Sampling(seed=6), 8))
+            assert engine.requests.reused_tokens >= len(longer) // 16 * 16 - 16
+            told.append(await drawn(whole, longer, Sampling(seed=6), 8) == told[-1] or eos)
+            assert engine.model.cache.allocator.free_pages == 64
+        return told
+
+    with lz.start(SETTINGS, scoped=True):
+        ends = asyncio.run(drawn(whole, prompt, Sampling(seed=5), 40))[20].token
+        assert asyncio.run(texts(True)) == asyncio.run(texts(False))
+
+
+def test_the_next_step_begins_before_the_last_token_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading behind: a token's way to the host begins behind its step, and is awaited when the next step is
+    launched; with a rule that needs the token it is awaited at once."""
+    engine = Engine(llama.load(pages=32), frozenset(), reads_behind=True)
+    steps, begun, seen = 0, [], []
+    sample_next, to_host = engine.model.sample_next, lz.to_host
+
+    async def counted(*args: Any) -> Any:
+        nonlocal steps
+        result = await sample_next(*args)
+        steps += 1
+        return result
+
+    class Noted:
+        done = False
+
+        def __init__(self, tensor: Any) -> None:
+            begun.append(steps)
+            self._reading = to_host(tensor)
+
+        def __await__(self) -> Any:
+            seen.append(steps)
+            return self._reading.__await__()
+
+    monkeypatch.setattr(engine.model, "sample_next", counted)
+    monkeypatch.setattr(lz, "to_host", Noted)
+    for sampling, expected in ((Sampling(), [2, 3, 4, 4]), (Sampling(presence_penalty=0.1), [1, 2, 3, 4])):
+        steps, begun, seen = 0, [], []
+        with lz.start(SETTINGS, scoped=True):
+            asyncio.run(drawn(engine, [1, 2, 3], sampling, 4))
+        assert seen == expected and begun == [1, 2, 3, 4]
