@@ -70,14 +70,23 @@ with suppress(BackendNotAvailableError):  # nowhere to keep what is compiled: th
     (Path(CACHE.name) / "layerzero" / "native").symlink_to(cache_folder())
 os.environ["XDG_CACHE_HOME"] = CACHE.name
 
+SLOW = "a further case of what other tests hold: `pytest --slow` and `make stress` run it"
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, so that no worker ends alone with it; leave out what takes minutes."""
-    if os.environ.get("LZ_STRESS") != "1":
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--slow` runs what is marked slow as well."""
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no worker ends alone with it; leave out what is slow."""
+    # Under a mutation a proof runs whole: any of its cases may be the one that notices.
+    whole = os.environ.get("LZ_STRESS") == "1" or os.environ.get("HYPOTHESIS_PROFILE") == "mutation"
+    if not whole and not config.getoption("--slow"):
         for item in items:
-            if item.get_closest_marker("stress") is not None:
-                item.add_marker(pytest.mark.skip(reason="it takes minutes: set LZ_STRESS=1"))
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+            if item.get_closest_marker("slow") is not None:
+                item.add_marker(pytest.mark.skip(reason=SLOW))
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -154,7 +154,7 @@ async def test_an_idempotent_call_runs_again_after_a_fault_of_its_device(
         assert lost.value.retryable
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_gpu_that_another_device_has_is_refused_and_shared_by_setting(ray_cluster: Any) -> None:
     """A device of another cluster holds one of two GPUs alone: the error names both, and no restart is tried.
 
