@@ -25,13 +25,15 @@ from layerzero.spec.tolerances import need_full_float32
 
 # No deadlines: they would time a shared machine, not the code.  The CI profile is derandomised so that a red
 # build is a change in the code; the default one looks somewhere new on every run.
+# The stress suite looks longer.
 _SLOW_IS_FINE = [HealthCheck.too_slow]
+_EXAMPLES = 150 if os.environ.get("LZ_STRESS") == "1" else 50
 settings.register_profile(
-    "default", max_examples=50, derandomize=False, deadline=None, suppress_health_check=_SLOW_IS_FINE
+    "default", max_examples=_EXAMPLES, derandomize=False, deadline=None, suppress_health_check=_SLOW_IS_FINE
 )
 settings.register_profile(
     "ci",
-    max_examples=150,
+    max_examples=_EXAMPLES,
     derandomize=True,
     deadline=None,
     suppress_health_check=_SLOW_IS_FINE,

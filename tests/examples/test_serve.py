@@ -254,7 +254,7 @@ async def _hang_up(server: Running, count: int, seed: int) -> list[int]:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("count", "seeds"), [(24, [1]), pytest.param(64, range(5), marks=pytest.mark.long)])
+@pytest.mark.parametrize(("count", "seeds"), [(24, [1]), pytest.param(64, range(5), marks=pytest.mark.slow)])
 async def test_clients_that_hang_up_leave_nothing_behind(
     server: Running, count: int, seeds: Sequence[int]
 ) -> None:

@@ -39,7 +39,7 @@ def verdicts(tree: ast.Module) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
         and any(map(is_mark, ast.walk(node)))
     ]  # fmt: skip
-    homes = [("", tree, bool(marked))]
+    homes: list[tuple[str, ast.Module | ast.ClassDef, bool]] = [("", tree, bool(marked))]
     homes += [
         (f"{node.name}::", node, bool(marked) or any(map(is_mark, node.decorator_list)))
         for node in tree.body
