@@ -33,6 +33,7 @@ def rehearsed(out: Path, *more: str) -> dict[str, Any]:
     return read
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_side_is_measured(tmp_path: Path) -> None:
     """Speeds, one request alone and where the time goes, for each way of awaiting, and no error."""

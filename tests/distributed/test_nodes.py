@@ -49,6 +49,7 @@ async def runtime(nodes: Any) -> AsyncIterator[lz.Runtime]:
 
 
 # First: it needs both places for devices of its own.
+@pytest.mark.slow
 def test_ranks_of_the_tensor_parallel_example_are_actors_on_two_nodes(nodes: Any, tmp_path: Path) -> None:
     """The same tokens from shards on two nodes, with coroutines, streams and manifests between them."""
     pytest.importorskip("safetensors", reason="the example needs safetensors")
