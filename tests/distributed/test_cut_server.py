@@ -16,7 +16,7 @@ from tests.distributed import forked
 pytestmark = pytest.mark.ray
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(500)
 def test_requests_of_a_replica_behind_a_cut_go_on_at_another_one_or_end_with_an_error() -> None:
     """Whole texts, no token twice, over a cut and half-open lines; a slow line moves nothing."""
