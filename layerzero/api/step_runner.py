@@ -14,10 +14,10 @@ from torch import Tensor
 
 from layerzero._util import log
 from layerzero.api.graphs import captured_steps, compile_within
-from layerzero.api.step_metadata import StaticMetadata, StaticPrefillMetadata
 from layerzero.graphs.captured_steps import MAX_GRAPHS
 from layerzero.graphs.step import GraphedFunction
 from layerzero.kvcache import PagedCache, TokenRange
+from layerzero.kvcache.static_metadata import StaticMetadata, StaticPrefillMetadata
 from layerzero.ops import checks
 from layerzero.spec.errors import CudaGraphUnsafeError
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from layerzero.api.step_metadata import StaticMetadata
 from layerzero.kvcache import KVCacheSpec, PagedCache
+from layerzero.kvcache.static_metadata import StaticMetadata
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]

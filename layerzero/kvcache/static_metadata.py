@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from layerzero.kvcache import AttentionMetadata, PagedCache, PagedSequence, TokenRange
+from layerzero.kvcache.attention_metadata import AttentionMetadata
+from layerzero.kvcache.block_tables import PagedSequence, TokenRange
+from layerzero.kvcache.paged_cache import PagedCache
 
 
 class StaticMetadata:
