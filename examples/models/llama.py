@@ -241,10 +241,7 @@ class Llama:
         return await self.forward(AWAITED, self._awaited, ids, self.cache.attention_metadata([span]))
 
     async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs, priority: int = 1) -> Tensor:
-        """The token (1,) that follows `ids` (n,) of one sequence.
-
-        A step and its draw are one await of this `priority`; layer by layer the last one draws.
-        """
+        """The token (1,) that follows `ids` (n,) of one sequence; layer by layer the last one draws it."""
         if self.per == "step" or (self.per == "layer" and len(self.layers) == 1):
             token: Tensor = await self._batched_sample(ids, span, draw, priority=priority)
             return token
