@@ -79,7 +79,7 @@ class StepRunner:
         self.table_widths = _widths(-(-max_model_len // cache.page_size), table_widths)
         self._forward, self._cache, self._max_num_seqs = forward, cache, max_num_seqs
         self._graphed = cache.device.type == "cuda" if graphs is None else graphs
-        self.prefill_buckets = tuple(sorted(set(prefill_buckets))) if self._graphed else ()
+        self.prefill_buckets: tuple[int, ...] = tuple(sorted(set(prefill_buckets))) if self._graphed else ()
         if max_graphs is None:
             most = 2 * (len(sizes) + len(self.prefill_buckets)) * len(self.table_widths)
             max_graphs = max(MAX_GRAPHS, most)
