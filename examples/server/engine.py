@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple, Protocol
 
 import anyio
@@ -12,6 +12,7 @@ from models.sampling import NO_DRAW, LogitRules, SampleArgs
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.api.readback import HostRead
 from layerzero.kvcache import PagedCache, PagedRequest, PagedRequests, PrefixCache, TokenRange
 from layerzero.ops.host_copies import to_device_with_host_copy
 from server.protocol import Sampling
@@ -111,7 +112,7 @@ class _Rules:
 class _Unread(NamedTuple):
     """A drawn token on its way to the host, and how it was drawn."""
 
-    reading: Awaitable[Tensor]
+    reading: HostRead
     draw: SampleArgs
 
 
@@ -124,14 +125,16 @@ class _Generation:
         request: PagedRequest,
         prompt: Sequence[int],
         so_far: Sequence[int],
+        sampling: Sampling,
         rules: _Rules,
+        eos_token_ids: frozenset[int],
     ) -> None:
-        self._engine, self._request, self._rules = engine, request, rules
+        self._engine, self._request, self._sampling = engine, request, sampling
+        self._rules, self._eos_token_ids = rules, eos_token_ids
         self._tokens = [*prompt, *so_far]
         self._prompt_len = len(prompt)
         self._newest: Tensor | None = None
         self.unread: _Unread | None = None
-        self.has_arrived = False  # whether the last token was on the host as soon as it was drawn
         self.told: Drawn | None = None  # what was read, until it is taken
 
     @property
@@ -139,15 +142,23 @@ class _Generation:
         """How many tokens were drawn, read or not."""
         return len(self._tokens) - self._prompt_len
 
-    async def step(self, sampling: Sampling, eos_token_ids: frozenset[int]) -> None:
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next step may begin before the last token is read."""
+        behind, unread = self._engine.reads_behind, self.unread
+        if behind is None:
+            behind = unread is not None and not unread.reading.done
+        return behind and self._rules.args is None
+
+    async def step(self) -> None:
         """Compute the next rows, and draw a token behind them where they are the last; read the one before.
 
         Raises: OverloadedError. ValueError: the prompt is empty, or too long.
         """
-        tokens, model = self._tokens, self._engine.model
+        tokens, model, sampling = self._tokens, self._engine.model, self._sampling
         async with self._request.step(tokens, PREFILL_CHUNK) as span:
             if self.unread is not None and span.count > 1:  # preempted: computed again, from all tokens
-                await self.read(eos_token_ids)
+                await self.read()
             if span.end < len(tokens):
                 await model.sample_next(self._ids(span), span, NO_DRAW, PROMPT_PRIORITY)
                 return
@@ -160,13 +171,12 @@ class _Generation:
             else:
                 newest = await model.sample_next(self._ids(span), span, draw, PROMPT_PRIORITY)
             if self.unread is not None:  # pages are published by what is in them
-                await self.read(eos_token_ids)
-        reading = lz.to_host(newest)  # begins here: behind this step, before the next one
-        self._newest, self.unread = newest, _Unread(reading, draw)
-        self.has_arrived = reading.done
+                await self.read()
+        # The copy begins here: behind this step, before the next one.
+        self._newest, self.unread = newest, _Unread(lz.to_host(newest), draw)
         tokens.append(next(_PLACES))
 
-    async def read(self, eos_token_ids: frozenset[int]) -> None:
+    async def read(self) -> None:
         """Read the token that was drawn last, and what was asked about it."""
         assert self.unread is not None
         reading, draw = self.unread
@@ -178,7 +188,7 @@ class _Generation:
             logprob, *others = [float(number) for number in host]
             count = len(others) // 2  # the likeliest tokens, then their logarithms
             likeliest = tuple(zip(map(int, others[:count]), others[count:], strict=True))
-        ends = token in eos_token_ids
+        ends = token in self._eos_token_ids
         self._tokens[-1], self.unread = token, None
         self.told = Drawn(token, logprob, likeliest, ends, is_text=not ends)
 
@@ -233,20 +243,19 @@ class Engine:
         """
         rules = _Rules(prompt, so_far, sampling, max_tokens, grammar)
         eos_token_ids = frozenset[int]() if ignore_eos else self.eos_token_ids
-        may_read_behind = self.reads_behind is not False and rules.args is None
         with self.requests.open(user) as request:
-            way = _Generation(self, request, prompt, so_far, rules)
+            way = _Generation(self, request, prompt, so_far, sampling, rules, eos_token_ids)
             while way.drawn < max_tokens or way.unread is not None:
                 if way.drawn < max_tokens:
                     try:
-                        await way.step(sampling, eos_token_ids)
+                        await way.step()
                     except lz.OverloadedError as overloaded:
                         if not way.drawn and not patient:
                             raise
                         await anyio.sleep(overloaded.retry_after)
-                is_behind = may_read_behind and (self.reads_behind or not way.has_arrived)
-                if way.unread is not None and way.told is None and not (is_behind and way.drawn < max_tokens):
-                    await way.read(eos_token_ids)
+                is_ahead = way.drawn < max_tokens and way.may_run_ahead
+                if way.unread is not None and way.told is None and not is_ahead:
+                    await way.read()
                 told, way.told = way.told, None
                 if told is None:
                     continue

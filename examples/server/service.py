@@ -51,11 +51,12 @@ class Service(Front):
         runners = self.model.runners  # they take pages, which no request can have
         loader = runtime.device(self.options.device).loader
         for runner in runners:
-            for sizes in ("buckets", "prefill_buckets"):
-                for rows in reversed(getattr(runner, sizes)):
-                    if loader.compiling:
-                        return
-                    runner.capture(**{"buckets": [], "prefill_buckets": [], sizes: [rows]})
+            ahead = [([rows], []) for rows in reversed(runner.buckets)]
+            ahead += [([], [rows]) for rows in reversed(runner.prefill_buckets)]
+            for buckets, prefill_buckets in ahead:
+                if loader.compiling:
+                    return
+                runner.capture(buckets=buckets, prefill_buckets=prefill_buckets)
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         return {

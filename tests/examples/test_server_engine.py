@@ -121,12 +121,15 @@ def test_reading_behind_gives_the_same_tokens_to_the_same_end() -> None:
         for eos in (frozenset[int](), frozenset({ends})):
             engine = Engine(llama.load(pages=64), eos, reads_behind=reads_behind)
             first = await drawn(engine, prompt, Sampling(seed=5), 40)
-            told.append(first)
+            assert [one.ends for one in first].count(True) == bool(eos) == first[-1].ends
             longer = [*prompt, *(one.token for one in first)]
-            told.append(await drawn(engine, longer, Sampling(seed=6), 8))
-            assert engine.requests.reused_tokens >= len(longer) // 16 * 16 - 16
-            told.append(await drawn(whole, longer, Sampling(seed=6), 8) == told[-1] or eos)
+            reused = engine.requests.reused_tokens
+            second = [one.token for one in await drawn(engine, longer, Sampling(seed=6), 8)]
+            assert engine.requests.reused_tokens - reused >= len(longer) // 16 * 16 - 16
+            anew = [one.token for one in await drawn(whole, longer, Sampling(seed=6), 8)]
+            assert second == (anew[: anew.index(ends) + 1] if eos and ends in anew else anew)
             assert engine.model.cache.allocator.free_pages == 64
+            told += [first, second]
         return told
 
     with lz.start(SETTINGS, scoped=True):
