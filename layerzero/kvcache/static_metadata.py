@@ -99,7 +99,7 @@ class StaticPrefillMetadata:
         self, cache: PagedCache, width: int, rows: int, sequences: int, padding: PagedSequence
     ) -> None:
         """Tables are `width` pages wide."""
-        self.rows, self.sequences, self.width = rows, sequences, width
+        self.sequences, self.width = sequences, width
         self._cache = cache
         size, pages = cache.page_size, padding.pages
         self._padding_slots = [pages[n // size] * size + n % size for n in range(len(pages) * size)]

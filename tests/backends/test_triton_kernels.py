@@ -298,8 +298,8 @@ for heads, key_heads, layout, page in ((4, 4, "NHD", 16), (8, 2, "NHD", 4), (6, 
     lens = torch.tensor([1, 20 * page, 3 * page + 1, 0], dtype=torch.int32)
     parts = paged.parts_of(4 * key_heads, 20 * page, 48)
     for scale in (None, -0.3):
-        ours = paged.paged_attention(q, k, v, tables, lens, None, True, scale, None, None, layout, False)
-        right = paged_attention_reference(q, k, v, tables, lens, None, True, scale, None, None, layout, False)
+        call = (q, k, v, tables, lens, None, True, scale, None, None, layout, False, None, None)
+        ours, right = paged.paged_attention(*call), paged_attention_reference(*call)
         found.append((parts, float((ours.float() - right.float()).abs().max())))
 print(json.dumps(found))
 """

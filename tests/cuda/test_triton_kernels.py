@@ -93,11 +93,12 @@ def test_pages_decode_as_the_reference(sequences: int, dtype: torch.dtype, layou
         q = torch.randn(sequences, heads + 2, width, device="cuda", dtype=dtype)[:, 1:-1]
         tables = torch.randperm(6400, device="cuda")[: sequences * pages].view(sequences, pages).int()
         lens = torch.randint(0, pages * 16 + 1, (sequences,), device="cuda", dtype=torch.int32)
-        call = (q, k, v, tables, lens, None, True, None, None, None, layout, False)
+        call = (q, k, v, tables, lens, None, True, None, None, None, layout, False, None, None)
         wide = [t.double() if t.is_floating_point() else t for t in call[:5]]
         right = paged_attention_reference(*wide, *call[5:])
-        assert isinstance(right, Tensor)
-        distance = float((paged_attention(*call).double() - right).norm() / right.norm().clamp_min(1e-30))
+        ours = paged_attention(*call)
+        assert isinstance(right, Tensor) and isinstance(ours, Tensor)
+        distance = float((ours.double() - right).norm() / right.norm().clamp_min(1e-30))
         assert distance < 4 * torch.finfo(dtype).eps, (heads, key_heads, distance)
 
 
@@ -123,9 +124,10 @@ def test_prompts_and_decoding_attend_together_as_the_reference(
         k, v = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
         q = torch.randn(total, heads + 2, width, device="cuda", dtype=dtype)[:, 1:-1]
         tables = torch.randperm(6400, device="cuda")[: sequences * pages].view(sequences, pages).int()
-        call = (q, k, v, tables, lens, starts, causal, None, None, None, layout, False)
+        call = (q, k, v, tables, lens, starts, causal, None, None, None, layout, False, None, None)
         wide = [t.float() if t.is_floating_point() else t for t in call[:6]]
         right = paged_attention_reference(*wide, *call[6:])
-        assert isinstance(right, Tensor)
-        distance = float((paged_attention(*call).double() - right).norm() / right.norm().clamp_min(1e-30))
+        ours = paged_attention(*call)
+        assert isinstance(right, Tensor) and isinstance(ours, Tensor)
+        distance = float((ours.double() - right).norm() / right.norm().clamp_min(1e-30))
         assert distance < 4 * torch.finfo(dtype).eps, (heads, key_heads, distance)

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from layerzero.ops.attention.adapters import takes
+from layerzero.ops.attention.arguments import PagedArgs
 from layerzero.ops.kv_formats import scale_steps
 from layerzero.ops.paged.splitting import parts_of
 
@@ -152,11 +154,10 @@ class PoolArguments(NamedTuple):
     constants: dict[str, Any]
 
     @classmethod
-    def of(
-        cls, k_cache: Tensor, v_cache: Tensor, layout: str, k_scale: Tensor | None, v_scale: Tensor | None
-    ) -> PoolArguments:
-        """Of the operands of `paged_attention`."""
-        token, head = (1, 2) if layout == "NHD" else (2, 1)
+    def of(cls, call: PagedArgs) -> PoolArguments:
+        """Of one call."""
+        k_cache, v_cache, k_scale, v_scale = call.k_cache, call.v_cache, call.k_scale, call.v_scale
+        token, head = (1, 2) if call.layout == "NHD" else (2, 1)
         steps = (0, 0, 0)
         if k_scale is not None:
             if v_scale is not None and v_scale.stride() != k_scale.stride():
@@ -180,28 +181,25 @@ def scale_log2(scale: float | None, width: int) -> float:
     return (width**-0.5 if scale is None else scale) * _LOG2_E
 
 
-def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None = None, is_causal: bool = True, scale: float | None = None,
-    window: Any = None, softcap: Any = None, layout: str = "NHD", return_lse: bool = False,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """One query token a sequence; of the last eight only scale and layout are more than defaults."""
+@takes(PagedArgs)
+def paged_attention(call: PagedArgs) -> Tensor:
+    """One query token a sequence; of the options only the scales and the layout are more than defaults."""
+    q, tables = call.q, rows_of_tables(call.block_tables)
     sequences, heads, width = q.shape
-    pool = PoolArguments.of(k_cache, v_cache, layout, k_scale, v_scale)
-    most_tokens = block_tables.shape[1] * pool.constants["PAGE"]
+    pool = PoolArguments.of(call)
+    most_tokens = tables.shape[1] * pool.constants["PAGE"]
     parts = parts_of(sequences * pool.key_heads, most_tokens, processors(q.device))
     out = torch.empty((sequences, heads, width), dtype=q.dtype, device=q.device)
     mixed, best, weight = out, out, out
     if parts > 1:
         mixed = torch.empty((sequences, heads, parts, width), dtype=torch.float32, device=q.device)
         best, weight = torch.empty((2, sequences, heads, parts), dtype=torch.float32, device=q.device)
-    tables = rows_of_tables(block_tables)
     group = heads // pool.key_heads
-    tile, warps, stages = _NUMBERS if k_scale is None else _CODES
+    tile, warps, stages = _NUMBERS if call.k_scale is None else _CODES
     _decode[(sequences, pool.key_heads, parts)](
-        q, k_cache, v_cache, tables, seq_lens, mixed, best, weight, *pool.scales, scale_log2(scale, width),
-        q.stride(0), q.stride(1), *pool.steps, tables.stride(0), *pool.scale_steps,
+        q, call.k_cache, call.v_cache, tables, call.seq_lens, mixed, best, weight, *pool.scales,
+        scale_log2(call.scale, width), q.stride(0), q.stride(1), *pool.steps, tables.stride(0),
+        *pool.scale_steps,
         GROUP=group, ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), WIDTH=width, TILE=tile,
         PARTS=parts, **pool.constants, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -13,14 +13,14 @@ Source: the online softmax of arXiv 1805.02867.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from layerzero.backends.triton_kernels.paged import PoolArguments, attend_tile, rows_of_tables, scale_log2
+from layerzero.ops.attention.adapters import takes
+from layerzero.ops.attention.arguments import PagedArgs
 
 # Rows of queries and heads that a program has, keys that it reads at a time, its warps, tiles on their way.
 _LARGE, _SMALL = (64, 64, 4, 3), (64, 32, 4, 2)  # for heads of up to 128 numbers, and wider ones
@@ -89,27 +89,24 @@ def _attend(
     )  # fmt: skip
 
 
-def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None = None, is_causal: bool = True, scale: float | None = None,
-    window: Any = None, softcap: Any = None, layout: str = "NHD", return_lse: bool = False,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+@takes(PagedArgs)
+def paged_attention(call: PagedArgs) -> Tensor:
     """Any number of query tokens a sequence; window, softcap and return_lse are their defaults."""
+    q, tables, cu_seqlens_q = call.q, rows_of_tables(call.block_tables), call.cu_seqlens_q
     rows, heads, width = q.shape
-    sequences = seq_lens.shape[0]
+    sequences = call.seq_lens.shape[0]
     if cu_seqlens_q is None:
         cu_seqlens_q = torch.arange(sequences + 1, dtype=torch.int32, device=q.device)
-    pool = PoolArguments.of(k_cache, v_cache, layout, k_scale, v_scale)
+    pool = PoolArguments.of(call)
     group = heads // pool.key_heads
     most, tile, warps, stages = _LARGE if width <= 128 else _SMALL
     most = max(most, triton.next_power_of_2(group))
     out = torch.empty((rows, heads, width), dtype=q.dtype, device=q.device)
-    tables = rows_of_tables(block_tables)
     _attend[(rows // (most // group) + sequences, pool.key_heads)](
-        q, k_cache, v_cache, tables, seq_lens, cu_seqlens_q, out, *pool.scales, scale_log2(scale, width),
-        sequences, q.stride(0), q.stride(1), *pool.steps, tables.stride(0), *pool.scale_steps,
-        GROUP=group, ROWS=most, QUERIES=most // group, WIDTH=width, TILE=tile, CAUSAL=is_causal,
+        q, call.k_cache, call.v_cache, tables, call.seq_lens, cu_seqlens_q, out, *pool.scales,
+        scale_log2(call.scale, width), sequences, q.stride(0), q.stride(1), *pool.steps, tables.stride(0),
+        *pool.scale_steps,
+        GROUP=group, ROWS=most, QUERIES=most // group, WIDTH=width, TILE=tile, CAUSAL=call.is_causal,
         **pool.constants, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
