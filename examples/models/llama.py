@@ -240,10 +240,11 @@ class Llama:
             return await project(AWAITED, normed, self.lm_head)
         return await self.forward(AWAITED, self._awaited, ids, self.cache.attention_metadata([span]))
 
-    async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs, priority: int = 1) -> Tensor:
+    async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
         """The token (1,) that follows `ids` (n,) of one sequence; layer by layer the last one draws it."""
         if self.per == "step" or (self.per == "layer" and len(self.layers) == 1):
-            token: Tensor = await self._batched_sample(ids, span, draw, priority=priority)
+            # Prompts go behind those that draw their next token, where one step can't take all.
+            token: Tensor = await self._batched_sample(ids, span, draw, priority=1 + (span.count > 1))
             return token
         if self.per == "layer":
             x = await self._batched_first_layer(ids, span)
@@ -324,7 +325,7 @@ class Llama:
     def runners(self) -> tuple[lz.StepRunner, lz.StepRunner]:
         """What runs `greedy_step` and `logits_step`, on CUDA by graphs."""
         longest = min(self.config.max_position_embeddings, self.cache.allocator.total * self.cache.page_size)
-        sizes = {"buckets": BUCKETS, "prefill_buckets": PREFILL_BUCKETS}
+        sizes: dict[str, Any] = {"buckets": BUCKETS, "prefill_buckets": PREFILL_BUCKETS}
         greedy, logits = (
             lz.StepRunner(step, self.cache, max_model_len=longest, max_num_seqs=BUCKETS[-1], **sizes)
             for step in (self.greedy_step, self.logits_step)

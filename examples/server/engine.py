@@ -22,8 +22,6 @@ from server.protocol import Sampling
 PREFILL_CHUNK = 768
 # In place of tokens that are not read yet: never twice the same, so that no two pages look alike.
 _PLACES = itertools.count(-1, -1)
-# Prompts go behind those that draw their next token, where one step can't take all.
-PROMPT_PRIORITY = 2
 
 
 class Model(Protocol):
@@ -34,7 +32,7 @@ class Model(Protocol):
         """Where its keys and values lie."""
         ...
 
-    async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs, priority: int = 1) -> Tensor:
+    async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
         """Fill the places `span` with the tokens `ids` (n,), and draw the token (1,) behind them."""
         ...
 
@@ -160,16 +158,14 @@ class _Generation:
             if self.unread is not None and span.count > 1:  # preempted: computed again, from all tokens
                 await self.read()
             if span.end < len(tokens):
-                await model.sample_next(self._ids(span), span, NO_DRAW, PROMPT_PRIORITY)
+                await model.sample_next(self._ids(span), span, NO_DRAW)
                 return
             draw = SampleArgs(
                 sampling.temperature, sampling.top_p, sampling.seed, self.drawn, sampling.top_k,
                 self._rules.prepare(tokens),
             )  # fmt: skip
-            if self._newest is not None and span.count == 1:
-                newest = await model.sample_next(self._newest, span, draw)
-            else:
-                newest = await model.sample_next(self._ids(span), span, draw, PROMPT_PRIORITY)
+            ids = self._newest if self._newest is not None and span.count == 1 else self._ids(span)
+            newest = await model.sample_next(ids, span, draw)
             if self.unread is not None:  # pages are published by what is in them
                 await self.read()
         # The copy begins here: behind this step, before the next one.

@@ -51,7 +51,7 @@ class Service(Front):
         runners = self.model.runners  # they take pages, which no request can have
         loader = runtime.device(self.options.device).loader
         for runner in runners:
-            ahead = [([rows], []) for rows in reversed(runner.buckets)]
+            ahead: list[tuple[list[int], list[int]]] = [([rows], []) for rows in reversed(runner.buckets)]
             ahead += [([], [rows]) for rows in reversed(runner.prefill_buckets)]
             for buckets, prefill_buckets in ahead:
                 if loader.compiling:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from torch import Tensor
 
 for package in ("safetensors", "tokenizers"):
     pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
@@ -16,6 +17,7 @@ from server.engine import Drawn, Engine  # noqa: E402
 from server.protocol import Sampling  # noqa: E402
 
 import layerzero as lz  # noqa: E402
+from layerzero.kvcache import TokenRange  # noqa: E402
 from tests.examples.by_hand import ByHand, penalised  # noqa: E402
 
 # No batch follows another without a turn, so that there is a turn to be cancelled in before each.
@@ -137,10 +139,13 @@ def test_reading_behind_gives_the_same_tokens_to_the_same_end() -> None:
         assert asyncio.run(texts(True)) == asyncio.run(texts(False))
 
 
-def test_the_next_step_begins_before_the_last_token_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading behind: a token's way to the host begins behind its step, and is awaited when the next step is
-    launched; with a rule that needs the token it is awaited at once."""
-    engine = Engine(llama.load(pages=32), frozenset(), reads_behind=True)
+@pytest.mark.parametrize("reads_behind", [None, True])
+def test_a_token_on_its_way_is_awaited_behind_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, reads_behind: bool | None
+) -> None:
+    """A token's way to the host begins behind its step. Where it takes time, it is awaited when the next step
+    is launched; with a rule that needs the token it is awaited at once."""
+    engine = Engine(llama.load(pages=32), frozenset(), reads_behind=reads_behind)
     steps, begun, seen = 0, [], []
     sample_next, to_host = engine.model.sample_next, lz.to_host
 
@@ -168,3 +173,45 @@ def test_the_next_step_begins_before_the_last_token_is_read(monkeypatch: pytest.
         with lz.start(SETTINGS, scoped=True):
             asyncio.run(drawn(engine, [1, 2, 3], sampling, 4))
         assert seen == expected and begun == [1, 2, 3, 4]
+
+
+class NotedLlama(llama.Llama):
+    """A model that notes the rows of each caller of a step."""
+
+    batches: ClassVar[list[list[int]]] = []
+
+    def sample_next_batch(
+        self, ids: Tensor, spans: list[TokenRange], draws: list[llama.SampleArgs]
+    ) -> Tensor:
+        self.batches.append([span.count for span in spans])
+        return super().sample_next_batch(ids, spans, draws)
+
+
+def test_next_tokens_go_before_prompts_that_wait() -> None:
+    """A step has room for one prompt, and seven wait: the request that draws has its row in each step."""
+    loaded = llama.load(pages=64)
+    weights = llama.weights_of(llama.FOLDER, "cpu", loaded.embed_tokens.dtype)
+    batches = NotedLlama.batches
+    engine = Engine(NotedLlama(loaded.config, weights, loaded.cache), frozenset())
+
+    async def crowd() -> None:
+        first = engine.generate([1, 2, 3], Sampling(), 30)
+        async with aclosing(first):
+            await anext(first)
+            batches.clear()
+            prompts = [drawn(engine, [seed, *range(4, 33)], Sampling(), 1) for seed in range(7)]
+
+            async def rest() -> None:
+                async for _ in first:
+                    pass
+
+            await asyncio.gather(*prompts, rest())
+
+    settings = lz.Settings(
+        device="cpu", inference=True, max_inline_us=0, warm="off", max_num_batched_tokens=40,
+        priority_aging_ms=1e6,
+    )  # fmt: skip
+    with lz.start(settings, scoped=True):
+        asyncio.run(crowd())
+    with_prompts = [counts for counts in batches if 30 in counts]
+    assert len(with_prompts) == 7 and all(sorted(counts) == [1, 30] for counts in with_prompts[1:]), batches
