@@ -81,7 +81,7 @@ class Runner:
 
 
 def test_it_serves_before_its_steps_are_captured_where_a_compiler_is_at_work() -> None:
-    """Steps are captured ahead, the largest first and those of prompts last, until a capture has met a kernel that is compiled."""
+    """Steps are captured ahead, the largest first, those of prompts last, until a kernel is being compiled."""
     runners = [Runner(), Runner()]
     at_work = iter([False, False, True, *[False] * 10])
 
