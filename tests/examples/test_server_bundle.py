@@ -81,7 +81,7 @@ class Runner:
 
 
 def test_it_serves_before_its_steps_are_captured_where_a_compiler_is_at_work() -> None:
-    """Steps are captured ahead, the largest first, those of prompts last, until a kernel is being compiled."""
+    """Steps are captured ahead, the largest first, those of prompts last, until a compiler is at work."""
     runners = [Runner(), Runner()]
     at_work = iter([False, False, True, *[False] * 10])
 
