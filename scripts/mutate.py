@@ -34,12 +34,13 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from scripts import ledger, mutations
-from scripts.mutation_record import MutationRecord, parts
+from scripts.mutation_record import MutationRecord, ordered
 from scripts.mutations import Mutation, MutationError
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNNER = Path(__file__).resolve().parent / "proof_run.py"
 LIMIT_S = 300.0
+PART = 40  # mutations between two looks at what their proofs show without them
 KILLED, SURVIVED, GONE = "killed", "SURVIVED", "does not apply"
 RED, BROKEN, NOT_RUN = "proof not green", "breaks the import", "not run"
 GOOD = (KILLED, NOT_RUN)
@@ -70,6 +71,17 @@ class Run:
             return f"died of {signal.Signals(-self.status).name}"
         return f"pytest ended with {self.status}: {self.last}" if self.status not in (0, 5) else ""
 
+    @property
+    def by(self) -> str:
+        """By what this run is red: its test's assertion, an error elsewhere, a limit, the process's end."""
+        failed = self.first("failed")
+        if failed is None:
+            return "limit" if self.late else "end"
+        if "Timeout (" in failed["said"]:
+            return "limit"
+        of_test = failed["said"].startswith(("assert", "AssertionError", "Failed: ", "ExceptionGroup: "))
+        return "assertion" if of_test else "error"
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -78,6 +90,7 @@ class Result:
     mutation: Mutation
     verdict: str
     why: str
+    by: str = ""
 
 
 class Server:
@@ -171,6 +184,8 @@ class Tree:
         self.temp.mkdir()
         notes = self.temp / "notes"
         notes.touch()
+        # The copy keeps its compiled Python: to compile all of it takes longer than most proofs.
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         request = {
             "root": str(self.root),
             "home": str(self.source),
@@ -179,7 +194,7 @@ class Tree:
             "arguments": [
                 "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(["-x"] if stop_at_first else []), *nodes,
             ],
-            "variables": os.environ | {
+            "variables": kept | {
                 "PYTHONPATH": str(self.root), "TMPDIR": str(self.temp), "HYPOTHESIS_PROFILE": "mutation",
             },
         }  # fmt: skip
@@ -252,7 +267,7 @@ def tried(tree: Tree, plain: Plain, mutation: Mutation, limit_s: float) -> Resul
         return Result(mutation, NOT_RUN, _skipped(without))
     if uncollected := under.first("uncollected"):
         return Result(mutation, BROKEN, f"{uncollected['node']}: {uncollected['said']}")
-    return Result(mutation, KILLED, under.fault)
+    return Result(mutation, KILLED, under.fault, under.by)
 
 
 def _unharmed(mutation: Mutation, under: Run) -> Result:
@@ -297,10 +312,12 @@ def results(source: Path, chosen: Sequence[Mutation], *, jobs: int, limit_s: flo
         for number in range(jobs):
             made.append(Tree(source, scratch / str(number)))
             trees.put(made[-1])
-        proofs = sorted({node for mutation in chosen if not lacking(mutation) for node in mutation.proof})
-        parts = [proofs[number::jobs] for number in range(jobs)]
-        list(pool.map(lambda tree, part: plain.look(tree, part, limit_s), made, parts))
-        yield from pool.map(one, chosen)
+        for start in range(0, len(chosen), PART):
+            part = chosen[start : start + PART]
+            proofs = sorted({node for mutation in part if not lacking(mutation) for node in mutation.proof})
+            shares = [proofs[number::jobs] for number in range(jobs)]
+            list(pool.map(lambda tree, share: plain.look(tree, share, limit_s), made, shares))
+            yield from pool.map(one, part)
     finally:
         stopped.set()
         end_children(scratch)
@@ -411,7 +428,7 @@ def _asked(options: argparse.Namespace, source: Path) -> int:
         counts = Counter(result.verdict for result in outcomes)
         print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "nothing to run")
     if options.json:
-        told = [{**asdict(r.mutation), "verdict": r.verdict, "why": r.why} for r in outcomes]
+        told = [{**asdict(r.mutation), "verdict": r.verdict, "why": r.why, "by": r.by} for r in outcomes]
         options.json.write_text(json.dumps(told, indent=1) + "\n")
     return int(any(result.verdict not in GOOD for result in outcomes))
 
@@ -423,15 +440,16 @@ def _tried(source: Path, chosen: Sequence[Mutation], options: argparse.Namespace
         yield from map(shown, results(source, chosen, **limits))
         return
     record = MutationRecord(options.record)
-    for part in parts([mutation for mutation in chosen if record.verdict(mutation) != KILLED]):
-        for result in results(source, part, **limits):
-            record.add(result.mutation, result.verdict, result.why)
-            yield shown(result)
+    left = ordered(mutation for mutation in chosen if record.verdict(mutation) != KILLED)
+    for result in results(source, left, **limits):
+        record.add(result.mutation, result.verdict, result.why, result.by)
+        yield shown(result)
 
 
 def shown(result: Result) -> Result:
     """Print one result as it comes, and return it."""
-    print(f"{result.verdict:<15} {', '.join(result.mutation.rows)}: {result.why}", flush=True)
+    by = f" by {result.by}" if result.by else ""
+    print(f"{result.verdict + by:<20} {', '.join(result.mutation.rows)}: {result.why}", flush=True)
     return result
 
 
