@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ from scripts.mutations import Mutation, MutationError
 ROOT = Path(__file__).resolve().parents[1]
 RUNNER = Path(__file__).resolve().parent / "proof_run.py"
 LIMIT_S = 300.0
-PART = 40  # mutations between two looks at what their proofs show without them
+PART = 16  # mutations between two looks at what the tests that they turn red show without them
 KILLED, SURVIVED, GONE = "killed", "SURVIVED", "does not apply"
 RED, BROKEN, NOT_RUN = "proof not green", "breaks the import", "not run"
 GOOD = (KILLED, NOT_RUN)
@@ -196,6 +196,7 @@ class Tree:
             ],
             "variables": kept | {
                 "PYTHONPATH": str(self.root), "TMPDIR": str(self.temp), "HYPOTHESIS_PROFILE": "mutation",
+                "LZ_WAIT_S": str(limit_s / 3),
             },
         }  # fmt: skip
         try:
@@ -247,27 +248,41 @@ def listed(source: Path) -> list[str]:
     return [name for name in names if (source / name).is_symlink() or (source / name).is_file()]
 
 
-def tried(tree: Tree, plain: Plain, mutation: Mutation, limit_s: float) -> Result:
-    """Apply one mutation, run its proof, and where that is red look whether it is green without."""
+def under(tree: Tree, mutation: Mutation, limit_s: float) -> Run | Result:
+    """The run of a mutation's proof under it; what came of it where it does not apply."""
     try:
         with tree.edited(mutation):
-            under = tree.run(mutation.proof, limit_s, stop_at_first=True)
+            return tree.run(mutation.proof, limit_s, stop_at_first=True)
     except MutationError as error:
         return Result(mutation, GONE, str(error))
     except UnicodeDecodeError:
         return Result(mutation, GONE, f"{mutation.file} is no text")
-    if stranger := under.first("stranger"):
+
+
+def witnesses(mutation: Mutation, run: Run | Result) -> tuple[str, ...]:
+    """The tests that have to be green without a mutation: the one it turned red, all if it ended them."""
+    if isinstance(run, Result) or not run.fault:
+        return ()
+    failed = run.first("failed")
+    return (failed["node"],) if failed and run.first("uncollected") is None else mutation.proof
+
+
+def judged(tree: Tree, plain: Plain, mutation: Mutation, run: Run | Result, limit_s: float) -> Result:
+    """What came of a mutation: where its proof is red under it, whether that is green without."""
+    if isinstance(run, Result):
+        return run
+    if stranger := run.first("stranger"):
         return Result(mutation, RED, f"the proof imports the tree itself: {stranger['said']}")
-    if under.fault == "":
-        return _unharmed(mutation, under)
-    without = plain.of(tree, mutation.proof, limit_s)
+    if run.fault == "":
+        return _unharmed(mutation, run)
+    without = plain.of(tree, witnesses(mutation, run), limit_s)
     if without.fault:
         return Result(mutation, RED, without.fault)
     if without.first("passed") is None:
         return Result(mutation, NOT_RUN, _skipped(without))
-    if uncollected := under.first("uncollected"):
+    if uncollected := run.first("uncollected"):
         return Result(mutation, BROKEN, f"{uncollected['node']}: {uncollected['said']}")
-    return Result(mutation, KILLED, under.fault, under.by)
+    return Result(mutation, KILLED, run.fault, run.by)
 
 
 def _unharmed(mutation: Mutation, under: Run) -> Result:
@@ -297,16 +312,22 @@ def results(source: Path, chosen: Sequence[Mutation], *, jobs: int, limit_s: flo
     trees: SimpleQueue[Tree] = SimpleQueue()
     pool, plain, stopped = ThreadPoolExecutor(jobs), Plain(), threading.Event()
 
-    def one(mutation: Mutation) -> Result:
-        if why := lacking(mutation):
-            return Result(mutation, NOT_RUN, why)
+    def lent(work: Callable[..., Any], *operands: Any) -> Any:
         tree = trees.get()
         try:
-            if stopped.is_set():
-                return Result(mutation, NOT_RUN, "stopped")
-            return tried(tree, plain, mutation, limit_s)
+            return work(tree, *operands)
         finally:
             trees.put(tree)
+
+    def one(mutation: Mutation) -> Run | Result:
+        if why := lacking(mutation) or ("stopped" if stopped.is_set() else ""):
+            return Result(mutation, NOT_RUN, why)
+        run: Run | Result = lent(under, mutation, limit_s)
+        return run
+
+    def verdict(mutation: Mutation, run: Run | Result) -> Result:
+        result: Result = lent(judged, plain, mutation, run, limit_s)
+        return result
 
     try:
         for number in range(jobs):
@@ -314,10 +335,11 @@ def results(source: Path, chosen: Sequence[Mutation], *, jobs: int, limit_s: flo
             trees.put(made[-1])
         for start in range(0, len(chosen), PART):
             part = chosen[start : start + PART]
-            proofs = sorted({node for mutation in part if not lacking(mutation) for node in mutation.proof})
-            shares = [proofs[number::jobs] for number in range(jobs)]
+            runs = list(pool.map(one, part))
+            nodes = sorted({node for pair in zip(part, runs, strict=True) for node in witnesses(*pair)})
+            shares = [nodes[number::jobs] for number in range(jobs)]
             list(pool.map(lambda tree, share: plain.look(tree, share, limit_s), made, shares))
-            yield from pool.map(one, part)
+            yield from pool.map(verdict, part, runs)
     finally:
         stopped.set()
         end_children(scratch)
