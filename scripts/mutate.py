@@ -69,7 +69,9 @@ class Run:
             return "ended by the time limit"
         if self.status < 0:
             return f"died of {signal.Signals(-self.status).name}"
-        return f"pytest ended with {self.status}: {self.last}" if self.status not in (0, 5) else ""
+        if self.status in (0, 5) or (self.status == 4 and self.first("skipped")):  # a file skipped as a whole
+            return ""
+        return f"pytest ended with {self.status}: {self.last}"
 
     @property
     def by(self) -> str:
@@ -77,7 +79,7 @@ class Run:
         failed = self.first("failed")
         if failed is None:
             return "limit" if self.late else "end"
-        if "Timeout (" in failed["said"]:
+        if "Timeout (" in failed["said"] or failed["said"].startswith("TimeoutError"):
             return "limit"
         of_test = failed["said"].startswith(("assert", "AssertionError", "Failed: ", "ExceptionGroup: "))
         return "assertion" if of_test else "error"
@@ -308,6 +310,7 @@ def lacking(mutation: Mutation) -> str:
 def results(source: Path, chosen: Sequence[Mutation], *, jobs: int, limit_s: float) -> Iterator[Result]:
     """What came of each, in the order of `chosen`; every copy is gone at the end, however it comes."""
     scratch = Path(tempfile.mkdtemp(prefix="lzm-"))
+    scratch.chmod(0o711)  # proofs about other users' files have another user there
     made: list[Tree] = []
     trees: SimpleQueue[Tree] = SimpleQueue()
     pool, plain, stopped = ThreadPoolExecutor(jobs), Plain(), threading.Event()

@@ -191,6 +191,7 @@ def test_a_proof_that_hangs_is_ended_with_its_children(tree: Path) -> None:
         ("AssertionError: assert 1 == 2", "assertion"),
         ("Failed: DID NOT RAISE ValueError", "assertion"),
         ("Failed: Timeout (>120.0s) from pytest-timeout.", "limit"),
+        ("TimeoutError: timed out", "limit"),
         ("KeyError: 'a'", "error"),
     ],
 )
