@@ -132,7 +132,7 @@ class Run:
     # -- the start -------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Both servers at once; a side that is not ready in time is out."""
+        """One server after the other, each with all cores; a side that is not ready in time is out."""
         write_folder(self.folder / MODEL, TINY if self.options.rehearse else LLAMA_8B)
         for side, make in ((OURS, our_command), (PEER, peer_command)):
             if side == PEER and self.options.no_peer:
@@ -141,7 +141,7 @@ class Run:
             command = make(self.options, self.folder, port)
             self.found["commands"][side] = [word.replace(str(ROOT), ".") for word in command[0]]
             self.servers[side] = Server(side, command, port, self.folder / f"{side}.log")
-        await asyncio.gather(*(self._ready(side) for side in list(self.servers)))
+            await self._ready(side)
         self.save()
 
     async def _ready(self, side: str) -> None:

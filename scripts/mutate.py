@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,12 +34,13 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from scripts import ledger, mutations
-from scripts.mutation_record import MutationRecord, parts
+from scripts.mutation_record import MutationRecord, ordered
 from scripts.mutations import Mutation, MutationError
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNNER = Path(__file__).resolve().parent / "proof_run.py"
 LIMIT_S = 300.0
+PART = 16  # mutations between two looks at what the tests that they turn red show without them
 KILLED, SURVIVED, GONE = "killed", "SURVIVED", "does not apply"
 RED, BROKEN, NOT_RUN = "proof not green", "breaks the import", "not run"
 GOOD = (KILLED, NOT_RUN)
@@ -68,7 +69,20 @@ class Run:
             return "ended by the time limit"
         if self.status < 0:
             return f"died of {signal.Signals(-self.status).name}"
-        return f"pytest ended with {self.status}: {self.last}" if self.status not in (0, 5) else ""
+        if self.status in (0, 5) or (self.status == 4 and self.first("skipped")):  # a file skipped as a whole
+            return ""
+        return f"pytest ended with {self.status}: {self.last}"
+
+    @property
+    def by(self) -> str:
+        """By what this run is red: its test's assertion, an error elsewhere, a limit, the process's end."""
+        failed = self.first("failed")
+        if failed is None:
+            return "limit" if self.late else "end"
+        if "Timeout (" in failed["said"] or failed["said"].startswith("TimeoutError"):
+            return "limit"
+        of_test = failed["said"].startswith(("assert", "AssertionError", "Failed: ", "ExceptionGroup: "))
+        return "assertion" if of_test else "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +92,7 @@ class Result:
     mutation: Mutation
     verdict: str
     why: str
+    by: str = ""
 
 
 class Server:
@@ -171,6 +186,8 @@ class Tree:
         self.temp.mkdir()
         notes = self.temp / "notes"
         notes.touch()
+        # The copy keeps its compiled Python: to compile all of it takes longer than most proofs.
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         request = {
             "root": str(self.root),
             "home": str(self.source),
@@ -179,8 +196,9 @@ class Tree:
             "arguments": [
                 "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(["-x"] if stop_at_first else []), *nodes,
             ],
-            "variables": os.environ | {
+            "variables": kept | {
                 "PYTHONPATH": str(self.root), "TMPDIR": str(self.temp), "HYPOTHESIS_PROFILE": "mutation",
+                "LZ_WAIT_S": str(limit_s / 3),
             },
         }  # fmt: skip
         try:
@@ -232,27 +250,41 @@ def listed(source: Path) -> list[str]:
     return [name for name in names if (source / name).is_symlink() or (source / name).is_file()]
 
 
-def tried(tree: Tree, plain: Plain, mutation: Mutation, limit_s: float) -> Result:
-    """Apply one mutation, run its proof, and where that is red look whether it is green without."""
+def under(tree: Tree, mutation: Mutation, limit_s: float) -> Run | Result:
+    """The run of a mutation's proof under it; what came of it where it does not apply."""
     try:
         with tree.edited(mutation):
-            under = tree.run(mutation.proof, limit_s, stop_at_first=True)
+            return tree.run(mutation.proof, limit_s, stop_at_first=True)
     except MutationError as error:
         return Result(mutation, GONE, str(error))
     except UnicodeDecodeError:
         return Result(mutation, GONE, f"{mutation.file} is no text")
-    if stranger := under.first("stranger"):
+
+
+def witnesses(mutation: Mutation, run: Run | Result) -> tuple[str, ...]:
+    """The tests that have to be green without a mutation: the one it turned red, all if it ended them."""
+    if isinstance(run, Result) or not run.fault:
+        return ()
+    failed = run.first("failed")
+    return (failed["node"],) if failed and run.first("uncollected") is None else mutation.proof
+
+
+def judged(tree: Tree, plain: Plain, mutation: Mutation, run: Run | Result, limit_s: float) -> Result:
+    """What came of a mutation: where its proof is red under it, whether that is green without."""
+    if isinstance(run, Result):
+        return run
+    if stranger := run.first("stranger"):
         return Result(mutation, RED, f"the proof imports the tree itself: {stranger['said']}")
-    if under.fault == "":
-        return _unharmed(mutation, under)
-    without = plain.of(tree, mutation.proof, limit_s)
+    if run.fault == "":
+        return _unharmed(mutation, run)
+    without = plain.of(tree, witnesses(mutation, run), limit_s)
     if without.fault:
         return Result(mutation, RED, without.fault)
     if without.first("passed") is None:
         return Result(mutation, NOT_RUN, _skipped(without))
-    if uncollected := under.first("uncollected"):
+    if uncollected := run.first("uncollected"):
         return Result(mutation, BROKEN, f"{uncollected['node']}: {uncollected['said']}")
-    return Result(mutation, KILLED, under.fault)
+    return Result(mutation, KILLED, run.fault, run.by)
 
 
 def _unharmed(mutation: Mutation, under: Run) -> Result:
@@ -278,29 +310,39 @@ def lacking(mutation: Mutation) -> str:
 def results(source: Path, chosen: Sequence[Mutation], *, jobs: int, limit_s: float) -> Iterator[Result]:
     """What came of each, in the order of `chosen`; every copy is gone at the end, however it comes."""
     scratch = Path(tempfile.mkdtemp(prefix="lzm-"))
+    scratch.chmod(0o711)  # proofs about other users' files have another user there
     made: list[Tree] = []
     trees: SimpleQueue[Tree] = SimpleQueue()
     pool, plain, stopped = ThreadPoolExecutor(jobs), Plain(), threading.Event()
 
-    def one(mutation: Mutation) -> Result:
-        if why := lacking(mutation):
-            return Result(mutation, NOT_RUN, why)
+    def lent(work: Callable[..., Any], *operands: Any) -> Any:
         tree = trees.get()
         try:
-            if stopped.is_set():
-                return Result(mutation, NOT_RUN, "stopped")
-            return tried(tree, plain, mutation, limit_s)
+            return work(tree, *operands)
         finally:
             trees.put(tree)
+
+    def one(mutation: Mutation) -> Run | Result:
+        if why := lacking(mutation) or ("stopped" if stopped.is_set() else ""):
+            return Result(mutation, NOT_RUN, why)
+        run: Run | Result = lent(under, mutation, limit_s)
+        return run
+
+    def verdict(mutation: Mutation, run: Run | Result) -> Result:
+        result: Result = lent(judged, plain, mutation, run, limit_s)
+        return result
 
     try:
         for number in range(jobs):
             made.append(Tree(source, scratch / str(number)))
             trees.put(made[-1])
-        proofs = sorted({node for mutation in chosen if not lacking(mutation) for node in mutation.proof})
-        parts = [proofs[number::jobs] for number in range(jobs)]
-        list(pool.map(lambda tree, part: plain.look(tree, part, limit_s), made, parts))
-        yield from pool.map(one, chosen)
+        for start in range(0, len(chosen), PART):
+            part = chosen[start : start + PART]
+            runs = list(pool.map(one, part))
+            nodes = sorted({node for pair in zip(part, runs, strict=True) for node in witnesses(*pair)})
+            shares = [nodes[number::jobs] for number in range(jobs)]
+            list(pool.map(lambda tree, share: plain.look(tree, share, limit_s), made, shares))
+            yield from pool.map(verdict, part, runs)
     finally:
         stopped.set()
         end_children(scratch)
@@ -411,7 +453,7 @@ def _asked(options: argparse.Namespace, source: Path) -> int:
         counts = Counter(result.verdict for result in outcomes)
         print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "nothing to run")
     if options.json:
-        told = [{**asdict(r.mutation), "verdict": r.verdict, "why": r.why} for r in outcomes]
+        told = [{**asdict(r.mutation), "verdict": r.verdict, "why": r.why, "by": r.by} for r in outcomes]
         options.json.write_text(json.dumps(told, indent=1) + "\n")
     return int(any(result.verdict not in GOOD for result in outcomes))
 
@@ -423,15 +465,16 @@ def _tried(source: Path, chosen: Sequence[Mutation], options: argparse.Namespace
         yield from map(shown, results(source, chosen, **limits))
         return
     record = MutationRecord(options.record)
-    for part in parts([mutation for mutation in chosen if record.verdict(mutation) != KILLED]):
-        for result in results(source, part, **limits):
-            record.add(result.mutation, result.verdict, result.why)
-            yield shown(result)
+    left = ordered(mutation for mutation in chosen if record.verdict(mutation) != KILLED)
+    for result in results(source, left, **limits):
+        record.add(result.mutation, result.verdict, result.why, result.by)
+        yield shown(result)
 
 
 def shown(result: Result) -> Result:
     """Print one result as it comes, and return it."""
-    print(f"{result.verdict:<15} {', '.join(result.mutation.rows)}: {result.why}", flush=True)
+    by = f" by {result.by}" if result.by else ""
+    print(f"{result.verdict + by:<20} {', '.join(result.mutation.rows)}: {result.why}", flush=True)
     return result
 
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import environment, write
 from scripts.mutations import Mutation
-
-PART = 40  # mutations between two looks at what their proofs show without them
 
 
 class MutationRecord:
@@ -33,11 +31,11 @@ class MutationRecord:
         row = self._rows.get(digest(mutation))
         return str(row["verdict"]) if row else ""
 
-    def add(self, mutation: Mutation, verdict: str, why: str) -> None:
+    def add(self, mutation: Mutation, verdict: str, why: str, by: str = "") -> None:
         """Note a result, and write the file."""
         self._rows[digest(mutation)] = {
             "mutation": digest(mutation), "place": mutation.place, "rows": list(mutation.rows),
-            "verdict": verdict, "why": why[:160], "commit": self._environment["commit"],
+            "verdict": verdict, "by": by, "why": why[:300], "commit": self._environment["commit"],
         }  # fmt: skip
         write(self._path, {"environment": self._environment, "rows": list(self._rows.values())})
 
@@ -48,8 +46,6 @@ def digest(mutation: Mutation) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def parts(chosen: Sequence[Mutation]) -> Iterator[list[Mutation]]:
-    """Some at a time, those whose proofs are short first: few tests before many, and before whole files."""
-    ordered = sorted(chosen, key=lambda m: (any("::" not in node for node in m.proof), len(m.proof), m.proof))
-    for start in range(0, len(ordered), PART):
-        yield ordered[start : start + PART]
+def ordered(chosen: Iterable[Mutation]) -> list[Mutation]:
+    """Those whose proofs are short first: few tests before many, and before whole files."""
+    return sorted(chosen, key=lambda m: (any("::" not in node for node in m.proof), len(m.proof), m.proof))

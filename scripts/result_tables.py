@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.result_tables_gpu import (
+    behind_http,
     decode,
     decoded,
     engine_targets,
@@ -373,6 +374,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "styles_h200.json": {"styles": styles, "place": place},
     "decode_h200.json": {"decode": decode, "place": place},
     "engines_h200.json": {"steps": engines, "targets": engine_targets, "place": place},
+    "engines_http_h200.json": {"served": behind_http, "place": place},
     "traffic.json": {"loads": loads, "place": place},
     "timeline.json": {"watched": watched, "place": place},
     "since_hot_path.json": {"since": since, "place": place},

@@ -56,6 +56,23 @@ def engines(record: dict[str, Any]) -> Table:
     return {"columns": columns, "rows": rows}
 
 
+def behind_http(record: dict[str, Any]) -> Table:
+    """Return what clients of both servers got at each load, ours over the peer's."""
+    columns = [
+        "load", "tokens/s", "vLLM's", "over vLLM's", "p99 to the first token", "p99 between tokens", "met",
+    ]  # fmt: skip
+    ratios = ("tokens_per_s", "first_token_p99", "between_p99", "met")
+    rows = [
+        [
+            f"{load}: {row['requests_per_s']:.1f} requests/s",
+            *(row[side]["tokens_per_s"] for side in ("LayerZero", "vLLM")),
+            *(row["over_peer"][name] for name in ratios),
+        ]
+        for load, row in record["loads"].items()
+    ]
+    return {"columns": columns, "rows": rows}
+
+
 # Device time of a step over weights and keys read once.
 ENGINE_ROOFS = {"64x128": 1.35, "64x2048": 1.15}
 

@@ -15,12 +15,14 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 
+from tests.waiting import LIMIT_S
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["pytest", "torch"])
 _NUMBERS = itertools.count()
 # A little less than pytest gives a test: this limit is for telling what a child that hangs has said, and no
 # child should meet it because the machine has other work.
-PATIENCE_S = 270.0
+PATIENCE_S = LIMIT_S + 30.0
 
 
 def _main(program: str, arguments: tuple[str, ...], variables: dict[str, str], out: str, err: str) -> None:
@@ -54,7 +56,7 @@ class Child:
     def ended(self, timeout: float = PATIENCE_S) -> CompletedProcess[str]:
         """What it printed and its exit status, once it has ended; one that does not is killed.
 
-        Raises: TimeoutError: it did not end in so many seconds.
+        Raises: AssertionError: it did not end in so many seconds.
         """
         self.process.join(timeout)
         late = self.process.is_alive()
@@ -63,7 +65,7 @@ class Child:
             self.process.join()
         out, err = self.out.read_text(), self.err.read_text()
         if late:
-            raise TimeoutError(f"the child needs to end in {timeout} s: {out[-1000:]}{err[-1000:]}")
+            raise AssertionError(f"the child needs to end in {timeout} s: {out[-1000:]}{err[-1000:]}")
         assert self.process.exitcode is not None
         return CompletedProcess(["-c"], self.process.exitcode, out, err)
 

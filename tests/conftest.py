@@ -25,13 +25,15 @@ from layerzero.spec.tolerances import need_full_float32
 
 # No deadlines: they would time a shared machine, not the code.  The CI profile is derandomised so that a red
 # build is a change in the code; the default one looks somewhere new on every run.
+# The stress suite looks longer.
 _SLOW_IS_FINE = [HealthCheck.too_slow]
+_EXAMPLES = 150 if os.environ.get("LZ_STRESS") == "1" else 50
 settings.register_profile(
-    "default", max_examples=50, derandomize=False, deadline=None, suppress_health_check=_SLOW_IS_FINE
+    "default", max_examples=_EXAMPLES, derandomize=False, deadline=None, suppress_health_check=_SLOW_IS_FINE
 )
 settings.register_profile(
     "ci",
-    max_examples=150,
+    max_examples=_EXAMPLES,
     derandomize=True,
     deadline=None,
     suppress_health_check=_SLOW_IS_FINE,
@@ -70,14 +72,23 @@ with suppress(BackendNotAvailableError):  # nowhere to keep what is compiled: th
     (Path(CACHE.name) / "layerzero" / "native").symlink_to(cache_folder())
 os.environ["XDG_CACHE_HOME"] = CACHE.name
 
+SLOW = "a further case of what other tests hold: `pytest --slow` and `make stress` run it"
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, so that no worker ends alone with it; leave out what takes minutes."""
-    if os.environ.get("LZ_STRESS") != "1":
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--slow` runs what is marked slow as well."""
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no worker ends alone with it; leave out what is slow."""
+    # Under a mutation a proof runs whole: any of its cases may be the one that notices.
+    whole = os.environ.get("LZ_STRESS") == "1" or os.environ.get("HYPOTHESIS_PROFILE") == "mutation"
+    if not whole and not config.getoption("--slow"):
         for item in items:
-            if item.get_closest_marker("stress") is not None:
-                item.add_marker(pytest.mark.skip(reason="it takes minutes: set LZ_STRESS=1"))
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+            if item.get_closest_marker("slow") is not None:
+                item.add_marker(pytest.mark.skip(reason=SLOW))
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""How many examples a property gets: `@many_examples` for one whose body takes a millisecond or less."""
+"""How many examples a property gets: the two marks are for one whose body takes a millisecond or less."""
 
 import os
 from collections.abc import Callable
@@ -8,10 +8,23 @@ import pytest
 from hypothesis import settings
 
 CI = os.environ.get("HYPOTHESIS_PROFILE", "default") == "ci"
-MANY = 10_000 if CI else 300
+STRESS = os.environ.get("LZ_STRESS") == "1"
+MANY = 10_000 if STRESS else 1_000 if CI else 300
+MOST = 10_000 if STRESS or CI else 300
+
+Test = Callable[..., Any]
 
 
-def many_examples(test: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a cheap property on 10,000 examples under the CI profile, on 300 otherwise."""
-    marked: Callable[..., Any] = pytest.mark.timeout(600)(settings(max_examples=MANY)(test))
+def _examples(count: int, test: Test) -> Test:
+    marked: Test = pytest.mark.timeout(600)(settings(max_examples=count)(test))
     return marked
+
+
+def many_examples(test: Test) -> Test:
+    """Run a cheap property on 1,000 examples under the CI profile, on 10,000 with LZ_STRESS=1, or on 300."""
+    return _examples(MANY, test)
+
+
+def most_examples(test: Test) -> Test:
+    """Run what keys and descriptions rest on with 10,000 examples in both, on 300 otherwise."""
+    return _examples(MOST, test)

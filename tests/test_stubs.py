@@ -131,8 +131,9 @@ CHECKERS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tool", CHECKERS)
+@pytest.mark.long
+# `make lint` has both read tests/typing/api.py.
+@pytest.mark.parametrize("tool", [pytest.param("mypy", marks=pytest.mark.slow), "pyright"])
 def test_checkers_read_the_stubs_as_users_do(tool: str, tmp_path: Path) -> None:
     """Every assert_type of tests/typing/api.py holds, and each planted mistake is reported at its line."""
     if importlib.util.find_spec(tool) is None:

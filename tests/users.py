@@ -23,9 +23,10 @@ def planted(folder: Path, what: Callable[[], object]) -> None:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             what()
-        finally:
             os._exit(0)
-    os.waitpid(child, 0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0, "the other user could not do it"
 
 
 @pytest.fixture

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
-from typing import Any
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
-LIMIT_S = 240.0
+T = TypeVar("T")
+
+LIMIT_S = float(os.environ.get("LZ_WAIT_S", "240"))  # a mutation waits for less: it often never comes
 EVERY_S = 0.005
 
 
@@ -21,3 +24,11 @@ async def until(condition: Callable[[], Any]) -> None:
             return
         await asyncio.sleep(EVERY_S)
     raise AssertionError(f"the condition did not come true within {LIMIT_S} s")
+
+
+async def within(awaited: Awaitable[T]) -> T:
+    """The result of `awaited`. Raises: AssertionError: it never ends."""
+    try:
+        return await asyncio.wait_for(awaited, LIMIT_S)
+    except TimeoutError:
+        raise AssertionError(f"{awaited} did not end within {LIMIT_S} s") from None

@@ -6,8 +6,8 @@ from models.llama import BLOCKING, Layer, Llama, SampleArgs, run_sync, sample_to
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.api.step_runner import StaticMetadata
 from layerzero.kvcache import TokenRange
+from layerzero.kvcache.static_metadata import StaticMetadata
 
 
 class Whole:

@@ -33,6 +33,8 @@ from models.weights import weights_of as weights_of
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "generate"
 # Rows that a step is captured for: from some hundred rows on, rows of padding take the time of real ones.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+# The same for steps with prompts; larger ones take so long that launching op by op keeps up.
+PREFILL_BUCKETS = (*range(64, 513, 64), *range(640, 1025, 128))
 T = TypeVar("T")
 Per = Literal["op", "layer", "step"]
 
@@ -239,13 +241,10 @@ class Llama:
         return await self.forward(AWAITED, self._awaited, ids, self.cache.attention_metadata([span]))
 
     async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
-        """The token (1,) that follows `ids` (n,) of one sequence.
-
-        A step and its draw are one await; layer by layer the first one looks the tokens up and the last one
-        draws.
-        """
+        """The token (1,) that follows `ids` (n,) of one sequence; layer by layer the last one draws it."""
         if self.per == "step" or (self.per == "layer" and len(self.layers) == 1):
-            token: Tensor = await self._batched_sample(ids, span, draw)
+            # Prompts go behind those that draw their next token, where one step can't take all.
+            token: Tensor = await self._batched_sample(ids, span, draw, priority=1 + (span.count > 1))
             return token
         if self.per == "layer":
             x = await self._batched_first_layer(ids, span)
@@ -324,11 +323,11 @@ class Llama:
 
     @cached_property
     def runners(self) -> tuple[lz.StepRunner, lz.StepRunner]:
-        """What runs `greedy_step` and `logits_step`; on CUDA rows that decode are graphs, captured when they
-        are first needed, or by `StepRunner.capture`."""
+        """What runs `greedy_step` and `logits_step`, on CUDA by graphs."""
         longest = min(self.config.max_position_embeddings, self.cache.allocator.total * self.cache.page_size)
+        sizes: dict[str, Any] = {"buckets": BUCKETS, "prefill_buckets": PREFILL_BUCKETS}
         greedy, logits = (
-            lz.StepRunner(step, self.cache, max_model_len=longest, max_num_seqs=BUCKETS[-1], buckets=BUCKETS)
+            lz.StepRunner(step, self.cache, max_model_len=longest, max_num_seqs=BUCKETS[-1], **sizes)
             for step in (self.greedy_step, self.logits_step)
         )
         return greedy, logits

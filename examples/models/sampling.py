@@ -55,6 +55,10 @@ class SampleArgs:
         return self.temperature == 0 and self.rules is None
 
 
+# For pieces of a prompt, whose next token is known already.
+NO_DRAW = SampleArgs(temperature=0.0, top_p=1.0, seed=0, offset=0)
+
+
 def _one_or_per_row(values: list[N], device: torch.device) -> N | Tensor:
     """The number that all callers give, or one a row."""
     if values.count(values[0]) == len(values):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,6 +33,8 @@ from server.service import Service
 
 # Requests beyond those being answered that may be on their way in or out.
 WAITING = 64
+# Rows of one step, and how long prompts may wait behind next tokens before they are level with them.
+STEP_ROWS, PROMPTS_WAIT_MS = 1024, 2000.0
 STREAM_START = {
     "type": "http.response.start",
     "status": 200,
@@ -112,9 +115,14 @@ class Answer:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _event(self, send: Send, data: dict[str, Any]) -> None:
-        # ASCII: some readers end a line also at characters that JSON need not escape.
-        body = f"data: {json.dumps(data)}\n\n".encode()
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": _event_body(data), "more_body": True})
+
+
+def _event_body(data: dict[str, Any]) -> bytes:
+    text = msgspec.json.encode(data)
+    if not text.isascii():  # some readers end a line also at characters that JSON need not escape
+        text = json.dumps(data).encode()
+    return b"data: " + text + b"\n\n"
 
 
 def code_of(error: Exception) -> str | None:
@@ -193,9 +201,11 @@ def application(options: Options) -> Starlette:
     fleet: dict[str, Any] = {} if options.cluster is None else {"cluster": options.cluster}
     if options.replicas is not None:
         fleet |= {"cluster_devices": options.replicas}
+    # One step takes so many rows that next tokens never wait long for the prompts of others.
     settings = lz.Settings.load(
-        device=options.device, inference=True, freeze_gc=True, determinism=determinism, **fleet
-    )
+        device=options.device, inference=True, freeze_gc=True, determinism=determinism,
+        max_num_batched_tokens=STEP_ROWS, priority_aging_ms=PROMPTS_WAIT_MS, **fleet,
+    )  # fmt: skip
 
     @asynccontextmanager
     async def served(app: Starlette, runtime: lz.Runtime) -> AsyncIterator[None]:

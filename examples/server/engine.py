@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple, Protocol
 
 import anyio
 import torch
-from models.sampling import LogitRules, SampleArgs
+from models.sampling import NO_DRAW, LogitRules, SampleArgs
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.kvcache import PagedCache, PagedRequests, PrefixCache, TokenRange
+from layerzero.api.readback import HostRead
+from layerzero.kvcache import PagedCache, PagedRequest, PagedRequests, PrefixCache, TokenRange
 from layerzero.ops.host_copies import to_device_with_host_copy
 from server.protocol import Sampling
 
-# Rows of a prompt that one step takes: longer prompts go in pieces, so that no next token waits long.
-PREFILL_CHUNK = 256
+# Rows of a prompt that one step takes: longer prompts go in pieces, so that no next token waits long, and
+# beside as many rows that decode as a graph has, a step has room for one.
+PREFILL_CHUNK = 768
+# In place of tokens that are not read yet: never twice the same, so that no two pages look alike.
+_PLACES = itertools.count(-1, -1)
 
 
 class Model(Protocol):
-    """What a request asks of the model: two coroutines over its rows, which meet in batches."""
+    """What a request asks of the model: a coroutine over its rows, which meet in batches."""
 
     @property
     def cache(self) -> PagedCache:
         """Where its keys and values lie."""
-        ...
-
-    async def step(self, ids: Tensor, span: TokenRange) -> Tensor:
-        """Fill the places `span` with the tokens `ids` (n,)."""
         ...
 
     async def sample_next(self, ids: Tensor, span: TokenRange, draw: SampleArgs) -> Tensor:
@@ -106,14 +107,111 @@ class _Rules:
         return self.args
 
 
-class Engine:
-    """The requests of one model: they share its pages, its batches and the prefixes of their prompts."""
+class _Unread(NamedTuple):
+    """A drawn token on its way to the host, and how it was drawn."""
+
+    reading: HostRead
+    draw: SampleArgs
+
+
+class _Generation:
+    """One request on its way: its tokens, of which the last may be drawn and not read yet."""
 
     def __init__(
-        self, model: Model, eos_token_ids: frozenset[int], *, max_waiting_tokens: int | None = None
+        self,
+        engine: Engine,
+        request: PagedRequest,
+        prompt: Sequence[int],
+        so_far: Sequence[int],
+        sampling: Sampling,
+        rules: _Rules,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._engine, self._request, self._sampling = engine, request, sampling
+        self._rules, self._eos_token_ids = rules, eos_token_ids
+        self._tokens = [*prompt, *so_far]
+        self._prompt_len = len(prompt)
+        self._newest: Tensor | None = None
+        self.unread: _Unread | None = None
+        self.told: Drawn | None = None  # what was read, until it is taken
+
+    @property
+    def drawn(self) -> int:
+        """How many tokens were drawn, read or not."""
+        return len(self._tokens) - self._prompt_len
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next step may begin before the last token is read."""
+        behind, unread = self._engine.reads_behind, self.unread
+        if behind is None:
+            behind = unread is not None and not unread.reading.done
+        return behind and self._rules.args is None
+
+    async def step(self) -> None:
+        """Compute the next rows, and draw a token behind them where they are the last; read the one before.
+
+        Raises: OverloadedError. ValueError: the prompt is empty, or too long.
+        """
+        tokens, model, sampling = self._tokens, self._engine.model, self._sampling
+        async with self._request.step(tokens, PREFILL_CHUNK) as span:
+            if self.unread is not None and span.count > 1:  # preempted: computed again, from all tokens
+                await self.read()
+            if span.end < len(tokens):
+                await model.sample_next(self._ids(span), span, NO_DRAW)
+                return
+            draw = SampleArgs(
+                sampling.temperature, sampling.top_p, sampling.seed, self.drawn, sampling.top_k,
+                self._rules.prepare(tokens),
+            )  # fmt: skip
+            ids = self._newest if self._newest is not None and span.count == 1 else self._ids(span)
+            newest = await model.sample_next(ids, span, draw)
+            if self.unread is not None:  # pages are published by what is in them
+                await self.read()
+        # The copy begins here: behind this step, before the next one.
+        self._newest, self.unread = newest, _Unread(lz.to_host(newest), draw)
+        tokens.append(next(_PLACES))
+
+    async def read(self) -> None:
+        """Read the token that was drawn last, and what was asked about it."""
+        assert self.unread is not None
+        reading, draw = self.unread
+        token = int(await reading)
+        logprob: float | None = None
+        likeliest: tuple[tuple[int, float], ...] = ()
+        if draw.rules is not None and draw.rules.logprobs is not None:
+            host = await lz.to_host(draw.rules.logprobs)
+            logprob, *others = [float(number) for number in host]
+            count = len(others) // 2  # the likeliest tokens, then their logarithms
+            likeliest = tuple(zip(map(int, others[:count]), others[count:], strict=True))
+        ends = token in self._eos_token_ids
+        self._tokens[-1], self.unread = token, None
+        self.told = Drawn(token, logprob, likeliest, ends, is_text=not ends)
+
+    def _ids(self, span: TokenRange) -> Tensor:
+        ids = torch.tensor(self._tokens[span.start : span.end])
+        return to_device_with_host_copy(ids, self._engine.model.cache.device)
+
+
+class Engine:
+    """The requests of one model: they share its pages, its batches and the prefixes of their prompts.
+
+    Where tokens take their time to the host, as on CUDA, a request's next step begins before its last token
+    is there, so that the device has work while tokens are sent; a text that ends by a token has computed one
+    row in vain. Rules and grammars need each token first. `reads_behind` says so for every device.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        eos_token_ids: frozenset[int],
+        *,
+        max_waiting_tokens: int | None = None,
+        reads_behind: bool | None = None,
     ) -> None:
         self.model, self.eos_token_ids = model, eos_token_ids
         cache = model.cache
+        self.reads_behind = reads_behind
         self.requests = PagedRequests(
             cache, prefixes=PrefixCache(cache), max_waiting_tokens=max_waiting_tokens
         )
@@ -139,53 +237,27 @@ class Engine:
         batcher and gives its pages back.
         Raises: OverloadedError. ValueError: the prompt is empty, or too long.
         """
-        tokens = [*prompt, *so_far]
-        newest: Tensor | None = None
         rules = _Rules(prompt, so_far, sampling, max_tokens, grammar)
+        eos_token_ids = frozenset[int]() if ignore_eos else self.eos_token_ids
         with self.requests.open(user) as request:
-            while (drawn := len(tokens) - len(prompt)) < max_tokens:
-                try:
-                    async with request.step(tokens, PREFILL_CHUNK) as span:
-                        if span.end < len(tokens):
-                            await self.model.step(self._ids(tokens, span), span)
-                            continue
-                        ids = newest if newest is not None and span.count == 1 else self._ids(tokens, span)
-                        draw = SampleArgs(
-                            sampling.temperature,
-                            sampling.top_p,
-                            sampling.seed,
-                            drawn,
-                            sampling.top_k,
-                            rules.prepare(tokens),
-                        )
-                        newest = await self.model.sample_next(ids, span, draw)
-                except lz.OverloadedError as overloaded:
-                    if not drawn and not patient:
-                        raise
-                    await anyio.sleep(overloaded.retry_after)
+            way = _Generation(self, request, prompt, so_far, sampling, rules, eos_token_ids)
+            while way.drawn < max_tokens or way.unread is not None:
+                if way.drawn < max_tokens:
+                    try:
+                        await way.step()
+                    except lz.OverloadedError as overloaded:
+                        if not way.drawn and not patient:
+                            raise
+                        await anyio.sleep(overloaded.retry_after)
+                is_ahead = way.drawn < max_tokens and way.may_run_ahead
+                if way.unread is not None and way.told is None and not is_ahead:
+                    await way.read()
+                told, way.told = way.told, None
+                if told is None:
                     continue
-                told = await self._told(newest, draw, frozenset() if ignore_eos else self.eos_token_ids)
-                tokens.append(told.token)
                 if grammar is not None and told.is_text:
                     grammar.accept(told.token)
                     told = told._replace(ends=grammar.ended)
                 yield told
                 if told.ends:
                     return
-
-    def _ids(self, tokens: Sequence[int], span: TokenRange) -> Tensor:
-        ids = torch.tensor(tokens[span.start : span.end])
-        return to_device_with_host_copy(ids, self.model.cache.device)
-
-    async def _told(self, newest: Tensor, draw: SampleArgs, eos_token_ids: frozenset[int]) -> Drawn:
-        """The token on the host, and what was asked about it."""
-        token = int(await lz.to_host(newest))
-        logprob: float | None = None
-        likeliest: tuple[tuple[int, float], ...] = ()
-        if draw.rules is not None and draw.rules.logprobs is not None:
-            host = await lz.to_host(draw.rules.logprobs)
-            logprob, *others = [float(number) for number in host]
-            count = len(others) // 2  # the likeliest tokens, then their logarithms
-            likeliest = tuple(zip(map(int, others[:count]), others[count:], strict=True))
-        ends = token in eos_token_ids
-        return Drawn(token, logprob, likeliest, ends, is_text=not ends)

@@ -51,10 +51,12 @@ class Service(Front):
         runners = self.model.runners  # they take pages, which no request can have
         loader = runtime.device(self.options.device).loader
         for runner in runners:
-            for rows in reversed(runner.buckets):
+            ahead: list[tuple[list[int], list[int]]] = [([rows], []) for rows in reversed(runner.buckets)]
+            ahead += [([], [rows]) for rows in reversed(runner.prefill_buckets)]
+            for buckets, prefill_buckets in ahead:
                 if loader.compiling:
                     return
-                runner.capture(buckets=[rows])
+                runner.capture(buckets=buckets, prefill_buckets=prefill_buckets)
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         return {

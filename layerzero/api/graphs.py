@@ -213,9 +213,11 @@ def captured_steps(max_graphs: int, max_bytes: int | None) -> CapturedSteps:
     return CapturedSteps(max_graphs, max_bytes, _count)
 
 
-def compile_within(fn: Callable[..., Any], buckets: Sequence[int], steps: CapturedSteps) -> GraphedFunction:
-    """`compile` of one of several functions that keep their steps together."""
-    return GraphedFunction(fn, buckets=buckets, version=_generation, steps=steps)
+def compile_within(
+    fn: Callable[..., Any], buckets: Sequence[int], steps: CapturedSteps, result_rows: int | None = None
+) -> GraphedFunction:
+    """`compile` of one of several functions that keep their steps together; see `GraphedFunction`."""
+    return GraphedFunction(fn, buckets=buckets, version=_generation, steps=steps, result_rows=result_rows)
 
 
 def _count(name: str, device: torch.device) -> None:

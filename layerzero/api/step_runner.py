@@ -1,10 +1,11 @@
-"""Steps of a model over a paged cache: decode rows replay CUDA graphs, prefill rows run as they come."""
+"""Steps of a model over a paged cache, for decoding and for prompts, by CUDA graphs where there are some."""
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import inspect
-from array import array
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,89 +16,15 @@ from layerzero._util import log
 from layerzero.api.graphs import captured_steps, compile_within
 from layerzero.graphs.captured_steps import MAX_GRAPHS
 from layerzero.graphs.step import GraphedFunction
-from layerzero.kvcache import AttentionMetadata, PagedCache, PagedSequence, TokenRange
+from layerzero.kvcache import PagedCache, TokenRange
+from layerzero.kvcache.static_metadata import StaticMetadata, StaticPrefillMetadata
 from layerzero.ops import checks
-from layerzero.ops.host_copies import to_device_with_host_copy
+from layerzero.spec.errors import CudaGraphUnsafeError
 
 TOO_LONG = "step_runner.too_long"
+PREFILL_UNCAPTURED = "step_runner.prefill_not_captured"
 # Widths of block tables by default: in steps of so much, and none narrower than so many pages.
 WIDTH_STEP, NARROWEST = 8, 128
-
-
-class StaticMetadata:
-    """Attention metadata of at most `rows` sequences, a token each, in memory that stays where it is.
-
-    Graphs read it. It is written once a step, its block tables only when sequences join, leave or grow by a
-    page. Tables have one width, so that one graph serves every length up to `max_model_len`; rows of padding
-    write slots that no sequence has.
-    """
-
-    def __init__(
-        self, cache: PagedCache, max_model_len: int, rows: int, padding: PagedSequence | None = None
-    ) -> None:
-        """`padding` has slots for the rows of padding; without one it takes its own.
-
-        Raises: PagesExhaustedError: the pool has no pages left for them.
-        """
-        size = cache.page_size
-        self.rows, self.width = rows, -(-max_model_len // size)
-        self._cache = cache
-        self._own_padding = cache.sequence(rows) if padding is None else None
-        padding = padding or self._own_padding
-        assert padding is not None
-        pages = torch.tensor(padding.pages, dtype=torch.int32).repeat_interleave(size)[:rows]
-        slots = pages * size + torch.arange(rows, dtype=torch.int32) % size
-        self._padding = torch.stack([torch.zeros_like(slots), slots, torch.ones_like(slots)])
-        self._padding_tables = pages[:, None].repeat(1, self.width)
-        # Numbers and tables follow each other, so that one transfer brings both, on sixteen bytes.
-        self._tables_begin = 3 * rows + -3 * rows % 4
-        first = torch.zeros(self._tables_begin + self._padding_tables.numel(), dtype=torch.int32)
-        first[: 3 * rows] = self._padding.flatten()
-        first[self._tables_begin :] = self._padding_tables.flatten()
-        with torch.inference_mode(False):
-            self._static = first.to(cache.device, copy=True)
-        self._numbers = self._static[: 3 * rows].view(3, rows)
-        self._tables = self._static[self._tables_begin :].view(rows, self.width)
-        self._ranges: list[TokenRange] = []
-        self._sequences: list[PagedSequence] = []  # whose tables are in the first rows
-        self._tables_version: int | None = None
-
-    def load(self, ranges: Sequence[TokenRange]) -> None:
-        """Let `ranges`, a token each, be what the first rows are from now on."""
-        ranges, version = list(ranges), ranges[0].sequence.block_tables.version
-        if ranges == self._ranges and version == self._tables_version:  # another layer of the same step
-            return
-        self._ranges, count, rows = ranges, len(ranges), self.rows
-        sequences, starts = [span.sequence for span in ranges], [span.start for span in ranges]
-        size = self._cache.page_size
-        slots = [s.pages[n // size] * size + n % size for s, n in zip(sequences, starts, strict=True)]
-        numbers = array("i", [*starts, *slots, *(start + 1 for start in starts)])
-        changed = sequences != self._sequences or version != self._tables_version
-        reach = self._static.numel() if changed else 3 * rows
-        # A GPU fetches it out of pinned memory in its turn, straight into what the graphs read.
-        host = torch.empty(reach, dtype=torch.int32, pin_memory=self._static.is_cuda)
-        host_numbers = host[: 3 * rows].view(3, rows)
-        host_numbers.copy_(self._padding)
-        host_numbers[:, :count] = torch.frombuffer(numbers, dtype=torch.int32).view(3, count)
-        if changed:
-            self._sequences, self._tables_version = sequences, version
-            tables = host[self._tables_begin :].view(rows, self.width)
-            tables.copy_(self._padding_tables)
-            block_tables = sequences[0].block_tables.gather(
-                [sequence.row for sequence in sequences], self.width
-            )
-            tables[:count, : block_tables.shape[1]] = block_tables
-        self._static[:reach].copy_(host, non_blocking=True)
-
-    def metadata(self, rows: int) -> AttentionMetadata:
-        """The metadata of the first `rows` rows, whatever is loaded."""
-        positions, slots, seq_lens = self._numbers[:, :rows]
-        return AttentionMetadata(positions, slots, self._tables[:rows], seq_lens, None, slice(None))
-
-    def close(self) -> None:
-        """Give the pages of its own padding back."""
-        if self._own_padding is not None:
-            self._own_padding.close()
 
 
 class StepRunner:
@@ -106,18 +33,21 @@ class StepRunner:
     `forward(metadata, input_ids, *values)` is a plain function over blocking ops: `metadata` says where the
     rows `input_ids` (T,) of B sequences are, `values` have a row for each sequence, and so has what it
     returns. Sequences that decode one token replay a CUDA graph of `forward`, captured for buckets of rows
-    and of block tables' widths; prompts run beside them as they come, in the same call. Elsewhere than on
-    CUDA `forward` simply runs. Give a call of it to `lz.batched`, and the steps of all requests are one
-    replay.
+    and of block tables' widths. A step with prompts is one run of `forward` over all rows: by a graph too
+    where one of `prefill_buckets` holds them, else as they come. Elsewhere than on CUDA `forward` simply
+    runs. Give a call of it to `lz.batched`, and the steps of all requests are one replay.
 
-    Args: a graph serves up to `max_num_seqs` sequences of at most `max_model_len` tokens; longer ones run
-        without. `buckets` are the numbers of rows to capture for, by default powers of two up to
-        `max_num_seqs`. `table_widths` are the widths of block tables, in pages, to capture for: a step takes
-        the narrowest that holds its longest sequence. By default `max_model_len` and its eighths down to 128
-        pages; the widest always holds `max_model_len`. Of more than `max_graphs` captured steps (by default
-        twice what the buckets need, at least 128), or of more than `max_graph_bytes` together, the least
-        recently used go: `evictions` counts them. `graphs` False never captures; True captures, and pads
-        where no graph can be.
+    Args: a graph serves up to `max_num_seqs` sequences of at most `max_model_len` tokens; a step with a
+        longer one runs without. `buckets` are the numbers of rows to capture for, by default powers of two
+        up to `max_num_seqs`. `table_widths` are the widths of block tables, in pages, to capture for: a step
+        takes the narrowest that holds its longest sequence. By default `max_model_len` and its eighths down
+        to 128 pages; the widest always holds `max_model_len`. Of more than `max_graphs` captured steps (by
+        default twice what the buckets need, at least 128), or of more than `max_graph_bytes` together, the
+        least recently used go: `evictions` counts them. `graphs` False never captures; True captures, and
+        pads where no graph can be. `prefill_buckets` are the numbers of rows to capture steps with prompts
+        for, of at most `max_num_seqs` sequences and without `values`; none by default. Where a kernel that
+        they need may not be captured, there are none, and the event `step_runner.prefill_not_captured` says
+        why.
     """
 
     def __init__(
@@ -132,6 +62,7 @@ class StepRunner:
         max_graphs: int | None = None,
         max_graph_bytes: int | None = None,
         graphs: bool | None = None,
+        prefill_buckets: Sequence[int] = (),
     ) -> None:
         """Raises: ValueError: a limit, bucket or width is below 1, a bucket above `max_num_seqs`, or a width
         above that of `max_model_len`. PagesExhaustedError: no pages are left for the rows of padding."""
@@ -142,19 +73,27 @@ class StepRunner:
             raise ValueError(
                 f"buckets needs numbers of rows from 1 to max_num_seqs {max_num_seqs}, got {tuple(sizes)}"
             )
+        for rows in prefill_buckets:
+            checks.need_int("prefill_buckets", rows, low=1)
         self.buckets, self.max_model_len = tuple(sizes), max_model_len
         self.table_widths = _widths(-(-max_model_len // cache.page_size), table_widths)
-        if max_graphs is None:
-            max_graphs = max(MAX_GRAPHS, 2 * len(sizes) * len(self.table_widths))
-        self._forward, self._cache = forward, cache
+        self._forward, self._cache, self._max_num_seqs = forward, cache, max_num_seqs
         self._graphed = cache.device.type == "cuda" if graphs is None else graphs
+        self.prefill_buckets: tuple[int, ...] = tuple(sorted(set(prefill_buckets))) if self._graphed else ()
+        if max_graphs is None:
+            most = 2 * (len(sizes) + len(self.prefill_buckets)) * len(self.table_widths)
+            max_graphs = max(MAX_GRAPHS, most)
         self._steps = captured_steps(max_graphs, max_graph_bytes)
         self._graphs: dict[tuple[int, int], GraphedFunction] = {}  # by table width and number of values
-        self._padding = cache.sequence(sizes[-1]) if self._graphed else None
+        # A slot for each row of padding; a step with prompts has more rows than the bucket before it.
+        gaps = [high - low for low, high in itertools.pairwise((0, *self.prefill_buckets))]
+        self._padding = cache.sequence(max(sizes[-1], *gaps, 1)) if self._graphed else None
         self._static = {
             width: StaticMetadata(cache, width * cache.page_size, sizes[-1], self._padding)
             for width in (self.table_widths if self._graphed else ())
         }
+        self._static_prefill: dict[int, StaticPrefillMetadata] = {}
+        self._prefill_graphs: dict[int, GraphedFunction] = {}  # by table width
 
     def __call__(self, ranges: Sequence[TokenRange], input_ids: Tensor, *values: Tensor) -> Tensor:
         """A row for each of `ranges`, in their order.
@@ -174,24 +113,33 @@ class StepRunner:
         for value in values:
             if not value.dim() or value.shape[0] != len(ranges):
                 raise ValueError(f"values needs {len(ranges)} rows each, got shape {tuple(value.shape)}")
-        decodes = [self._is_decode(span) for span in ranges]
-        if all(decodes):
+        longest = max(span.end for span in ranges)
+        if self._graphed and longest > self.max_model_len:
+            log.debug(TOO_LONG, tokens=longest, max_model_len=self.max_model_len)
+        elif self._graphed and len(counts) == sum(counts):
             return self._decode(ranges, input_ids, values)
-        if not any(decodes):
-            return self._prefill(ranges, input_ids, values)
-        return self._both(ranges, decodes, input_ids, values)
+        elif self._has_prefill_bucket(len(counts), sum(counts), values):
+            return self._captured_prefill(ranges, input_ids)
+        return self._prefill(ranges, input_ids, values)
 
     def capture(
         self,
         *values: Tensor,
         buckets: Sequence[int] | None = None,
         table_widths: Sequence[int] | None = None,
+        prefill_buckets: Sequence[int] | None = None,
     ) -> None:
         """Capture every bucket ahead, for values of these dtypes and row shapes; nothing without graphs.
 
-        The widest tables and most rows first; only those of `buckets` and `table_widths` where given.
-        Raises: ValueError: a bucket or width that this runner has not.
+        The widest tables and most rows first; only those of `buckets`, `prefill_buckets` and `table_widths`
+        where given. Steps with prompts have no values.
+        Raises: ValueError: a bucket or width that this runner has not. PagesExhaustedError: no pages are
+            left for the rows of a step with prompts.
         """
+        prompts = self.prefill_buckets if prefill_buckets is None else tuple(sorted(set(prefill_buckets)))
+        for rows in prompts:
+            if rows not in self.prefill_buckets and self._graphed:
+                raise ValueError(f"prefill_buckets needs some of {self.prefill_buckets}, got {rows!r}")
         widths = self.table_widths if table_widths is None else tuple(table_widths)
         for width in widths:
             if width not in self.table_widths:
@@ -202,11 +150,14 @@ class StepRunner:
                 self._graph(width, len(values)).capture(
                     ids, *(value[:1] for value in values), buckets=buckets
                 )
+                for rows in () if values else reversed(prompts):
+                    self._capture_prefill(width, rows, ids)
 
     @property
     def captures(self) -> int:
         """How many graphs have been captured so far."""
-        return sum(graph.captures for graph in self._graphs.values())
+        graphs = (*self._graphs.values(), *self._prefill_graphs.values())
+        return sum(graph.captures for graph in graphs)
 
     @property
     def evictions(self) -> int:
@@ -221,17 +172,10 @@ class StepRunner:
     def close(self) -> None:
         """Let the graphs go, and give the pages of the padding back."""
         self._graphs.clear()
+        self._prefill_graphs.clear()
         self._steps.clear()
         if self._padding is not None:
             self._padding.close()
-
-    def _is_decode(self, span: TokenRange) -> bool:
-        if not self._graphed or span.count != 1:
-            return False
-        if span.end > self.max_model_len:
-            log.debug(TOO_LONG, tokens=span.end, max_model_len=self.max_model_len)
-            return False
-        return True
 
     def _graph(self, width: int, arity: int) -> GraphedFunction:
         graph = self._graphs.get((width, arity))
@@ -266,29 +210,62 @@ class StepRunner:
     def _prefill(self, ranges: list[TokenRange], input_ids: Tensor, values: tuple[Tensor, ...]) -> Tensor:
         return self._forward(self._cache.attention_metadata(ranges), input_ids, *values)
 
-    def _both(
-        self, ranges: list[TokenRange], decodes: list[bool], input_ids: Tensor, values: tuple[Tensor, ...]
-    ) -> Tensor:
-        """Decode rows by their graph and the others beside it, back in the order of `ranges`."""
-        parts: list[Tensor] = []
-        order: list[int] = []
-        starts = [0]
-        for span in ranges:
-            starts.append(starts[-1] + span.count)
-        for kind, run in ((True, self._decode), (False, self._prefill)):
-            picked = [index for index, decode in enumerate(decodes) if decode == kind]
-            rows = [row for index in picked for row in range(starts[index], starts[index + 1])]
-            row_index, index = (
-                to_device_with_host_copy(torch.tensor(numbers), input_ids.device)
-                for numbers in (rows, picked)
+    # -- steps with prompts -----------------------------------------------------------------------------
+
+    def _has_prefill_bucket(self, count: int, rows: int, values: tuple[Tensor, ...]) -> bool:
+        buckets = self.prefill_buckets
+        return bool(buckets) and rows <= buckets[-1] and count <= self._max_num_seqs and not values
+
+    def _prefill_graph(self, width: int) -> tuple[StaticPrefillMetadata, GraphedFunction]:
+        graph = self._prefill_graphs.get(width)
+        if graph is None:
+            assert self._padding is not None
+            static = self._static_prefill[width] = StaticPrefillMetadata(
+                self._cache, width, self.prefill_buckets[-1], self._max_num_seqs, self._padding
             )
-            parts.append(
-                run([ranges[i] for i in picked], input_ids[row_index], tuple(v[index] for v in values))
+
+            def step(input_ids: Tensor) -> Tensor:
+                rows = input_ids.shape[0]
+                if rows in self.prefill_buckets:
+                    return self._forward(static.metadata(rows), input_ids)
+                return self._prefill(static.ranges, input_ids, ())  # what it needs is loading
+
+            graph = self._prefill_graphs[width] = compile_within(
+                step, self.prefill_buckets, self._steps, result_rows=self._max_num_seqs
             )
-            order += picked
-        back = torch.empty(len(order), dtype=torch.int64)
-        back[torch.tensor(order)] = torch.arange(len(order))
-        return torch.cat(parts)[to_device_with_host_copy(back, input_ids.device)]
+        return self._static_prefill[width], graph
+
+    def _capture_prefill(self, width: int, rows: int, input_ids: Tensor) -> None:
+        """Capture a bucket over sequences of its own, as few as can have so many rows.
+
+        Raises: PagesExhaustedError: no pages are left for them.
+        """
+        longest = min(self.max_model_len, width * self._cache.page_size)
+        counts = [min(longest, rows - begin) for begin in range(0, rows, longest)]
+        if len(counts) > self._max_num_seqs:
+            return  # no step has so many rows
+        static, graph = self._prefill_graph(width)
+        with contextlib.ExitStack() as stack:
+            sequences = [stack.enter_context(self._cache.sequence(count)) for count in counts]
+            static.load([s.extend(count) for s, count in zip(sequences, counts, strict=True)], rows)
+            try:
+                graph.capture(input_ids, buckets=[rows])
+            except CudaGraphUnsafeError as error:
+                self._give_up_prefill(error)
+
+    def _give_up_prefill(self, error: CudaGraphUnsafeError) -> None:
+        log.warning(PREFILL_UNCAPTURED, why=str(error))
+        self.prefill_buckets = ()
+
+    def _captured_prefill(self, ranges: list[TokenRange], input_ids: Tensor) -> Tensor:
+        static, graph = self._prefill_graph(self._width(ranges))
+        place = bisect.bisect_left(self.prefill_buckets, input_ids.shape[0])
+        static.load(ranges, self.prefill_buckets[place])
+        try:
+            return graph(input_ids)[: len(ranges)]  # type: ignore[no-any-return]
+        except CudaGraphUnsafeError as error:
+            self._give_up_prefill(error)
+            return self._prefill(ranges, input_ids, ())
 
 
 def _powers_of_two(largest: int) -> list[int]:

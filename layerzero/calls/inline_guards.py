@@ -46,6 +46,7 @@ _TRACEABLE = frozenset(
 _MAX_GRAPHS = 3
 # The default values of a front, in the name of a guard.
 _CONSTANT = re.compile(r"\._torchdynamo_inline\.__(kw)?defaults__")
+_SCOPE_NAME = re.compile(r"___unnamed_scope\w*")
 _compiling: Any = _guards.CompileContext
 _MOVED = "compile.choice_moved"
 _SERIAL = count()
@@ -216,13 +217,11 @@ def _drop_constant_guards(output: Any) -> None:
     """
     guards = output.tracing_context.guards_context.dynamo_guards
     scope = output.root_tx.f_globals
-    own = tuple(
-        name for name, value in scope.items() if name.startswith("___unnamed_scope") and is_of_front(value)
-    )
     guards.inner = {
         guard
         for guard in guards.inner
-        if not _CONSTANT.search(guard.name) and not any(name in guard.name for name in own)
+        if not _CONSTANT.search(guard.name)
+        and not any(is_of_front(scope.get(name)) for name in _SCOPE_NAME.findall(guard.name))
     }
 
 

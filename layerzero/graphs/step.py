@@ -83,8 +83,10 @@ class GraphedFunction:
         fill: Mapping[str, float] | None = None,
         version: Callable[[torch.device], int] = lambda _: 0,
         steps: CapturedSteps | None = None,
+        result_rows: int | None = None,
     ) -> None:
-        """`steps` keeps what is captured, for several functions where they share it.
+        """`steps` keeps what is captured, for several functions where they share it. With `result_rows`
+        results have so many rows in every bucket, and all of them are returned.
 
         Raises: ValueError: no bucket, one below 1, or `fill` names no argument. TypeError: no function.
         """
@@ -99,7 +101,7 @@ class GraphedFunction:
             raise ValueError(f"fill needs arguments among {', '.join(self._names)}, got {', '.join(unknown)}")
         self._fill = dict(fill or {})
         self.buckets = tuple(sorted(set(buckets)))
-        self._version = version
+        self._version, self._result_rows = version, result_rows
         self._steps = steps if steps is not None else CapturedSteps()
         self._token = object()  # what tells its steps from those of other functions
         self.captures = 0
@@ -134,7 +136,8 @@ class GraphedFunction:
                     buffer[:rows].copy_(value)
                     buffer[rows:].fill_(self._fill.get(name, 0))
                 recorded.replay()
-                results = tuple([out[:rows].clone() for out in recorded.outputs])
+                kept = self._result_rows or rows
+                results = tuple([out[:kept].clone() for out in recorded.outputs])
         return results if len(results) != 1 else results[0]
 
     def capture(self, *args: Tensor, buckets: Sequence[int] | None = None) -> None:
@@ -220,9 +223,12 @@ class GraphedFunction:
                 lambda: self._version(device),
                 waits,
             )
+        expected = self._result_rows or bucket
         for out in recorded.outputs:
-            if not out.dim() or out.shape[0] != bucket:
-                raise ValueError(f"{self._name} needs results of {bucket} rows, got shape {tuple(out.shape)}")
+            if not out.dim() or out.shape[0] != expected:
+                raise ValueError(
+                    f"{self._name} needs results of {expected} rows, got shape {tuple(out.shape)}"
+                )
         self.captures += 1
         self._steps.pools[device] = recorded.pool
         buffer_bytes = sum(t.numel() * t.element_size() for t in (*static, *recorded.outputs))

@@ -203,6 +203,10 @@ class PagedCache:
             raise ValueError("ranges needs at least one, got none")
         return self._metadata_builder.build(ranges)
 
+    def slot_mapping(self, ranges: Sequence[TokenRange]) -> list[int]:
+        """The slots of the tokens of `ranges`, one range after the other."""
+        return self._metadata_builder.slot_mapping(ranges)
+
     def _extend(self, sequences: Sequence[int], counts: Sequence[int], low: int) -> list[TokenRange]:
         if len(sequences) != len(counts) or len(set(sequences)) != len(sequences):
             raise ValueError(

@@ -74,12 +74,19 @@ def attended(codes: torch.dtype | None, heads: int = 8, width: int = 128) -> Cal
 
 def test_pages_of_codes_go_to_the_kernels_that_are_made_for_them() -> None:
     """And to no other; pages of numbers go to none of these, by a reason that says so."""
+    triton = {"triton.paged_attention.decode_codes", "triton.paged_attention.rows_codes"}
     assert takers(attended(torch.float8_e4m3fn)) == {
-        "cuda.paged_attention.codes", "triton.paged_attention.decode_codes"
+        "cuda.paged_attention.codes", *triton,
     }  # fmt: skip
-    assert takers(attended(torch.int8, heads=32)) == {"triton.paged_attention.decode_codes"}  # groups of 16
-    assert takers(attended(torch.int8, width=64)) == {"triton.paged_attention.decode_codes"}
-    assert takers(attended(None)) == {"triton.paged_attention.decode"}
+    assert takers(attended(torch.int8, heads=32)) == {
+        "triton.paged_attention.decode_codes",
+        "triton.paged_attention.rows_codes",
+    }  # groups of 16
+    assert takers(attended(torch.int8, width=64)) == {
+        "triton.paged_attention.decode_codes",
+        "triton.paged_attention.rows_codes",
+    }
+    assert takers(attended(None)) == {"triton.paged_attention.decode", "triton.paged_attention.rows"}
     (kernel,) = (kernel for kernel in cuda_kernels.KERNELS if kernel.op == "paged_attention")
     reasons = {refusal.reason for refusal in rejections(kernel, attended(None), HOPPER)}
     assert Reason.FEATURE_REQUIRED in reasons

@@ -17,34 +17,35 @@ from tests import interpreter
 
 CONTRACT = "tests/backends/test_contract.py"
 # One process for all of them, on a machine that may be busy.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 INTERPRETED = {
     "liger_kernel": ("liger.rope.triton", "liger.linear_cross_entropy.chunked"),
     "triton": ("triton.add_rms_norm_quantize.row", "triton.add_rms_norm_quantize.group"),
 }
 
 
-@pytest.fixture(scope="module")
-def contract() -> subprocess.CompletedProcess[str]:
-    """The contract tests of every interpreted kernel, in one process."""
+@pytest.fixture(scope="module", params=["float32", pytest.param("float16", marks=pytest.mark.slow)])
+def contract(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
+    """The contract tests of every interpreted kernel in one dtype, in one process."""
     wanted = " or ".join(f"[{kernel}]" for kernels in INTERPRETED.values() for kernel in kernels)
     return subprocess.run(
         [sys.executable, "-m", "pytest", CONTRACT, "-vv", "-p", "no:cacheprovider", "-k", wanted],
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1", "LAYERZERO_TEST_DTYPES": "float32,float16"},
+        env=os.environ | {"TRITON_INTERPRET": "1", "LAYERZERO_TEST_DTYPES": request.param},
     )
 
 
 @pytest.mark.parametrize("library", INTERPRETED)
-def test_interpreted_kernels_keep_the_contract(library: str, request: pytest.FixtureRequest) -> None:
+def test_interpreted_kernels_keep_the_contract(
+    library: str, contract: subprocess.CompletedProcess[str]
+) -> None:
     """Numbers, inputs, gradients and repetition, in float32 and float16."""
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     if wrong := interpreter.why_not():
         pytest.skip(wrong)
-    run = request.getfixturevalue("contract")
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-1000:]
+    assert contract.returncode == 0, contract.stdout[-4000:] + contract.stderr[-1000:]
     for kernel in INTERPRETED[library]:
-        assert f"test_results_are_within_tolerance[{kernel}] PASSED" in run.stdout, run.stdout
+        assert f"test_results_are_within_tolerance[{kernel}] PASSED" in contract.stdout, contract.stdout

@@ -298,8 +298,8 @@ for heads, key_heads, layout, page in ((4, 4, "NHD", 16), (8, 2, "NHD", 4), (6, 
     lens = torch.tensor([1, 20 * page, 3 * page + 1, 0], dtype=torch.int32)
     parts = paged.parts_of(4 * key_heads, 20 * page, 48)
     for scale in (None, -0.3):
-        ours = paged.paged_attention(q, k, v, tables, lens, None, True, scale, None, None, layout, False)
-        right = paged_attention_reference(q, k, v, tables, lens, None, True, scale, None, None, layout, False)
+        call = (q, k, v, tables, lens, None, True, scale, None, None, layout, False, None, None)
+        ours, right = paged.paged_attention(*call), paged_attention_reference(*call)
         found.append((parts, float((ours.float() - right.float()).abs().max())))
 print(json.dumps(found))
 """
@@ -311,6 +311,53 @@ def test_pages_decode_as_the_reference(tmp_path: Path) -> None:
     lengths from none on; what stands behind an end is not read."""
     found = interpreted(DECODED, tmp_path)
     assert {parts for parts, _ in found} == {1, 2} and max(error for _, error in found) < 4e-3, found
+
+
+ATTENDED = """
+import json, torch
+from layerzero.backends.triton_kernels import paged_rows
+from layerzero.ops.paged.attention import paged_attention_reference
+found = []
+counts, lens = [1, 5, 70, 0, 9, 1], torch.tensor([7, 5, 81, 3, 2, 40], dtype=torch.int32)
+starts = torch.tensor([0, 1, 6, 76, 76, 85, 86], dtype=torch.int32)
+for heads, key_heads, layout, codes in (
+    (4, 4, "NHD", None), (6, 2, "HND", None), (4, 1, "NHD", "token"), (4, 2, "HND", "head"),
+    (2, 2, "NHD", "tensor"),
+):
+    generator = torch.Generator().manual_seed(heads)
+    shape = (48, 12, key_heads, 64) if layout == "NHD" else (48, key_heads, 12, 64)
+    k, v = (torch.randn(shape, generator=generator).half() for _ in range(2))
+    scales = (None, None)
+    if codes:
+        k, v = (pool.mul(20).round().to(torch.int8) for pool in (k, v))
+        size = {"token": shape[:-1], "head": (key_heads,), "tensor": ()}[codes]
+        scales = tuple(torch.rand(size, generator=generator) / 20 + 0.02 for _ in range(2))
+    rows = torch.randn(86, heads + 2, 64, generator=generator).half()
+    q = rows[:, 1:-1]  # a piece of a projection
+    tables = torch.randperm(48, generator=generator).view(6, 8).int()
+    if not codes:
+        k[tables[1, 1:]] = v[tables[1, 1:]] = float("nan")  # behind the second sequence's end
+    for causal, scale in ((True, None), (False, -0.3)):
+        call = (q, k, v, tables, lens, starts, causal, scale, None, None, layout, False, *scales)
+        ours, right = paged_rows.paged_attention(*call), paged_attention_reference(*call)
+        found.append(float((ours.float() - right.float()).abs().max()))
+    alone = paged_rows.paged_attention(
+        q[6:76], k, v, tables[2:3], lens[2:3], torch.tensor([0, 70], dtype=torch.int32), *call[6:]
+    )
+    found.append(float(not torch.equal(alone, ours[6:76])))
+one = (q[:6], k, v, tables, lens, None, True, None, None, None, layout, False, *scales)
+ours, right = paged_rows.paged_attention(*one), paged_attention_reference(*one)
+found.append(float((ours.float() - right.float()).abs().max()))
+print(json.dumps(found))
+"""
+
+
+@needs_triton
+def test_prompts_and_decoding_attend_together_as_the_reference(tmp_path: Path) -> None:
+    """One launch for prompts, pieces behind other tokens, single tokens, none, and more queries than keys;
+    groups of heads, both layouts, codes with every kind of scale; a sequence has the same bits alone."""
+    found = interpreted(ATTENDED, tmp_path)
+    assert max(found) < 1e-2, found
 
 
 AHEAD = """

@@ -37,6 +37,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_quick_demo_is_right_and_says_so(tmp_path: Path) -> None:
     """Exit code 0, every table on the terminal, every stated field in the file."""

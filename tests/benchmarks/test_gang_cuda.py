@@ -17,6 +17,7 @@ pytest.importorskip("safetensors", reason="the model of the examples needs safet
 pytest.importorskip("tokenizers", reason="the example needs tokenizers")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(BUDGET_S + 60)
 def test_both_sides_decode_the_same_tokens(tmp_path: Path) -> None:

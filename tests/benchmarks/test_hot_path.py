@@ -13,7 +13,7 @@ import pytest
 from layerzero.ops import table as ops_table
 from tests.waiting import LIMIT_S
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = {"transformers", "kernels", "diffusers", "flashinfer-bench", "kernel-set"}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from layerzero.api.step_runner import StaticMetadata
 from layerzero.kvcache import KVCacheSpec, PagedCache
+from layerzero.kvcache.static_metadata import StaticMetadata
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +33,7 @@ def rehearsed(out: Path, *more: str) -> dict[str, Any]:
     return read
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_side_is_measured(tmp_path: Path) -> None:
     """Speeds, one request alone and where the time goes, for each way of awaiting, and no error."""

@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "start_cuda.py"
 pytest.importorskip("safetensors", reason="the model of the examples needs safetensors")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_start_is_measured(tmp_path: Path) -> None:
     """Each process is fresh, the second reads what the first wrote, and all tell when they were ready."""

@@ -22,6 +22,7 @@ for folder in ("benchmarks", "examples"):
 pytest.importorskip("safetensors", reason="the model of the examples needs safetensors")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_style_is_measured(tmp_path: Path) -> None:
     """Speed, sizes of batches, tokens compared for each style, and no error."""

@@ -152,7 +152,7 @@ def test_a_mode_that_does_not_exist_is_named() -> None:
         lz.compile_choice("frozen")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_inductor_times_the_kernels_of_torch_beside_the_operator() -> None:
     """Its own registry knows the op while the choice holds, and not afterwards; the numbers are right."""

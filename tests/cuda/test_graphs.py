@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import layerzero as lz
 from layerzero.graphs.verdict import CaptureProblem
+from layerzero.kvcache import TokenRange
 from layerzero.selection.modes import REHEARSAL
 from tests.kernels import kernel
 from tests.kvcache.test_step_runner import Model, opened
@@ -256,7 +257,18 @@ def test_our_triton_kernels_are_captured_as_they_declare() -> None:
         assert lz.is_graph_safe(kernel_id)
 
 
+def unsynchronised(runner: lz.StepRunner, ranges: list[TokenRange], ids: Tensor) -> Tensor:
+    """A step of the runner, which must not wait for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return runner(ranges, ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.usefixtures("runtime")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_runner_replays_what_the_plain_step_gives() -> None:
     """Decode rows by graphs and a prompt beside them, in one call, turn after turn; nothing synchronises."""
     model = Model(128, 64, "cuda", torch.bfloat16)
@@ -267,13 +279,7 @@ def test_a_step_runner_replays_what_the_plain_step_gives() -> None:
         ranges = [sequence.extend(count) for sequence, count in zip(sequences, counts, strict=True)]
         ids = torch.arange(sum(counts), device="cuda") * 7 % 50
         expected = model.plain(ranges, ids)
-        if turn == 3:
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            rows = runner(ranges, ids)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        rows = unsynchronised(runner, ranges, ids) if turn == 3 else runner(ranges, ids)
         torch.testing.assert_close(rows, expected, rtol=2e-2, atol=2e-2)
     assert runner.captures == 1  # four rows and three share a bucket
 
@@ -292,3 +298,21 @@ def test_every_width_of_tables_replays_the_plain_step() -> None:
         expected = model.plain(ranges, ids)
         torch.testing.assert_close(runner(ranges, ids), expected, rtol=2e-2, atol=2e-2)
     assert runner.kept == 2 and runner.captures == 2 * 3 and runner.evictions == 4
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_step_with_prompts_replays_what_the_plain_step_gives() -> None:
+    """Prompts beside rows that decode, in buckets with and without padding; nothing synchronises."""
+    model = Model(256, 64, "cuda", torch.bfloat16)
+    runner = lz.StepRunner(
+        model.forward, model.cache, max_model_len=200, max_num_seqs=4, buckets=(4,), prefill_buckets=(8, 64)
+    )
+    sequences = opened(model.cache, [3, 9, 0, 5])
+    for turn, counts in enumerate([(1, 1, 5, 1), (1, 30, 1, 2), (3, 1, 2, 1), (1, 1, 20, 1), (1, 1, 1, 5)]):
+        ranges = [sequence.extend(count) for sequence, count in zip(sequences, counts, strict=True)]
+        ids = torch.arange(sum(counts), device="cuda") * 7 % 50
+        expected = model.plain(ranges, ids)
+        rows = unsynchronised(runner, ranges, ids) if turn > 2 else runner(ranges, ids)
+        torch.testing.assert_close(rows, expected, rtol=2e-2, atol=2e-2)
+    assert runner.captures == 2 and runner.prefill_buckets == (8, 64)

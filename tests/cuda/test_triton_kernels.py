@@ -93,9 +93,41 @@ def test_pages_decode_as_the_reference(sequences: int, dtype: torch.dtype, layou
         q = torch.randn(sequences, heads + 2, width, device="cuda", dtype=dtype)[:, 1:-1]
         tables = torch.randperm(6400, device="cuda")[: sequences * pages].view(sequences, pages).int()
         lens = torch.randint(0, pages * 16 + 1, (sequences,), device="cuda", dtype=torch.int32)
-        call = (q, k, v, tables, lens, None, True, None, None, None, layout, False)
+        call = (q, k, v, tables, lens, None, True, None, None, None, layout, False, None, None)
         wide = [t.double() if t.is_floating_point() else t for t in call[:5]]
         right = paged_attention_reference(*wide, *call[5:])
-        assert isinstance(right, Tensor)
-        distance = float((paged_attention(*call).double() - right).norm() / right.norm().clamp_min(1e-30))
+        ours = paged_attention(*call)
+        assert isinstance(right, Tensor) and isinstance(ours, Tensor)
+        distance = float((ours.double() - right).norm() / right.norm().clamp_min(1e-30))
+        assert distance < 4 * torch.finfo(dtype).eps, (heads, key_heads, distance)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "counts", [(1,) * 64, (512, 1, 1, 1000, 37, 0, 1), (2048,)], ids=["ones", "mixed", "one"]
+)
+def test_prompts_and_decoding_attend_together_as_the_reference(
+    counts: tuple[int, ...], dtype: torch.dtype, layout: str
+) -> None:
+    """Prompts behind none or many tokens beside single ones, grouped and plain heads, causal and not."""
+    from layerzero.backends.triton_kernels.paged_rows import paged_attention
+    from layerzero.ops.paged.attention import paged_attention_reference
+
+    starts = torch.tensor([0, *itertools.accumulate(counts)], device="cuda", dtype=torch.int32)
+    total, sequences = sum(counts), len(counts)
+    before = torch.randint(0, 900, (sequences,))
+    lens = (torch.tensor(counts) + before).int().cuda()
+    pages = -(-int(lens.max()) // 16)
+    for heads, key_heads, width, causal in ((32, 8, 128, True), (8, 8, 64, False), (7, 1, 256, True)):
+        shape = (6400, 16, key_heads, width) if layout == "NHD" else (6400, key_heads, 16, width)
+        k, v = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
+        q = torch.randn(total, heads + 2, width, device="cuda", dtype=dtype)[:, 1:-1]
+        tables = torch.randperm(6400, device="cuda")[: sequences * pages].view(sequences, pages).int()
+        call = (q, k, v, tables, lens, starts, causal, None, None, None, layout, False, None, None)
+        wide = [t.float() if t.is_floating_point() else t for t in call[:6]]
+        right = paged_attention_reference(*wide, *call[6:])
+        ours = paged_attention(*call)
+        assert isinstance(right, Tensor) and isinstance(ours, Tensor)
+        distance = float((ours.double() - right).norm() / right.norm().clamp_min(1e-30))
         assert distance < 4 * torch.finfo(dtype).eps, (heads, key_heads, distance)

@@ -22,6 +22,7 @@ CHAOS = {
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_conformance_while_messages_are_lost(ray_head: str, tmp_path: Path) -> None:
     """Nothing lost, nothing doubled, no other error: executions equal distinct requests.

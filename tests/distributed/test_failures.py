@@ -108,7 +108,7 @@ async def test_a_hung_kernel_ends_its_process(ray_cluster: Any) -> None:
             assert (await device_pool.run(hosted.norm, 3))[0]
 
 
-@pytest.mark.parametrize("on", [None, "gpu-0"])
+@pytest.mark.parametrize("on", [None, pytest.param("gpu-0", marks=pytest.mark.slow)])
 async def test_a_poisoned_call_ends_and_its_device_comes_back(
     ray_cluster: Any, tmp_path: Path, on: str | None
 ) -> None:
@@ -141,7 +141,7 @@ async def test_a_poisoned_call_ends_and_its_device_comes_back(
         assert await device_pool.run(hosted.add, 1, on=on) == 2
 
 
-@pytest.mark.parametrize("on", [None, "gpu-0"])
+@pytest.mark.parametrize("on", [None, pytest.param("gpu-0", marks=pytest.mark.slow)])
 async def test_an_idempotent_call_runs_again_after_a_fault_of_its_device(
     ray_cluster: Any, tmp_path: Path, on: str | None
 ) -> None:
@@ -154,7 +154,7 @@ async def test_an_idempotent_call_runs_again_after_a_fault_of_its_device(
         assert lost.value.retryable
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_gpu_that_another_device_has_is_refused_and_shared_by_setting(ray_cluster: Any) -> None:
     """A device of another cluster holds one of two GPUs alone: the error names both, and no restart is tried.
 

@@ -105,6 +105,7 @@ async def test_a_tensor_moves_from_device_to_device(device_pool: DevicePool) -> 
         await device_pool.run(hosted.total, there, on="gpu-1")
 
 
+@pytest.mark.slow
 async def test_rolling_restart_under_load_fails_nobody(device_pool: DevicePool) -> None:
     """Every device is in a new life, every call was answered; a tensor of an earlier life is lost by name."""
     before = {facts.name: facts.incarnation for facts in device_pool.facts}

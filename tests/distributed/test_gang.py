@@ -85,7 +85,7 @@ def launched(names: tuple[str, ...]) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sums_are_those_of_one_process(ranks: int) -> None:
     """Rank 0 batches; every rank runs the same batches, under one plan."""
     said = run("together", ranks, among=PLAIN if ranks == 2 else ())
@@ -131,7 +131,7 @@ async def measured(path: Path, us: float) -> None:
         await db.add(one_thread, rows)
 
 
-@pytest.mark.parametrize("name", ["reordered", "split"])
+@pytest.mark.parametrize("name", ["reordered", pytest.param("split", marks=pytest.mark.slow)])
 def test_a_rank_that_batches_otherwise_raises_before_the_collective(name: str) -> None:
     """No sum is formed of rows that do not belong together, and no rank hangs."""
     said = run(name)
@@ -215,7 +215,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others_in_seconds() -> None:
     assert first["seconds"] < 15
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_poorest_ranks_memory_decides_for_all(ranks: int) -> None:
     """Other free memory on every rank, and only the last has too little: alone they part, together not."""
     said = run("poor", ranks)

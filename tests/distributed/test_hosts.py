@@ -224,7 +224,7 @@ def streamed(url: str, fields: dict[str, Any], timeout_s: float, begun: threadin
     return "".join(parts)
 
 
-@pytest.mark.stress
+@pytest.mark.slow
 def test_a_server_on_another_host_gives_the_same_texts_and_keeps_nothing_of_who_is_cut_off(
     hosts: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,7 +273,7 @@ def test_a_server_on_another_host_gives_the_same_texts_and_keeps_nothing_of_who_
 
 
 @pytest.mark.ray
-@pytest.mark.stress
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_call_runs_twice_over_links_that_lose_delay_and_are_cut(tmp_path: Path) -> None:
     """A cluster of two hosts: each link, cuts of each direction, short and long, a rank group through one."""

@@ -39,6 +39,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ray_ends_a_driver_whose_gcs_is_gone_and_no_exception_comes(ray: object) -> None:
     """After `RAY_gcs_rpc_server_reconnect_timeout_s` the process ends with status 1 and Ray's words."""

@@ -16,7 +16,7 @@ import layerzero as lz
 from layerzero.actors.rpc.client import DeviceState
 from tests.distributed import forked, hosted, shards
 from tests.distributed.conftest import BARE
-from tests.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, until, within
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
@@ -49,6 +49,7 @@ async def runtime(nodes: Any) -> AsyncIterator[lz.Runtime]:
 
 
 # First: it needs both places for devices of its own.
+@pytest.mark.slow
 def test_ranks_of_the_tensor_parallel_example_are_actors_on_two_nodes(nodes: Any, tmp_path: Path) -> None:
     """The same tokens from shards on two nodes, with coroutines, streams and manifests between them."""
     pytest.importorskip("safetensors", reason="the example needs safetensors")
@@ -102,7 +103,7 @@ async def test_a_lost_node_costs_its_device_alone(nodes: Any, runtime: lz.Runtim
     with pytest.raises(
         lz.DeviceLostError, match="no device came back within placement_timeout_s=2"
     ) as nowhere:
-        await asyncio.wait_for(pool.run(hosted.add, 1), LIMIT_S)
+        await within(pool.run(hosted.add, 1))
     assert nowhere.value.retryable
     await pool.devices[kept].restart()
     pool._patience_s = LIMIT_S

@@ -17,7 +17,7 @@ pytest.importorskip("ray.serve", reason=WHY, exc_type=ImportError)
 pytest.importorskip("starlette", reason="the server needs starlette: pip install 'layerzero-runtime[serve]'")
 
 # Marked for the time that Ray Serve takes to start and to end: it has a controller, a proxy and a replica.
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 PROGRAM = """
 import json, socket, sys

@@ -27,7 +27,10 @@ def said_of(ranks: int, folder: Path, padded: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "padded"), [(2, True), (4, False)], ids=["2-padded", "4"])
+@pytest.mark.parametrize(
+    ("ranks", "padded"),
+    [pytest.param(2, True, id="2-padded"), pytest.param(4, False, id="4", marks=pytest.mark.slow)],
+)
 def test_reading_behind_changes_no_token_and_no_page_is_lost(
     ranks: int, padded: bool, tmp_path: Path
 ) -> None:

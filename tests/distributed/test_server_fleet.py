@@ -153,7 +153,7 @@ def test_streams_of_a_killed_replica_go_on_at_the_other(fleet: Running) -> None:
     assert got == asyncio.run(streamed(fleet, seeds, asyncio.Event(), **more))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rolling_restart_into_another_environment_refuses_the_bundle_and_serves(
     fleet: Running, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,11 @@ def right(out: Path, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "how"), [(3, ["--stages"]), (4, ["--stages", "2", "--sequence"])], ids=["stages", "both"]
+    ("ranks", "how"),
+    [
+        pytest.param(3, ["--stages"], id="stages", marks=pytest.mark.slow),
+        pytest.param(4, ["--stages", "2", "--sequence"], id="both"),
+    ],
 )
 def test_sharded_texts_are_those_of_one_process(ranks: int, how: list[str], tmp_path: Path) -> None:
     """Eight requests, sampled with their seeds: the same tokens from shards or stages as from the whole."""

@@ -28,7 +28,7 @@ PAGES = ("index.html", "guide/first_service.html", "reference/settings.html", "r
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(
         importlib.util.find_spec("sphinx") is None or importlib.util.find_spec("furo") is None,
         reason="sphinx or furo is not installed: pip install 'layerzero-runtime[docs]'",

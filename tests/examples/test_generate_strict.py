@@ -13,9 +13,11 @@ from server import app as server_app  # noqa: E402
 from tests.examples.serving import check_texts_in_company, serving  # noqa: E402
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.asyncio
-@pytest.mark.parametrize("per", ["op", "layer", "step"])
+@pytest.mark.parametrize(
+    "per", ["op", *(pytest.param(per, marks=pytest.mark.slow) for per in ("layer", "step"))]
+)
 async def test_sixty_four_streams_keep_their_texts(per: Per) -> None:
     """A seed gives the same text alone and among sixty-four, on kernels whose rows ignore their batch."""
     with serving(server_app.Options(pages=512, strict=True, per=per)) as strict:

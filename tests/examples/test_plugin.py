@@ -22,7 +22,7 @@ print(json.dumps([said.output, sorted(name for name in sys.modules if name.start
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_template_is_copied_renamed_built_installed_and_runs(tmp_path: Path) -> None:
     """Listed and not imported before it is allowed; then its own tests pass, also in a process of its own."""
     plugged.compiler()

@@ -170,7 +170,7 @@ def test_requests_of_the_server_draw_the_same_texts_alone_and_in_company(tmp_pat
     assert allocator.total - allocator.free_pages >= 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_server_answers_from_a_quantized_folder_over_pages_of_eight_bits(tmp_path: Path) -> None:
     """Completions with weights of eight bits and float8 keys and values: the text that the model draws."""
     pytest.importorskip("openai", reason="the client of the server's interface")

@@ -6,7 +6,7 @@ import ast
 import asyncio
 import sys
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,18 @@ def read_behind_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
     handed_out: weakref.WeakSet[Tensor] = weakref.WeakSet()
     to_host, run_ahead = lz.to_host, lz.run_ahead
 
-    async def noted(tensor: Tensor) -> Tensor:
-        host = await to_host(tensor)
-        handed_out.add(host)
-        return host
+    class Noted:
+        def __init__(self, tensor: Tensor) -> None:
+            self._reading = to_host(tensor)
+
+        @property
+        def done(self) -> bool:
+            return self._reading.done
+
+        def __await__(self) -> Generator[Any, Any, Tensor]:
+            host = yield from self._reading.__await__()
+            handed_out.add(host)
+            return host
 
     async def noted_ahead(*args: Any, **kwargs: Any) -> AsyncGenerator[Tensor, None]:
         async for host in run_ahead(*args, **kwargs):
@@ -101,7 +109,7 @@ def read_behind_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
 
         return call
 
-    monkeypatch.setattr(lz, "to_host", noted)
+    monkeypatch.setattr(lz, "to_host", Noted)
     monkeypatch.setattr(lz, "run_ahead", noted_ahead)
     for name in WAITING:
         monkeypatch.setattr(Tensor, name, watched(name))

@@ -70,20 +70,20 @@ def test_the_digest_needs_its_bundle(capsys: pytest.CaptureFixture[str]) -> None
 class Runner:
     """Captures by name alone."""
 
-    buckets = (1, 2, 4)
+    buckets, prefill_buckets = (1, 2, 4), (8, 16)
 
     def __init__(self) -> None:
         self.captured: list[int] = []
 
-    def capture(self, *, buckets: list[int]) -> None:
+    def capture(self, *, buckets: list[int], prefill_buckets: list[int]) -> None:
         """Note the buckets."""
-        self.captured += buckets
+        self.captured += [*buckets, *prefill_buckets]
 
 
 def test_it_serves_before_its_steps_are_captured_where_a_compiler_is_at_work() -> None:
-    """Steps are captured ahead, the largest first, until a capture has met a kernel that is compiled."""
+    """Steps are captured ahead, the largest first, those of prompts last, until a compiler is at work."""
     runners = [Runner(), Runner()]
-    at_work = iter([False, False, True, *[False] * 6])
+    at_work = iter([False, False, True, *[False] * 10])
 
     class Loader:
         @property
@@ -97,4 +97,4 @@ def test_it_serves_before_its_steps_are_captured_where_a_compiler_is_at_work() -
     Service._capture(service, SimpleNamespace(device=lambda name: SimpleNamespace(loader=loader)))  # type: ignore[arg-type]
     assert [runner.captured for runner in runners] == [[4, 2], []]
     Service._capture(service, SimpleNamespace(device=lambda name: SimpleNamespace(loader=loader)))  # type: ignore[arg-type]
-    assert [runner.captured for runner in runners] == [[4, 2, 4, 2, 1], [4, 2, 1]]
+    assert [runner.captured for runner in runners] == [[4, 2, 4, 2, 1, 16, 8], [4, 2, 1, 16, 8]]

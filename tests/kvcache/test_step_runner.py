@@ -69,17 +69,18 @@ def opened(cache: PagedCache, lengths: list[int]) -> list[PagedSequence]:
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 12), st.sampled_from([1, 1, 1, 2, 5])), min_size=1, max_size=7),
-    st.integers(0, 2), st.sampled_from([(1, 4), (1, 2, 3), (8,)]),
+    st.integers(0, 2), st.sampled_from([(1, 4), (1, 2, 3), (8,)]), st.sampled_from([(), (8,), (4, 12, 40)]),
 )  # fmt: skip
 def test_every_row_is_that_of_the_plain_step(
-    rows: list[tuple[int, int]], arity: int, buckets: tuple[int, ...]
+    rows: list[tuple[int, int]], arity: int, buckets: tuple[int, ...], prefill_buckets: tuple[int, ...]
 ) -> None:
     """Decode and prefill rows in any order and number, beyond the largest bucket too; nothing is left."""
     model = Model(128)
     free = model.cache.allocator.free
     runner = lz.StepRunner(
-        model.forward, model.cache, max_model_len=20, max_num_seqs=8, buckets=buckets, graphs=True
-    )
+        model.forward, model.cache, max_model_len=20, max_num_seqs=8, buckets=buckets, graphs=True,
+        prefill_buckets=prefill_buckets,
+    )  # fmt: skip
     sequences = opened(model.cache, [length for length, _ in rows])
     for turn in range(2):
         ranges = [sequence.extend(count) for sequence, (_, count) in zip(sequences, rows, strict=True)]
@@ -134,6 +135,77 @@ def test_rows_of_padding_write_nothing_of_others() -> None:
     runner([sequence.extend(1) for sequence in sequences], torch.tensor([1, 2]))
     for sequence, length, keys in zip(sequences, (5, 9), before, strict=True):
         assert torch.equal(model.cache.read(sequence.number)[0][:length], keys[:length])
+
+
+def test_a_step_with_prompts_is_one_run_of_all_rows() -> None:
+    """Prompts and rows that decode run together in the smallest bucket that holds them; captured ahead, a
+    step captures nothing; without a bucket that is large enough it runs as it comes."""
+    model = Model(128)
+    runner = lz.StepRunner(
+        model.forward, model.cache, max_model_len=40, max_num_seqs=4, buckets=(4,), graphs=True,
+        prefill_buckets=(8, 16),
+    )  # fmt: skip
+    sequences = opened(model.cache, [3, 5, 0])
+    before = [model.cache.read(sequence.number)[0].clone() for sequence in sequences[:2]]
+    runner.capture()
+    assert runner.captures == 3
+    for sequence, keys in zip(sequences, before, strict=False):
+        assert torch.equal(model.cache.read(sequence.number)[0], keys), "capturing wrote into a sequence"
+    for counts, rows in (((1, 1, 3), 8), ((1, 1, 12), 16), ((1, 1, 15), 17)):
+        ranges = [sequence.extend(count) for sequence, count in zip(sequences, counts, strict=True)]
+        ids = torch.arange(sum(counts)) % 50
+        model.calls.clear()
+        found = runner(ranges, ids)
+        assert model.calls == [rows]
+        torch.testing.assert_close(found, model.plain(ranges, ids))
+    assert runner.captures == 3
+    with pytest.raises(ValueError, match=r"prefill_buckets needs some of \(8, 16\), got 9"):
+        runner.capture(prefill_buckets=[9])
+
+
+def test_rows_of_padding_beside_a_prompt_write_nothing_of_others() -> None:
+    """A bucket that is nearly empty leaves every page of a sequence as it is."""
+    model = Model()
+    runner = lz.StepRunner(
+        model.forward, model.cache, max_model_len=40, max_num_seqs=2, graphs=True, prefill_buckets=(64,)
+    )
+    first, second = opened(model.cache, [5, 9])
+    before = [model.cache.read(sequence.number)[0].clone() for sequence in (first, second)]
+    runner([first.extend(3)], torch.tensor([1, 2, 3]))
+    assert torch.equal(model.cache.read(second.number)[0], before[1])
+    assert torch.equal(model.cache.read(first.number)[0][:5], before[0])
+
+
+def test_prompts_run_as_they_come_where_a_kernel_may_not_be_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step is answered, the event says why, and no later step tries again."""
+    model = Model()
+    runner = lz.StepRunner(
+        model.forward, model.cache, max_model_len=40, max_num_seqs=2, graphs=True, prefill_buckets=(8,)
+    )
+    (sequence,) = opened(model.cache, [2])
+
+    def refuse(*args: Any, **named: Any) -> Any:
+        raise lz.CudaGraphUnsafeError("paged_attention has no kernel that may be captured")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("layerzero.graphs.step.EagerRerun", refuse)
+        ranges, ids = [sequence.extend(3)], torch.tensor([1, 2, 3])
+        with caplog.at_level(logging.WARNING):
+            torch.testing.assert_close(runner(ranges, ids), model.plain(ranges, ids))
+    assert "step_runner.prefill_not_captured" in caplog.text and runner.prefill_buckets == ()
+    ranges = [sequence.extend(2)]
+    torch.testing.assert_close(runner(ranges, ids[:2]), model.plain(ranges, ids[:2]))
+    assert runner.captures == 0
+
+
+@pytest.mark.parametrize("rows", [0, -1, True, 2.0])
+def test_a_bucket_of_prompts_is_a_number_of_rows(rows: Any) -> None:
+    """Anything else is refused by name."""
+    model = Model()
+    with pytest.raises((ValueError, TypeError), match="prefill_buckets needs"):
+        lz.StepRunner(model.forward, model.cache, max_model_len=8, prefill_buckets=(rows,))
 
 
 def test_long_sequences_and_prompts_run_without_a_graph() -> None:

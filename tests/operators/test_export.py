@@ -104,7 +104,7 @@ def test_without_the_library_a_program_says_what_is_missing(tmp_path: Path) -> N
     assert "layerzero.rms_norm" in child(WITHOUT, tmp_path / "model.pt2", tmp_path / "x")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_a_package_of_aotinductor_runs_the_operators_at_other_sizes(tmp_path: Path) -> None:
     """C++ around them, in a process with another policy."""

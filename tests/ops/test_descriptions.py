@@ -14,7 +14,7 @@ from layerzero.ops.attention.checks import infer_layout
 from layerzero.selection.key import KeyMaker, grid
 from layerzero.spec.condition import parse_limit
 from tests.kernels import kernel
-from tests.profiles import many_examples
+from tests.profiles import most_examples
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LIMITS = ("Sk <= 1000", "D % 8 == 0", "Sq == Sk")
@@ -38,7 +38,7 @@ SIZES = (
 )  # fmt: skip
 
 
-@many_examples
+@most_examples
 @given(*SIZES, st.booleans())
 def test_every_valid_call_is_described(
     batch: int, sq: int, sk: int, heads_k: int, group: int, size: int, layout: str, dtype: str, causal: bool
@@ -69,7 +69,7 @@ OTHER = {
 }  # fmt: skip
 
 
-@many_examples
+@most_examples
 @given(
     st.tuples(*SIZES), st.sampled_from(sorted(OTHER)), st.sampled_from(["B", "Hq", "Sq", "Sk", "D"]),
     st.integers(0, 99),

@@ -34,7 +34,7 @@ def test_training_holds_for_twenty_steps(capsys: pytest.CaptureFixture[str]) -> 
     assert report["flags"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("config", ["tiny"])
 def test_training_goes_the_same_way_for_a_hundred_steps(
     capsys: pytest.CaptureFixture[str], config: str

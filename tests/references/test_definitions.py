@@ -149,7 +149,7 @@ def test_experts_of_four_bits_agree_in_their_codes(path: Path, form: str, asked:
 
 
 @needs_definitions
-@pytest.mark.slow
+@pytest.mark.long
 @each
 def test_recorded_and_larger_sizes_agree(path: Path, asked: Asked) -> None:
     """The smallest and the median recorded workload where their axes alone decide, else medium sequences."""

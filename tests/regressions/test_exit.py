@@ -20,7 +20,7 @@ time.sleep({delay})
 """
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.09, 0.11, 0.3])
+@pytest.mark.parametrize("delay", [0.0, pytest.param(0.09, marks=pytest.mark.slow), 0.11, 0.3])
 def test_a_process_ends_cleanly_while_a_kernel_loads(delay: float) -> None:
     """Before the load begins, as it begins and in the middle of it: exit status 0 and no abort."""
     done = subprocess.run(
@@ -32,6 +32,8 @@ def test_a_process_ends_cleanly_while_a_kernel_loads(delay: float) -> None:
 BUSY = """
 import asyncio, os, signal, sys, threading, torch, layerzero as lz
 
+# Whoever began the tests may have interrupts ignored, as `nohup make test &` does.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 begun = threading.Event()
 
 def slow(x):
@@ -75,7 +77,7 @@ asyncio.run(main())
     ],
     ids=["exit", "error", "interrupt", "terminate"],
 )
-@pytest.mark.parametrize("native", ["on", "off"])
+@pytest.mark.parametrize("native", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_a_process_returns_its_own_status_while_the_worker_computes(
     end: str, status: int, native: str
 ) -> None:

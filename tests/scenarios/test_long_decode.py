@@ -41,7 +41,7 @@ def pages(dense: Tensor) -> tuple[Tensor, Tensor]:
     return pool, order[None]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("length", [128, 512, 2048])
 def test_decode_is_the_last_row_of_prefill(length: int) -> None:
     """E6.1: 32 query heads over 8, dense and in pages, with every kernel that takes the decode."""
@@ -70,7 +70,7 @@ def sampled(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
     return rows_out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("length", [8192, 32768])
 def test_long_contexts_agree_with_float64_on_sampled_rows(length: int) -> None:
     """E6.1: one head, dense prefill and decode over pages; the first, the last and 30 rows between."""

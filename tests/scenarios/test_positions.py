@@ -177,7 +177,7 @@ def test_alibi_inside_a_kernel_equals_its_bias(queries: int, keys: int) -> None:
         torch.testing.assert_close(out, want, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_alibi_over_a_long_context() -> None:
     """E6.6: 8,192 keys, prefill rows and decode sampled against float64."""
     length = 8192

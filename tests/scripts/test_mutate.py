@@ -169,6 +169,7 @@ def test_each_verdict_is_given_and_nothing_is_left(
     assert "no such card" in why[5]
     assert why[7] == "needs hours"
     assert why[8] == "died of SIGKILL"
+    assert [each["by"] for each in told] == ["assertion", *[""] * 7, "end"]
     assert contents(tree) == before
     assert list(scratch.iterdir()) == []
 
@@ -178,8 +179,26 @@ def test_a_proof_that_hangs_is_ended_with_its_children(tree: Path) -> None:
     entries(tree, {"rows": ["A1"], **EDIT, "new": "a + b or 7"})
     status, (told,) = outcome(tree, "--limit", "10")
     assert (status, told["verdict"], told["why"]) == (0, "killed", "ended by the time limit")
+    assert told["by"] == "limit"
     sleepers = subprocess.run(["pgrep", "-f", "^sleep 98765$"], capture_output=True, text=True, check=False)
     assert sleepers.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "by"),
+    [
+        ("assert 1 == 2", "assertion"),
+        ("AssertionError: assert 1 == 2", "assertion"),
+        ("Failed: DID NOT RAISE ValueError", "assertion"),
+        ("Failed: Timeout (>120.0s) from pytest-timeout.", "limit"),
+        ("TimeoutError: timed out", "limit"),
+        ("KeyError: 'a'", "error"),
+    ],
+)
+def test_what_a_proof_says_tells_by_what_it_is_red(said: str, by: str) -> None:
+    """An error that its test did not expect is no assertion; a limit of pytest's is a limit."""
+    note = {"node": "tests/test_sums.py::test_adds", "outcome": "failed", "said": said, "seconds": 0.1}
+    assert mutate.Run([note], 1, False).by == by
 
 
 def test_rows_are_asked_for_by_any_of_their_ids(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layerzero.ops import table as ops_table
@@ -199,7 +200,17 @@ def alike(draw: st.DrawFn) -> list[Asked]:
     return draw(st.permutations([first, *others]))
 
 
+# Two sizes of one point of the grid, a bound and a policy's condition between them: drawn ones may miss it.
+BETWEEN = [Asked(2, 26, 32, 2), Asked(2, 31, 32, 2)]
+BOUNDED = [kernel("made.attention.k0", limits=("Sq <= 28",)), kernel("made.attention.k1", launch_us=50.0)]
+FREE = [kernel("made.attention.k0"), kernel("made.attention.k1", launch_us=50.0)]
+DENIED = Policy((make_rule("deny", "made.attention.k0", op="attention", when="Sq > 28"),))
+
+
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")  # of what was drawn, when it fails
 @given(registries(), alike(), st.lists(calls(), max_size=3), POLICIES, st.booleans())
+@example(BOUNDED, BETWEEN, [], Policy(), False)
+@example(FREE, BETWEEN, [], DENIED, False)
 def test_cached_equals_uncached(
     kernels: list[Kernel], asked: list[Asked], others: list[Any], policy: Policy, strict: bool
 ) -> None:

@@ -267,7 +267,7 @@ def raced(folder: Path, count: int) -> list[dict[str, Any]]:
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(360)
 def test_ten_racing_processes_choose_and_compile_once(tmp_path: Path) -> None:
     """One starts the compiler, nine find its library; each choice is made once, by whichever came first.

@@ -1,8 +1,8 @@
 """Triton kernels of this project, where no library has a good one, and the way for users to bring theirs.
 
-`rows` has the residual sum with its norm and rounding to eight bits, `paged` decodes over pages, `sampling`
-draws with a seed for each row, which libraries draw in other ways, `verify` has chains of drafted tokens;
-`user_kernel` makes a kernel out of a user's Triton function.
+`rows` has the residual sum with its norm and rounding to eight bits, `paged` decodes over pages and
+`paged_rows` takes prompts beside that, `sampling` draws with a seed for each row, which libraries draw in
+other ways, `verify` has chains of drafted tokens; `user_kernel` makes a kernel of a user's Triton function.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ _ESTIMATE = "an estimate, beside add_rms_norm's"
 _FORMATS = "quant_int8 quant_fp8_e4m3 quant_fp8_e5m2"
 
 _PRODUCTS = "an estimate: ordered by benchmarks/results/quantized_h200.json"
+_PREFILLS = "an estimate: beside FlashInfer's prefill in benchmarks/results/regret_h200.json"
+_HEADS = ("D in [64, 128, 256]", "D == Dv else HEAD_DIMS_DIFFER", "G <= 64")
 _CODES = "kv_float8_e4m3fn kv_float8_e5m2 kv_int8"
+_KV_SCALES = "kv_scale_per_tensor kv_scale_per_head kv_scale_per_token"
 _SCALES = (
     "scale_per_tensor scale_per_row scale_per_group scale_per_block scale_16bit zero_point tensor_scale bias "
     "inputs_float"
@@ -91,7 +94,12 @@ KERNELS: tuple[Kernel, ...] = (
         "triton.paged_attention.decode", _from("paged", "paged_attention"), (0.1, 0.98, 29.0),
         "benchmarks/results/decode_h200.json", features="causal gqa scale", layouts="NHD HND",
         dtypes="float16 bfloat16", last_stride1=True, alignment=16, batch_invariant=False,
-        limits=("D in [64, 128, 256]", "D == Dv else HEAD_DIMS_DIFFER", "G <= 64"),
+        limits=_HEADS,
+    ),
+    _kernel(
+        "triton.paged_attention.rows", _from("paged_rows", "paged_attention"), (0.3, 0.5, 35.0),
+        _PREFILLS, features="causal gqa scale prefill", layouts="NHD HND",
+        dtypes="float16 bfloat16", last_stride1=True, alignment=16, limits=_HEADS,
     ),
     _rows(
         "triton.quantize.rows", _from("rows", "quantize"), (0.1, 0.43, 22.0), _H200,
@@ -109,15 +117,21 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "triton.append_kv.codes", _from("append", "append_kv"), (0.05, 0.3, 22.0),
         "an estimate: one launch, as many bytes as rows have", layouts="NHD HND", sm_min=89,
-        features=f"{_CODES} kv_scale_per_tensor kv_scale_per_head kv_scale_per_token kv_strided",
+        features=f"{_CODES} {_KV_SCALES} kv_strided",
         only_with=_CODES, last_stride1=True,
     ),
     _kernel(
         "triton.paged_attention.decode_codes", _from("paged", "paged_attention"), (0.1, 0.38, 29.0),
         _PRODUCTS, layouts="NHD HND", dtypes="float16 bfloat16", last_stride1=True, alignment=16,
-        features=f"causal gqa scale {_CODES} kv_scale_per_tensor kv_scale_per_head kv_scale_per_token",
+        features=f"causal gqa scale {_CODES} {_KV_SCALES}",
         only_with=_CODES, sm_min=89, batch_invariant=False,
-        limits=("D in [64, 128, 256]", "D == Dv else HEAD_DIMS_DIFFER", "G <= 64"),
+        limits=_HEADS,
+    ),
+    _kernel(
+        "triton.paged_attention.rows_codes", _from("paged_rows", "paged_attention"), (0.25, 0.3, 35.0),
+        _PREFILLS, layouts="NHD HND", dtypes="float16 bfloat16", last_stride1=True, alignment=16,
+        features=f"causal gqa scale prefill {_CODES} {_KV_SCALES}",
+        only_with=_CODES, sm_min=89, limits=_HEADS,
     ),
     _draws(
         "triton.sample.rows", _from("sampling", "sample"),

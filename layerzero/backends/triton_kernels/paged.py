@@ -1,4 +1,4 @@
-"""Paged attention for decoding: one program a sequence, key head and part of its keys; nothing is planned.
+"""Paged attention: for decoding one program a sequence, key head and part of its keys; nothing is planned.
 
 Few sequences are cut into parts, whose results a second launch joins, so that the device is full. The number
 of parts follows from shapes alone: the host reads nothing, and a graph may hold both launches.
@@ -13,13 +13,15 @@ Source: the online softmax of arXiv 1805.02867; parts as in Flash-Decoding (Dao 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from layerzero.ops.attention.adapters import takes
+from layerzero.ops.attention.arguments import PagedArgs
 from layerzero.ops.kv_formats import scale_steps
 from layerzero.ops.paged.splitting import parts_of
 
@@ -27,6 +29,47 @@ _LOG2_E = 1.4426950408889634
 # Tokens that a program reads at a time, its warps, and tiles on their way; then for codes of eight bits.
 _NUMBERS, _CODES = (64, 4, 3), (64, 4, 4)
 _LEAST_ROWS = 16  # of a product of matrix units: groups of fewer query heads are padded
+
+
+@triton.jit
+def attend_tile(
+    q, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, tokens, inside, visible, best, weight, mixed,
+    head, scale_log2,
+    k_page, k_token, k_head, v_page, v_token, v_head, scale_page, scale_token, scale_head,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, CODES: tl.constexpr, BY_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """What rows `q` know after a tile of keys: the largest score, the weights' sum, the mixed values.
+
+    Only tokens `inside` are read, and each row counts those that are `visible` to it.
+    """
+    features = tl.arange(0, WIDTH)
+    page = tl.load(table_ptr + tokens // PAGE, mask=inside, other=0).to(tl.int64)
+    place = tokens % PAGE
+    k = tl.load(
+        k_ptr + (page * k_page + place * k_token + head * k_head)[:, None] + features[None, :],
+        mask=inside[:, None], other=0.0,
+    )  # fmt: skip
+    v = tl.load(
+        v_ptr + (page * v_page + place * v_token + head * v_head)[:, None] + features[None, :],
+        mask=inside[:, None], other=0.0,
+    )  # fmt: skip
+    if CODES:
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    scores = tl.dot(q, tl.trans(k)) * scale_log2
+    if BY_TOKEN:
+        scales = page * scale_page + place * scale_token + head * scale_head
+        scores *= tl.load(k_scale_ptr + scales, mask=inside, other=0.0)[None, :]
+    scores = tl.where(visible, scores, float("-inf"))
+    largest = tl.maximum(best, tl.max(scores, 1))
+    # A row that has seen no key yet has no largest score: its weights stay 0.
+    base = tl.where(largest > float("-inf"), largest, 0.0)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(best - base)
+    weight = weight * shrink + tl.sum(weights, 1)
+    if BY_TOKEN:
+        weights *= tl.load(v_scale_ptr + scales, mask=inside, other=0.0)[None, :]  # pyright: ignore[reportPossiblyUnboundVariable]
+    mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+    return largest, weight, mixed
 
 
 @triton.jit(do_not_specialize=["tables_row"])  # a table of any width is one program
@@ -57,31 +100,12 @@ def _decode(
     for start in range(first, last, TILE):
         tokens = start + tl.arange(0, TILE)
         inside = tokens < last
-        page = tl.load(tables_ptr + sequence * tables_row + tokens // PAGE, mask=inside, other=0).to(tl.int64)
-        place = tokens % PAGE
-        k = tl.load(
-            k_ptr + (page * k_page + place * k_token + head * k_head)[:, None] + features[None, :],
-            mask=inside[:, None], other=0.0,
+        best, weight, mixed = attend_tile(
+            q, k_ptr, v_ptr, tables_ptr + sequence * tables_row, k_scale_ptr, v_scale_ptr, tokens, inside,
+            inside[None, :], best, weight, mixed, head, scale_log2,
+            k_page, k_token, k_head, v_page, v_token, v_head, scale_page, scale_token, scale_head,
+            WIDTH, PAGE, CODES, BY_TOKEN,
         )  # fmt: skip
-        v = tl.load(
-            v_ptr + (page * v_page + place * v_token + head * v_head)[:, None] + features[None, :],
-            mask=inside[:, None], other=0.0,
-        )  # fmt: skip
-        if CODES:
-            k, v = k.to(q.dtype), v.to(q.dtype)
-        scores = tl.dot(q, tl.trans(k)) * scale_log2
-        if BY_TOKEN:
-            scales = page * scale_page + place * scale_token + head * scale_head
-            scores *= tl.load(k_scale_ptr + scales, mask=inside, other=0.0)[None, :]
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        largest = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - largest[:, None])
-        shrink = tl.exp2(best - largest)
-        weight = weight * shrink + tl.sum(weights, 1)
-        if BY_TOKEN:
-            weights *= tl.load(v_scale_ptr + scales, mask=inside, other=0.0)[None, :]  # pyright: ignore[reportPossiblyUnboundVariable]
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
-        best = largest
     if CODES and not BY_TOKEN:
         mixed *= tl.load(v_scale_ptr + head * scale_head)
     offsets = (sequence * tl.num_programs(1) * GROUP + heads) * PARTS + part
@@ -120,38 +144,64 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None = None, is_causal: bool = True, scale: float | None = None,
-    window: Any = None, softcap: Any = None, layout: str = "NHD", return_lse: bool = False,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """One query token a sequence; of the last eight only scale and layout are more than defaults."""
+class PoolArguments(NamedTuple):
+    """What kernels take of a pool of pages: scales, strides and constants."""
+
+    scales: tuple[Tensor | None, Tensor | None]
+    steps: tuple[int, ...]  # of keys, then of values, by page, token and head
+    scale_steps: tuple[int, ...]
+    key_heads: int
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, call: PagedArgs) -> PoolArguments:
+        """Of one call."""
+        k_cache, v_cache, k_scale, v_scale = call.k_cache, call.v_cache, call.k_scale, call.v_scale
+        token, head = (1, 2) if call.layout == "NHD" else (2, 1)
+        steps = (0, 0, 0)
+        if k_scale is not None:
+            if v_scale is not None and v_scale.stride() != k_scale.stride():
+                k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
+            steps = scale_steps(k_scale, token, head)
+        constants = {
+            "PAGE": k_cache.shape[token], "CODES": k_scale is not None,
+            "BY_TOKEN": k_scale is not None and k_scale.dim() > 1,
+        }  # fmt: skip
+        pools = tuple(pool.stride(axis) for pool in (k_cache, v_cache) for axis in (0, token, head))
+        return cls((k_scale, v_scale), pools, steps, k_cache.shape[head], constants)
+
+
+def rows_of_tables(block_tables: Tensor) -> Tensor:
+    """Tables whose entries lie behind each other."""
+    return block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
+
+
+def scale_log2(scale: float | None, width: int) -> float:
+    """What scores are multiplied by, for powers of two."""
+    return (width**-0.5 if scale is None else scale) * _LOG2_E
+
+
+@takes(PagedArgs)
+def paged_attention(call: PagedArgs) -> Tensor:
+    """One query token a sequence; of the options only the scales and the layout are more than defaults."""
+    q, tables = call.q, rows_of_tables(call.block_tables)
     sequences, heads, width = q.shape
-    token, head, key_heads, page = (1, 2, 2, 1) if layout == "NHD" else (2, 1, 1, 2)
-    key_heads = k_cache.shape[key_heads]
-    parts = parts_of(sequences * key_heads, block_tables.shape[1] * k_cache.shape[page], processors(q.device))
+    pool = PoolArguments.of(call)
+    most_tokens = tables.shape[1] * pool.constants["PAGE"]
+    parts = parts_of(sequences * pool.key_heads, most_tokens, processors(q.device))
     out = torch.empty((sequences, heads, width), dtype=q.dtype, device=q.device)
     mixed, best, weight = out, out, out
     if parts > 1:
         mixed = torch.empty((sequences, heads, parts, width), dtype=torch.float32, device=q.device)
         best, weight = torch.empty((2, sequences, heads, parts), dtype=torch.float32, device=q.device)
-    tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
-    group = heads // key_heads
-    tile, warps, stages = _NUMBERS if k_scale is None else _CODES
-    steps = (0, 0, 0)
-    if k_scale is not None:
-        if v_scale is not None and v_scale.stride() != k_scale.stride():
-            k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
-        steps = scale_steps(k_scale, token, head)
-    _decode[(sequences, key_heads, parts)](
-        q, k_cache, v_cache, tables, seq_lens, mixed, best, weight, k_scale, v_scale,
-        (width**-0.5 if scale is None else scale) * _LOG2_E,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(token), k_cache.stride(head),
-        v_cache.stride(0), v_cache.stride(token), v_cache.stride(head), tables.stride(0),
-        *steps, GROUP=group, ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), WIDTH=width,
-        PAGE=k_cache.shape[page], TILE=tile, PARTS=parts, CODES=k_scale is not None,
-        BY_TOKEN=k_scale is not None and k_scale.dim() > 1, num_warps=warps, num_stages=stages,
+    group = heads // pool.key_heads
+    tile, warps, stages = _NUMBERS if call.k_scale is None else _CODES
+    _decode[(sequences, pool.key_heads, parts)](
+        q, call.k_cache, call.v_cache, tables, call.seq_lens, mixed, best, weight, *pool.scales,
+        scale_log2(call.scale, width), q.stride(0), q.stride(1), *pool.steps, tables.stride(0),
+        *pool.scale_steps,
+        GROUP=group, ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), WIDTH=width, TILE=tile,
+        PARTS=parts, **pool.constants, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if parts > 1:
         join_parts(mixed, best, weight, out)

@@ -12,7 +12,7 @@ from layerzero.actors.remote.losses import MAX_BEGUN
 from layerzero.actors.remote.pool import DevicePool
 from layerzero.actors.rpc.client import DeviceState
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, within
 
 pytestmark = pytest.mark.asyncio
 
@@ -71,7 +71,7 @@ async def test_a_call_ends_where_no_device_comes_back() -> None:
     with pytest.raises(
         DeviceLostError, match=r"placement_timeout_s=0\.05: a is restarting, b is dead"
     ) as lost:
-        await asyncio.wait_for(device_pool(*ports, patience_s=0.05).run(print), LIMIT_S)
+        await within(device_pool(*ports, patience_s=0.05).run(print))
     assert lost.value.retryable
 
 
@@ -83,7 +83,7 @@ async def test_a_call_goes_to_the_first_device_that_comes_back() -> None:
         for _ in range(9):
             await asyncio.sleep(0)
         ports[back].become(RUNNING)
-        assert await asyncio.wait_for(call, LIMIT_S) == ports[back].name
+        assert await within(call) == ports[back].name
         assert [len(port.calls) for port in ports] == [1 - back, back]
 
 
@@ -98,7 +98,7 @@ async def test_a_call_ends_when_the_last_device_is_given_up() -> None:
         one._closed = closes
         port.become(DEAD)
         with pytest.raises(kind, match=r"no device takes calls: a is dead|closed"):
-            await asyncio.wait_for(call, LIMIT_S)
+            await within(call)
 
 
 async def test_a_limit_holds_over_all_devices_of_a_call() -> None:

@@ -22,7 +22,7 @@ from layerzero.spec.errors import DeviceLostError
 from layerzero.spec.settings import Settings
 from tests.children import Child
 from tests.clocks import FakeClock
-from tests.waiting import EVERY_S, LIMIT_S, until
+from tests.waiting import EVERY_S, LIMIT_S, until, within
 
 pytestmark = pytest.mark.asyncio
 
@@ -123,7 +123,7 @@ async def test_a_frame_that_cannot_be_read_ends_its_channel_alone(frame: bytes, 
         for i in range(pieces):
             other._transport.write(frame[i * len(frame) // pieces : (i + 1) * len(frame) // pieces])
             await asyncio.sleep(0.02)
-        await asyncio.wait_for(other.closed.wait(), LIMIT_S)
+        await within(other.closed.wait())
         await until(lambda: set(listener.connections) == {"test"})
         assert await connection.request("echo", 1) == 1
         assert raised == []
@@ -171,7 +171,7 @@ async def test_a_stranger_may_say_little(monkeypatch: pytest.MonkeyPatch) -> Non
         for length in (MAX_GREETING + 1, MAX_FRAME):
             reader, writer = await asyncio.open_connection(address.host, address.port)
             writer.write(length.to_bytes(4, "big"))
-            await asyncio.wait_for(reader.read(), LIMIT_S)  # the challenge, then the end
+            await within(reader.read())  # the challenge, then the end
             assert reader.at_eof()
             writer.close()
         assert set(listener.connections) == {"test"}
@@ -188,7 +188,7 @@ async def test_strangers_have_few_places_and_keep_nobody_out(monkeypatch: pytest
 
         for reader, _ in sockets[: 2 * MAX_UNAUTHENTICATED]:
             with suppress(ConnectionError):
-                await asyncio.wait_for(reader.read(), LIMIT_S)
+                await within(reader.read())
         assert len(listener._unauthenticated) == MAX_UNAUTHENTICATED
         friend = await connect(address, client="friend", node="there")
         assert await friend.request("echo", 2) == 2
