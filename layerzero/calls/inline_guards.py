@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -49,6 +50,7 @@ _CONSTANT = re.compile(r"\._torchdynamo_inline\.__(kw)?defaults__")
 _SCOPE_NAME = re.compile(r"___unnamed_scope\w*")
 _compiling: Any = _guards.CompileContext
 _MOVED = "compile.choice_moved"
+_UNGUARDED = "compile.unguarded"
 _SERIAL = count()
 
 
@@ -187,6 +189,24 @@ _OPEN: WeakValueDictionary[str, GraphGuard] = WeakValueDictionary()
 
 def _open_guard() -> str | None:
     """The mark of the graph that torch's compiler traces now; None where its operators choose at run time."""
+    try:
+        return _opened()
+    except (
+        AttributeError,
+        ImportError,
+        TypeError,
+    ) as error:  # of another torch than those this was tried with
+        _say_unguarded(f"{type(error).__name__}: {error}")
+        return None
+
+
+@cache
+def _say_unguarded(error: str) -> None:
+    """Say once why graphs hold no kernels."""
+    log.warning(_UNGUARDED, error=error)
+
+
+def _opened() -> str | None:
     compile_id = _compile_id()
     if compile_id is None:
         return None

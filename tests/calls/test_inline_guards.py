@@ -281,3 +281,18 @@ def test_what_is_compiled_ahead_of_time_chooses_where_it_runs() -> None:
     run: Any = torch.compile(norm, fullgraph=True, backend="aot_eager")
     stored = run.aot_compile(((X, WEIGHT), {}))
     assert chosen(stored) == TORCHS
+
+
+def test_a_torch_whose_compiler_is_another_one_gets_operators_and_is_told_so(
+    runtime: lz.Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the guard needs of torch is private there."""
+    from layerzero.calls import inline_guards
+
+    inline_guards._say_unguarded.cache_clear()
+    graphs = Graphs()
+    monkeypatch.setattr(inline_guards, "_is_ahead_of_time", lambda output: output.not_there)
+    run = compiled(graphs)
+    assert chosen(run) == TORCHS and chosen(run) == TORCHS
+    assert graphs.opaque == [True]
+    assert caplog.text.count("compile.unguarded") == 1
