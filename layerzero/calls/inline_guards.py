@@ -195,7 +195,7 @@ def _open_guard() -> str | None:
         AttributeError,
         ImportError,
         TypeError,
-    ) as error:  # of another torch than those this was tried with
+    ) as error:  # of another torch
         _say_unguarded(f"{type(error).__name__}: {error}")
         return None
 
