@@ -48,7 +48,8 @@ _HOMES = {
         "reset_policy",
         "unlock",
     ),
-    "layerzero.calls.compile_choice": ("CompiledChoice", "compile_choice"),
+    "layerzero.calls.compile_choice": ("compile_choice",),
+    "layerzero.calls.inlining": ("CompiledChoice",),
     "layerzero.api.graphs": (
         "compile",
         "is_graph_safe",

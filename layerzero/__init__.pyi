@@ -60,8 +60,8 @@ from layerzero.backends.triton_kernels.user_kernel import TritonLaunch as Triton
 from layerzero.backends.triton_kernels.user_kernel import triton_kernel as triton_kernel
 from layerzero.calls.batched import batched as batched
 from layerzero.calls.blocking import last_selection as last_selection
-from layerzero.calls.compile_choice import CompiledChoice as CompiledChoice
 from layerzero.calls.compile_choice import compile_choice as compile_choice
+from layerzero.calls.inlining import CompiledChoice as CompiledChoice
 from layerzero.checkpoints import QuantizedCheckpoint as QuantizedCheckpoint
 from layerzero.checkpoints import load_quantized as load_quantized
 from layerzero.formats.errors import FormatError as FormatError

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from layerzero.calls import inline_guards as _inline_guards  # noqa: F401  puts itself where graphs are compiled
 from layerzero.calls.blocking import blocking as _blocking
 from layerzero.ops import table as _table
 from layerzero.ops.op import OPS as _OPS

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layerzero._util import foreign
 from layerzero.actors.device.local_device import LocalDevice
+from layerzero.calls import inline_guards  # noqa: F401  puts itself where graphs are compiled
 from layerzero.calls.blocking import (
     checked_build,
     context_device,

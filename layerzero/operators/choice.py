@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,17 @@ from layerzero.ops.op import Args, Op
 _MARK = "compile_choice:"
 # Of a graph that torch will capture: its kernels are those that are safe under capture.
 CAPTURED = f"{_MARK}captured"
+
+
+# And of one whose kernels of torch are in it under a guard, which ends with their choice.
+GUARDED = "guarded:"
+
+
+class Guards(NamedTuple):
+    """`open` gives the mark of the graph that is compiled, or None; `inliner_of` what inlines for a mark."""
+
+    open: Callable[[], str | None]
+    inliner_of: Callable[[str], Callable[[Op, Args], Any]]
 
 
 class CompileChoice:
@@ -26,6 +37,7 @@ class CompileChoice:
     """
 
     def __init__(self) -> None:
+        self.guards: Guards | None = None  # of `calls.inline_guards`
         self.mark: str | None = None
         self.inline: Callable[[Op, Args], Any] | None = None
         self.serves: dict[str, bool] = {}
@@ -55,16 +67,36 @@ def mark_of_graph() -> str | None:
     one while nothing else was decided.
     """
     mark = _mark_now()
-    return mark if mark is not None and CHOICE.serves[mark] else CHOICE.mark
+    if mark is not None and CHOICE.serves[mark]:
+        return mark
+    return _guarded_mark() if CHOICE.mark is None else CHOICE.mark
 
 
 def _mark_now() -> str | None:
     return CHOICE.mark
 
 
-# The compiler takes what it returns for a constant, without a guard; so does torch.compiler's own decorator,
+def _guarded_mark() -> str | None:
+    """The mark of a graph that has a guard of its own."""
+    mark = None if CHOICE.guards is None else CHOICE.guards.open()
+    return None if mark is None else _MARK + mark
+
+
+def inliner_of(backend: str | None) -> Callable[[Op, Args], Any] | None:
+    """What gives the calls of a graph that is being compiled, by the mark in the place of a backend."""
+    if not is_mark(backend):
+        return None
+    assert backend is not None
+    mark = backend.removeprefix(_MARK)
+    if CHOICE.guards is None or not mark.startswith(GUARDED):
+        return CHOICE.inline
+    return CHOICE.guards.inliner_of(mark)
+
+
+# The compiler takes what they return for constants, without a guard; so does torch.compiler's own decorator,
 # which imports the compiler.
-_mark_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _constant in (_mark_now, _guarded_mark):
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 CHOICE = CompileChoice()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero._util import foreign
-from layerzero.operators.choice import CAPTURED, CHOICE, is_mark, will_be_captured
+from layerzero.operators.choice import CAPTURED, inliner_of, will_be_captured
 from layerzero.operators.schema import OperatorSchema, run_operator
 from layerzero.operators.subclasses import compose
 from layerzero.ops.op import Args
@@ -39,8 +39,8 @@ class Traced:
             return compose(op, full, run_operator)
         if foreign.in_transform():
             return op.reference(*full)
-        if is_mark(backend) and CHOICE.inline is not None:
-            inlined = CHOICE.inline(op, full)
+        if (inline := inliner_of(backend)) is not None:
+            inlined = inline(op, full)
             if inlined is not NotImplemented:
                 return inlined
             backend = None

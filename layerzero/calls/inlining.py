@@ -1,0 +1,149 @@
+"""Calls in operators of torch, by the kernel that is chosen while a graph is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from layerzero._util import foreign, log
+from layerzero.calls.blocking import context_device, context_runtime
+from layerzero.ops.op import Args, Op
+from layerzero.selection.record import Selection
+from layerzero.selection.transform import compile_transforms
+from layerzero.spec.errors import NoKernelFoundError
+from layerzero.spec.kernel import Kernel
+
+# Whose kernels are operators of torch and nothing else; of them, not what compiles by itself.
+_IN_TORCH = frozenset({"torch", "reference"})
+_COMPILES_ITSELF = frozenset({"torch.attention.flex"})
+# Passes over rows: fused with what is around them they cost less than the fastest kernel called from a graph.
+_FUSABLE = frozenset({"add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm", "rope"})
+_CHOSEN = "compile.chosen"
+
+
+class CompiledChoice(msgspec.Struct, frozen=True):
+    """A kernel chosen while a graph was compiled, and whether the graph holds it or its operator."""
+
+    op: str
+    kernel: str
+    inlined: bool
+    why: str
+
+
+class Inliner:
+    """Gives calls in operators of torch; `choices` says which, and why others stay operators of their op."""
+
+    def __init__(self, choices: list[CompiledChoice]) -> None:
+        self.choices = choices
+
+    def inline(self, op: Op, full: Args) -> Any:
+        """The call in torch's operators, by the kernel that is chosen now; NotImplemented if it has none."""
+        example = example_of(full)
+        if example is None:
+            return self.declined(op, "", "a size follows from data")
+        try:
+            selection = chosen(op, example)
+        except NoKernelFoundError as error:
+            return self.declined(op, "", f"no kernel takes the call: {str(error).splitlines()[0]}")
+        kernel, why = torchs_kernel(op, selection)
+        if kernel is None:
+            return self.declined(
+                op, selection.kernel, "is not made of torch's operators: chosen where the graph runs"
+            )
+        try:
+            result = traceable(op, selection, kernel)(*full)
+        except Exception as error:
+            return self.declined(op, kernel.id, f"cannot be traced: {type(error).__name__}: {error}")
+        self.inlined(op, selection, kernel)
+        self.note(op, kernel.id, why, inlined=True)
+        return result
+
+    def inlined(self, op: Op, selection: Selection, kernel: Kernel) -> None:
+        """A call by this selection has become a part of the graph, by the given kernel."""
+
+    def declined(self, op: Op, kernel: str, why: str) -> Any:
+        """NotImplemented, and why the graph holds the operator."""
+        self.note(op, kernel, why, inlined=False)
+        return NotImplemented
+
+    def note(self, op: Op, kernel: str, why: str, *, inlined: bool) -> None:
+        """Say once what became of calls of an op."""
+        choice = CompiledChoice(op.name, kernel, inlined, why)
+        if choice not in self.choices:
+            self.choices.append(choice)
+            log.info(_CHOSEN, op=op.name, kernel=kernel, inlined=inlined, why=why)
+
+
+def chosen(op: Op, example: Args) -> Selection:
+    """What is chosen for a call now.
+
+    Raises: NoKernelFoundError.
+    """
+    device = context_device(example)
+    with foreign.outside():
+        table = device.table(op)
+        return table.recompute(table.describe(example, device.mode()))
+
+
+def torchs_kernel(op: Op, selection: Selection) -> tuple[Kernel | None, str]:
+    """The kernel that a graph holds for a selection, made of torch's operators, and why; None without one."""
+    kernel = context_runtime().device(selection.request.device).registry.get(selection.kernel)
+    assert kernel is not None
+    if is_torch(kernel):
+        return kernel, selection.why
+    return _fusable(op, selection), f"fused by the compiler, in the place of {kernel.id}"
+
+
+def _fusable(op: Op, selection: Selection) -> Kernel | None:
+    """The first kernel behind the chosen one that is made of torch's operators, if no policy preferred it."""
+    accepted = selection.candidate(selection.kernel).accepted
+    if (
+        op.name not in _FUSABLE or accepted is None
+        or accepted.total_us < accepted.kernel_us + accepted.transform_us
+    ):  # fmt: skip
+        return None
+    registry = context_runtime().device(selection.request.device).registry
+    kernels = (registry.get(kernel_id) for kernel_id in selection.order)
+    return next((k for k in kernels if k is not None and k.backend == "torch" and is_torch(k)), None)
+
+
+def is_torch(kernel: Kernel) -> bool:
+    """Whether a kernel is made of torch's operators and nothing else."""
+    return kernel.backend in _IN_TORCH and kernel.id not in _COMPILES_ITSELF
+
+
+def traceable(op: Op, selection: Selection, kernel: Kernel) -> Callable[..., Any]:
+    """A kernel with what a selection transforms for it, and without what watches kernels."""
+    accepted = selection.candidate(kernel.id).accepted
+    run = context_runtime().device(selection.request.device).registry.callable_of(kernel.id)
+    return compile_transforms(op, accepted.transforms if accepted is not None else (), run)
+
+
+def example_of(full: Args) -> Args | None:
+    """The call with the sizes that are known now; None where one is not."""
+    from torch._subclasses import FakeTensorMode
+
+    with foreign.outside(), FakeTensorMode():
+        example = []
+        for value in full:
+            hint = _hinted(value)
+            if hint is None and value is not None:
+                return None
+            example.append(hint)
+        return tuple(example)
+
+
+def _hinted(value: Any) -> Any:
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.hint
+    if not isinstance(value, Tensor):
+        return value
+    sizes, strides = ([_hinted(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    if None in sizes or None in strides:
+        return None
+    like = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+    return like.requires_grad_(value.requires_grad) if value.is_floating_point() else like
