@@ -96,13 +96,13 @@ class FunctionChoices:
         """Whether all that is held is what a call would choose now."""
         if SCOPE.get() is not None or (self._switched and switched_off()):
             return False
-        seen = self._seen
-        if seen is None or seen.devices is not ACTIVE.devices:
+        before = self._seen
+        if before is None or before.devices is not ACTIVE.devices:
             return self._reconsider()
-        for device, version in seen.versions:
+        for device, version in before.versions:
             if device.snapshot is not version:
                 return self._reconsider()
-        return seen.holds
+        return before.holds
 
     def _reconsider(self) -> bool:
         held = list(self._held)
@@ -115,9 +115,9 @@ class FunctionChoices:
             log.info(_MOVED, op="", kernel="", chosen=str(error).partition("\n")[0])
             return False
         if moved is not None and (self._seen is None or self._seen.holds):
-            call, now = moved
+            call, chosen = moved
             current().counters.add("compiled_choices_moved", op=call.op, kernel=call.kernel)
-            log.info(_MOVED, op=call.op, kernel=call.kernel, chosen=now)
+            log.info(_MOVED, op=call.op, kernel=call.kernel, chosen=chosen)
         self._seen = _Seen(runtime.devices, versions, moved is None)
         return moved is None
 

@@ -55,12 +55,12 @@ class Inliner:
                 op, selection.kernel, "is not made of torch's operators: chosen where the graph runs"
             )
         try:
-            result = traceable(op, selection, kernel)(*full)
+            output = traceable(op, selection, kernel)(*full)
         except Exception as error:
             return self.declined(op, kernel.id, f"cannot be traced: {type(error).__name__}: {error}")
         self.inlined(op, selection, kernel)
         self.note(op, kernel.id, why, inlined=True)
-        return result
+        return output
 
     def inlined(self, op: Op, selection: Selection, kernel: Kernel) -> None:
         """A call by this selection has become a part of the graph, by the given kernel."""

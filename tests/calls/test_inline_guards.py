@@ -112,7 +112,7 @@ def test_a_circuit_that_opens_is_obeyed(runtime: lz.Runtime) -> None:
     graphs = Graphs()
     run = compiled(graphs)
     assert chosen(run) is None
-    device = runtime.device()
+    device = runtime.device("cpu")
     for _ in range(device.settings.failures_to_open):
         device.health.failure(TORCHS, "planted")
     assert chosen(run) == OTHER
@@ -141,7 +141,7 @@ def test_what_changes_no_choice_compiles_nothing(runtime: lz.Runtime) -> None:
     run = compiled(graphs)
     assert chosen(run) is None
     lz.add_policy(deny="reference.layer_norm")
-    runtime.device().refresh()
+    runtime.device("cpu").refresh()
     assert chosen(run) is None
     with lz.Runtime(lz.Settings(warm="off")) as other:
         ACTIVE.put(other)
@@ -279,6 +279,8 @@ def test_attention_that_drops_stays_a_call() -> None:
 def test_what_is_compiled_ahead_of_time_chooses_where_it_runs() -> None:
     """It may be stored, and another process load it."""
     run: Any = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    if not hasattr(run, "aot_compile"):
+        pytest.skip("needs a torch whose compiled functions have aot_compile")
     stored = run.aot_compile(((X, WEIGHT), {}))
     assert chosen(stored) == TORCHS
 
