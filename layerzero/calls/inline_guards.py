@@ -105,12 +105,12 @@ class FunctionChoices:
         return before.holds
 
     def _reconsider(self) -> bool:
-        held = list(self._held)
+        calls = list(self._held)
         try:
             runtime = current()
-            devices = [runtime.device(name) for name in {call.request.device for call in held}]
+            devices = [runtime.device(name) for name in {call.request.device for call in calls}]
             versions = tuple((device, device.snapshot) for device in devices)
-            moved = next((pair for call in held if (pair := _moved(call)) is not None), None)
+            moved = next((pair for call in calls if (pair := _moved(call)) is not None), None)
         except (LayerZeroError, ValueError) as error:  # no kernel, no device, a runtime that closes
             log.info(_MOVED, op="", kernel="", chosen=str(error).partition("\n")[0])
             return False
