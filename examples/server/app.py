@@ -33,8 +33,8 @@ from server.service import Service
 
 # Requests beyond those being answered that may be on their way in or out.
 WAITING = 64
-# Rows of one step, and how long prompts may wait behind next tokens before they are level with them.
-STEP_ROWS, PROMPTS_WAIT_MS = 1024, 2000.0
+# How long prompts may wait behind next tokens before they are level with them.
+PROMPTS_WAIT_MS = 2000.0
 STREAM_START = {
     "type": "http.response.start",
     "status": 200,
@@ -204,7 +204,7 @@ def application(options: Options) -> Starlette:
     # One step takes so many rows that next tokens never wait long for the prompts of others.
     settings = lz.Settings.load(
         device=options.device, inference=True, freeze_gc=True, determinism=determinism,
-        max_num_batched_tokens=STEP_ROWS, priority_aging_ms=PROMPTS_WAIT_MS, **fleet,
+        max_num_batched_tokens=options.max_num_batched_tokens, priority_aging_ms=PROMPTS_WAIT_MS, **fleet,
     )  # fmt: skip
 
     @asynccontextmanager
@@ -251,6 +251,7 @@ _COUNTS = {
     "page_size": "tokens of a page",
     "max_requests": "requests answered at once",
     "max_waiting_tokens": "tokens of requests that wait for pages",
+    "max_num_batched_tokens": "rows of one step, of next tokens and pieces of prompts",
     "max_body": "bytes of one request's body",
     "prompt_cache": "bytes of prompts that are kept tokenized",
     "drain_s": "seconds SIGTERM leaves to answers",

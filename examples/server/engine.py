@@ -154,7 +154,7 @@ class _Generation:
         Raises: OverloadedError. ValueError: the prompt is empty, or too long.
         """
         tokens, model, sampling = self._tokens, self._engine.model, self._sampling
-        async with self._request.step(tokens, PREFILL_CHUNK) as span:
+        async with self._request.step(tokens, self._engine.prefill_chunk) as span:
             if self.unread is not None and span.count > 1:  # preempted: computed again, from all tokens
                 await self.read()
             if span.end < len(tokens):
@@ -199,6 +199,7 @@ class Engine:
     Where tokens take their time to the host, as on CUDA, a request's next step begins before its last token
     is there, so that the device has work while tokens are sent; a text that ends by a token has computed one
     row in vain. Rules and grammars need each token first. `reads_behind` says so for every device.
+    A step has at most `prefill_chunk` tokens of one prompt.
     """
 
     def __init__(
@@ -208,8 +209,10 @@ class Engine:
         *,
         max_waiting_tokens: int | None = None,
         reads_behind: bool | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
         self.model, self.eos_token_ids = model, eos_token_ids
+        self.prefill_chunk = prefill_chunk
         cache = model.cache
         self.reads_behind = reads_behind
         self.requests = PagedRequests(

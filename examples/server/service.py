@@ -8,7 +8,7 @@ import torch
 from models.llama import Llama, load
 
 import layerzero as lz
-from server.engine import Drawn, Engine
+from server.engine import PREFILL_CHUNK, Drawn, Engine
 from server.front import KV_FORMATS as KV_FORMATS
 from server.front import Choice, Front
 from server.front import Full as Full
@@ -37,7 +37,10 @@ class Service(Front):
             dummy=options.load_format == "dummy",
         )
         self.engine = Engine(
-            self.model, self.model.config.eos_token_ids, max_waiting_tokens=options.max_waiting_tokens
+            self.model,
+            self.model.config.eos_token_ids,
+            max_waiting_tokens=options.max_waiting_tokens,
+            prefill_chunk=min(PREFILL_CHUNK, options.max_num_batched_tokens),
         )
         super().__init__(options, runtime, self.model.config, self.engine.requests.capacity)
         if options.device == "cuda":

@@ -34,17 +34,20 @@ import os, sys, time
 from pathlib import Path
 from layerzero.sharing.work import Sharing, SharedWork
 folder, key, fresh_s, behave = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
+wait_s = float(sys.argv[5])
 
 def work():
     with (folder / "worked").open("a") as file:
         file.write(f"{os.getpid()}\\n")
     if behave == "hang":
         time.sleep(600)
+    while behave == "slow" and not (folder / "go").exists():
+        time.sleep(0.01)
     time.sleep(0.3)
     return b"42"
 
 (folder / f"asks-{os.getpid()}").touch()
-sharing = Sharing("test", wait_s=200.0, fresh_s=fresh_s, poll_s=0.01)
+sharing = Sharing("test", wait_s=wait_s, fresh_s=fresh_s, poll_s=0.01)
 answer = SharedWork(folder / "shared").once(sharing, key, work)
 print(answer.body.decode(), bool(answer.leader))
 """
@@ -58,9 +61,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(EVERY_S)
 
 
-def asker(folder: Path, *, key: str = KEY, fresh_s: float = 60.0, behave: str = "answer") -> Child:
+def asker(
+    folder: Path, *, key: str = KEY, fresh_s: float = 60.0, behave: str = "answer", wait_s: float = 200.0
+) -> Child:
     """A process that asks."""
-    return Child(_ASKER, str(folder), key, str(fresh_s), behave, folder=folder)
+    return Child(_ASKER, str(folder), key, str(fresh_s), behave, str(wait_s), folder=folder)
 
 
 def workers(folder: Path) -> list[int]:
@@ -99,6 +104,24 @@ def test_a_leader_that_is_killed_is_replaced(tmp_path: Path) -> None:
     os.kill(leader.process.pid, signal.SIGKILL)
     assert sorted(map(printed, others)) == ["42 False", "42 True"]
     assert len(workers(tmp_path)) == 2
+
+
+def test_a_leader_that_is_stopped_holds_nobody_up_and_answers_when_it_goes_on(tmp_path: Path) -> None:
+    """It holds its lock, which no other process can take: who waits works itself after the bound."""
+    (tmp_path / "shared").mkdir()
+    leader = asker(tmp_path, behave="slow")
+    wait_for(lambda: bool(workers(tmp_path)))
+    assert leader.process.pid is not None
+    os.kill(leader.process.pid, signal.SIGSTOP)
+    try:
+        (tmp_path / "go").touch()
+        assert printed(asker(tmp_path, wait_s=0.2)) == "42 False"
+        assert not leader.out.read_text()
+    finally:
+        os.kill(leader.process.pid, signal.SIGCONT)
+    assert printed(leader) == "42 False"
+    assert len(workers(tmp_path)) == 2
+    assert printed(asker(tmp_path)) == "42 True"
 
 
 def test_an_answer_is_for_its_time_and_its_circumstances(tmp_path: Path) -> None:
