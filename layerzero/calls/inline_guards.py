@@ -189,13 +189,9 @@ _OPEN: WeakValueDictionary[str, GraphGuard] = WeakValueDictionary()
 
 def _open_guard() -> str | None:
     """The mark of the graph that torch's compiler traces now; None where its operators choose at run time."""
-    try:
+    try:  # another torch may have what it needs elsewhere
         return _opened()
-    except (
-        AttributeError,
-        ImportError,
-        TypeError,
-    ) as error:  # of another torch
+    except (AttributeError, ImportError, TypeError) as error:
         _say_unguarded(f"{type(error).__name__}: {error}")
         return None
 
