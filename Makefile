@@ -22,15 +22,11 @@ demo: $(VENV)/.installed-demo  ## set up and run the embedding service on real t
 	$(PY) -m layerzero.native
 	$(PY) benchmarks/embedding_demo.py $(DEMO_FLAGS)
 
-# Clusters and gangs run beside the rest, and tell of it at the end: each of their tests is several
-# processes already, which wait for each other most of the time.
-CLUSTERS_LOG ?= build/test_clusters.log
+# Clusters and gangs come last and one by one: each of their tests is several processes already.
 test: $(VENV)/.installed-test  ## set up and run the test suite
-	@failed=0; export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; mkdir -p $(dir $(CLUSTERS_LOG)); set -x; \
-	$(PY) -m pytest --numprocesses=2 --dist=loadfile tests/distributed >$(CLUSTERS_LOG) 2>&1 & clusters=$$!; \
-	trap 'kill $$clusters; wait $$clusters; exit 130' INT TERM; \
+	@failed=0; export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; set -x; \
 	$(PY) -m pytest $(PYTEST_FLAGS) --ignore=tests/distributed || failed=1; \
-	wait $$clusters || failed=1; { set +x; } 2>/dev/null; cat $(CLUSTERS_LOG); \
+	$(PY) -m pytest --numprocesses=2 --dist=loadfile tests/distributed || failed=1; \
 	exit $$failed
 
 stress: $(VENV)/.installed-stress  ## every stage of the release gate's stress suite: soak, a million fuzz runs a parser, coverage

@@ -348,28 +348,6 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[str]) -> None:
     pytest.fail("the server did not answer within 90 seconds")
 
 
-@pytest.mark.parametrize(("rows", "pieces"), [(5, [5, 5, 2]), (1024, [12])])
-def test_a_step_has_as_many_rows_as_the_command_says(
-    monkeypatch: pytest.MonkeyPatch, rows: int, pieces: list[int]
-) -> None:
-    """Also fewer than a piece of a prompt; the variable of the setting does not change it."""
-    monkeypatch.setenv("LAYERZERO_MAX_NUM_BATCHED_TOKENS", "7")
-    with serving(server_app.parse(["--max-num-batched-tokens", str(rows)])) as server:
-        counts: list[int] = []
-        model = type(server.service.model)
-        sample_next = model.sample_next
-
-        def counted(self: Any, ids: Any, *rest: Any) -> Any:
-            counts.append(len(ids))
-            return sample_next(self, ids, *rest)
-
-        monkeypatch.setattr(model, "sample_next", counted)
-        fields = asked(prompt=list(range(1, 13)), max_tokens=1)
-        assert httpx.post(f"{server.url}/v1/completions", json=fields, timeout=LIMIT_S).status_code == 200
-        assert counts == pieces
-        assert server.device().settings.max_num_batched_tokens == rows
-
-
 @pytest.mark.parametrize("arguments", [["--pages", "0"], ["--max-requests", "-1"], ["--per", "token"]])
 def test_options_out_of_range_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The command exits 2 and names the argument."""
