@@ -1,4 +1,4 @@
-"""How many rows a step of the generation server has; each test has a server of its own, and no other beside it."""
+"""How many rows a step of the generation server has; no other server is in the process."""
 
 from __future__ import annotations
 
