@@ -2,9 +2,8 @@
 
 Run `OMP_NUM_THREADS=1 python -m benchmarks.compiled --json benchmarks/results/compiled_cpu.json`. The models
 share their weights and give the same numbers; each ratio is the median over the rounds of torch's time over
-ours. The overhead is that of
-`torch.ops.layerzero.rms_norm.default` over `lz.sync.rms_norm` on a row that costs next to nothing. With
-`--device cuda` the compiled ones are captured, too.
+ours. The overhead is that of `torch.ops.layerzero.rms_norm.default` over `lz.sync.rms_norm` on a row that
+costs next to nothing. With `--device cuda` the compiled ones are captured, too.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import heapq
 import itertools
 import json
 import os
-import random
 import selectors
 import socket
 import struct
@@ -59,11 +58,17 @@ class Direction:
         self.carried = self.lost = 0
         self.under_way: list[tuple[float, int, bytes]] = []
         self._numbers = itertools.count()
-        self._chance = random.Random(5)
+        self._share = 0.0  # of a packet that is to be lost
 
     def take(self, packet: bytes, now_s: float) -> None:
-        """Lose a packet, or let it arrive after the delay."""
-        if (self.loss and self._chance.random() < self.loss) or len(self.under_way) > _MOST:
+        """Lose a packet, or let it arrive after the delay.
+
+        Losses are spread evenly: by chance one packet is lost many times in a row now and then, and TCP
+        waits twice as long after each.
+        """
+        self._share = self._share + self.loss if self.loss else 0.0
+        if self._share >= 1.0 or len(self.under_way) > _MOST:
+            self._share = max(0.0, self._share - 1.0)
             self.lost += 1
             return
         self.carried += 1

@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Any
 
 from layerzero.calls.blocking import context_runtime
-from layerzero.calls.inlining import CompiledChoice, Inliner, chosen, example_of, is_torch, traceable
+from layerzero.calls.inlining import Choices, chosen, example_of, is_torch, traceable
 from layerzero.operators import defined_schemas, front
 from layerzero.operators.choice import CHOICE
 from layerzero.ops import table as ops_table
 from layerzero.ops.checks import need_choice
-from layerzero.ops.op import Op
+from layerzero.ops.op import Args, Op
 from layerzero.spec.errors import NoKernelFoundError
 from layerzero.spec.kernel import Kernel
 
@@ -51,8 +51,7 @@ class compile_choice:
     def __init__(self, mode: str) -> None:
         need_choice("mode", mode, MODES)
         self.mode = mode
-        self.choices: list[CompiledChoice] = []
-        self._inliner = Inliner(self.choices)
+        self.choices = Choices()
         self._before = CHOICE.saved()
         if mode == "autotune":
             self._autotune()
@@ -63,7 +62,7 @@ class compile_choice:
         else:
             # Another process and another policy may choose otherwise: torch's caches must not mix them up.
             policy = hash(context_runtime().program_policy)
-            CHOICE.set(f"{mode}:{os.getpid()}:{policy}", self._inliner.inline if mode == "freeze" else None)
+            CHOICE.set(f"{mode}:{os.getpid()}:{policy}", self._inline if mode == "freeze" else None)
 
     def __enter__(self) -> compile_choice:
         return self
@@ -75,6 +74,9 @@ class compile_choice:
             _stop_autotuning()
         CHOICE.restore(self._before)
 
+    def _inline(self, op: Op, full: Args) -> Any:
+        return self.choices.inline(op, full).result
+
     def _run_by(self, op: Op, kernel: Kernel, operator: Callable[..., Any]) -> Callable[..., Any]:
         """What Inductor times for a kernel: it, where it accepts the call, else the operator itself."""
 
@@ -83,7 +85,7 @@ class compile_choice:
             example = example_of(full)
             with suppress(NoKernelFoundError):
                 if example is not None and kernel.id in (selection := chosen(op, example)).order:
-                    self._inliner.note(op, kernel.id, "timed by Inductor", inlined=True)
+                    self.choices.note(op, kernel.id, "timed by Inductor", inlined=True)
                     return traceable(op, selection, kernel)(*full)
             return operator(*args, **named)
 

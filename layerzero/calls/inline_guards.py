@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from collections.abc import Callable
 from functools import cache
 from itertools import count
@@ -21,9 +20,8 @@ from torch import Tensor, _guards
 
 from layerzero._util import log
 from layerzero.calls.blocking import context_device
-from layerzero.calls.inlining import Inliner, torchs_kernel
+from layerzero.calls.inlining import Choices, torchs_kernel
 from layerzero.calls.scope import SCOPE
-from layerzero.operators import is_of_front
 from layerzero.operators.choice import CHOICE, GUARDED, Guards
 from layerzero.ops import table as ops_table
 from layerzero.ops.attention.checks import switched_off
@@ -34,7 +32,6 @@ from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import LayerZeroError
-from layerzero.spec.kernel import Kernel
 
 # Whose kernels of torch read no number out of a tensor, draw none and write nothing that they are given.
 _TRACEABLE = frozenset(
@@ -45,9 +42,6 @@ _TRACEABLE = frozenset(
 )  # fmt: skip
 # Of one function, for so many sizes: another choice doubles them, and torch's limit is 8.
 _MAX_GRAPHS = 3
-# The default values of a front, in the name of a guard.
-_CONSTANT = re.compile(r"\._torchdynamo_inline\.__(kw)?defaults__")
-_SCOPE_NAME = re.compile(r"___unnamed_scope\w*")
 _compiling: Any = _guards.CompileContext
 _MOVED = "compile.choice_moved"
 _UNGUARDED = "compile.unguarded"
@@ -82,11 +76,11 @@ class FunctionChoices:
         self._seen: _Seen | None = None
         self._switched = False  # whether torch's switches for attention count
 
-    def hold(self, op: Op, selection: Selection, kernel: Kernel) -> None:
+    def hold(self, op: Op, selection: Selection, kernel: str) -> None:
         """Add a call that a graph holds."""
         request = selection.request
         table = current().device(request.device).table(op)
-        call = _Held(op.name, request, kernel.id, table.fingerprint)
+        call = _Held(op.name, request, kernel, table.fingerprint)
         if call not in self._held:  # as many layers make the same one
             self._held.append(call)
         self._switched = self._switched or "attention" in op.name
@@ -146,18 +140,18 @@ def _is_watched(device: ScheduledDevice) -> bool:
     )  # fmt: skip
 
 
-class GraphGuard(Inliner):
+class GraphGuard:
     """The guard of one graph, which torch's compiler calls; `mark` names the graph in its operators.
 
     With `inlines` the graph runs while its function's choices hold, else while they do not.
     """
 
     def __init__(self, function: FunctionChoices, inlines: bool) -> None:
-        super().__init__([])
         self.inlines = inlines
         self.mark = f"{GUARDED}{os.getpid()}:{next(_SERIAL)}"
         self._function = function
         self._compile_id = _compile_id()
+        self._choices = Choices()
         self._holds = False  # whether the graph holds a call
 
     def __call__(self) -> bool:
@@ -172,15 +166,18 @@ class GraphGuard(Inliner):
             return NotImplemented
         if _has_symbols(full) or _is_watched(context_device(full)):
             return NotImplemented
-        return super().inline(op, full)
+        inlined = self._choices.inline(op, full)
+        if inlined.selection is not None:
+            self._hold(op, inlined.selection, inlined.kernel)
+        return inlined.result
 
-    def inlined(self, op: Op, selection: Selection, kernel: Kernel) -> None:
+    def _hold(self, op: Op, selection: Selection, kernel: str) -> None:
         """Have the guard end with this choice."""
         self._function.hold(op, selection, kernel)
         if not self._holds:
             self._holds = True
             self._function.graphs += 1
-        current().counters.add("compiled_calls_inlined", op=op.name, kernel=kernel.id)
+        current().counters.add("compiled_calls_inlined", op=op.name, kernel=kernel)
 
 
 _FUNCTIONS: WeakValueDictionary[int, FunctionChoices] = WeakValueDictionary()
@@ -212,7 +209,6 @@ def _opened() -> str | None:
     if tracer is None:  # behind the trace, where what it recorded is lowered
         return None
     output: Any = tracer.output
-    _drop_constant_guards(output)
     if hasattr(output, "_layerzero_guard"):
         guard = output._layerzero_guard
     else:
@@ -224,21 +220,6 @@ def _opened() -> str | None:
         if guard is not None:
             _install(output, guard)
     return guard.mark if guard is not None and guard.inlines else None
-
-
-def _drop_constant_guards(output: Any) -> None:
-    """Take back the guards on what never changes in an operator's front: its defaults and its namespace.
-
-    A model of two layers had a hundred of them, and they were read before each run.
-    """
-    guards = output.tracing_context.guards_context.dynamo_guards
-    scope = output.root_tx.f_globals
-    guards.inner = {
-        guard
-        for guard in guards.inner
-        if not _CONSTANT.search(guard.name)
-        and not any(is_of_front(scope.get(name)) for name in _SCOPE_NAME.findall(guard.name))
-    }
 
 
 def _is_ahead_of_time(output: Any) -> bool:

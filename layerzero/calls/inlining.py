@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -34,48 +34,52 @@ class CompiledChoice(msgspec.Struct, frozen=True):
     why: str
 
 
-class Inliner:
-    """Gives calls in operators of torch; `choices` says which, and why others stay operators of their op."""
+class Inlined(NamedTuple):
+    """What came of a call: its result in torch's operators, or NotImplemented; by which kernel, and why.
 
-    def __init__(self, choices: list[CompiledChoice]) -> None:
-        self.choices = choices
+    `selection` is what the kernel followed from, where there is a result.
+    """
 
-    def inline(self, op: Op, full: Args) -> Any:
-        """The call in torch's operators, by the kernel that is chosen now; NotImplemented if it has none."""
-        example = example_of(full)
-        if example is None:
-            return self.declined(op, "", "a size follows from data")
-        try:
-            selection = chosen(op, example)
-        except NoKernelFoundError as error:
-            return self.declined(op, "", f"no kernel takes the call: {str(error).splitlines()[0]}")
-        kernel, why = torchs_kernel(op, selection)
-        if kernel is None:
-            return self.declined(
-                op, selection.kernel, "is not made of torch's operators: chosen where the graph runs"
-            )
-        try:
-            output = traceable(op, selection, kernel)(*full)
-        except Exception as error:
-            return self.declined(op, kernel.id, f"cannot be traced: {type(error).__name__}: {error}")
-        self.inlined(op, selection, kernel)
-        self.note(op, kernel.id, why, inlined=True)
-        return output
+    result: Any
+    kernel: str
+    why: str
+    selection: Selection | None = None
 
-    def inlined(self, op: Op, selection: Selection, kernel: Kernel) -> None:
-        """A call by this selection has become a part of the graph, by the given kernel."""
 
-    def declined(self, op: Op, kernel: str, why: str) -> Any:
-        """NotImplemented, and why the graph holds the operator."""
-        self.note(op, kernel, why, inlined=False)
-        return NotImplemented
+def inline(op: Op, full: Args) -> Inlined:
+    """A call in operators of torch, by the kernel that is chosen now."""
+    example = example_of(full)
+    if example is None:
+        return Inlined(NotImplemented, "", "a size follows from data")
+    try:
+        selection = chosen(op, example)
+    except NoKernelFoundError as error:
+        return Inlined(NotImplemented, "", f"no kernel takes the call: {str(error).splitlines()[0]}")
+    kernel, why = torchs_kernel(op, selection)
+    if kernel is None:
+        why = "is not made of torch's operators: chosen where the graph runs"
+        return Inlined(NotImplemented, selection.kernel, why)
+    try:
+        return Inlined(traceable(op, selection, kernel)(*full), kernel.id, why, selection)
+    except Exception as error:
+        return Inlined(NotImplemented, kernel.id, f"cannot be traced: {type(error).__name__}: {error}")
+
+
+class Choices(list[CompiledChoice]):
+    """What became of the calls of an op while graphs were compiled, each told once."""
 
     def note(self, op: Op, kernel: str, why: str, *, inlined: bool) -> None:
-        """Say once what became of calls of an op."""
+        """Add and log it, unless it is known."""
         choice = CompiledChoice(op.name, kernel, inlined, why)
-        if choice not in self.choices:
-            self.choices.append(choice)
+        if choice not in self:
+            self.append(choice)
             log.info(_CHOSEN, op=op.name, kernel=kernel, inlined=inlined, why=why)
+
+    def inline(self, op: Op, full: Args) -> Inlined:
+        """`inline`, noted."""
+        inlined = inline(op, full)
+        self.note(op, inlined.kernel, inlined.why, inlined=inlined.result is not NotImplemented)
+        return inlined
 
 
 def chosen(op: Op, example: Args) -> Selection:

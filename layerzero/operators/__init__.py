@@ -22,15 +22,7 @@ from layerzero.native import FAST_PATH
 from layerzero.operators import gradient, rules
 from layerzero.operators.choice import CAPTURED, is_mark
 from layerzero.operators.gradient import Traced
-from layerzero.operators.schema import (
-    NAMESPACE,
-    OperatorSchema,
-    front,
-    is_of_front,
-    laid_out,
-    run_operator,
-    schemas_of,
-)
+from layerzero.operators.schema import NAMESPACE, OperatorSchema, front, laid_out, run_operator, schemas_of
 from layerzero.operators.subclasses import compose
 from layerzero.ops import table
 from layerzero.ops.op import Args, Op
@@ -202,5 +194,5 @@ def _finish(schema: OperatorSchema) -> str:
 
 __all__ = [
     "Operators", "Route", "compose", "define", "define_all", "defined_schemas", "front", "install",
-    "is_of_front", "known_calls", "laid_out", "run_operator",
+    "known_calls", "laid_out", "run_operator",
 ]  # fmt: skip

@@ -14,9 +14,7 @@ from layerzero.ops.op import Args, Op
 _MARK = "compile_choice:"
 # Of a graph that torch will capture: its kernels are those that are safe under capture.
 CAPTURED = f"{_MARK}captured"
-
-
-# And of one whose kernels of torch are in it under a guard, which ends with their choice.
+# What follows `_MARK` in that of a graph which holds kernels of torch under a guard.
 GUARDED = "guarded:"
 
 

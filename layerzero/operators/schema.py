@@ -216,11 +216,6 @@ def front(op: Op) -> Callable[..., Any]:
     return _made(op.name, lines, namespace)
 
 
-def is_of_front(namespace: Any) -> bool:
-    """Whether a namespace is that of a function which `front` has written."""
-    return isinstance(namespace, dict) and namespace.get("_mark") is mark_of_graph
-
-
 def run_operator(name: str, named: dict[str, Any]) -> Any:
     """An op's operator with the op's arguments by name."""
     return front(table.get(name))(**named)

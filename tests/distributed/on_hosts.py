@@ -62,7 +62,7 @@ class Loop:
     def run(self, work: Any) -> Any:
         """What a coroutine gives there."""
         running = asyncio.run_coroutine_threadsafe(work, self.loop)
-        wait([running], LIMIT_S)
+        wait([running], 60.0)
         assert running.done(), "it did not end"  # a TimeoutError would pass for the network's
         return running.result()
 

@@ -49,7 +49,7 @@ def test_every_question_to_a_store_behind_a_cut_ends_and_the_store_is_lost_for_g
     asked = [at(hosts, 2, partial(q, store)) for q, store in zip(questions, clients, strict=True)]
     for each in asked:
         with pytest.raises(DeviceLostError, match="cut off"):
-            each.result(LIMIT_S)
+            each.result(60.0)
     mend(hosts.cable)
     with pytest.raises(
         DeviceLostError, match="was lost before"
@@ -78,8 +78,8 @@ def test_both_ends_of_a_rank_group_s_line_notice_a_cut_of_either_direction(
     cut(hosts.cable, towards)
     try:
         with pytest.raises(DeviceLostError, match=r"no heartbeat|is gone"):
-            heard.result(LIMIT_S)
-        assert "rank 1" in lost.result(LIMIT_S)
+            heard.result(60.0)
+        assert "rank 1" in lost.result(60.0)
         with pytest.raises(DeviceLostError, match="rank 1"):
             leader.send(b"another")
     finally:
@@ -126,7 +126,7 @@ def test_both_ends_of_a_side_channel_end_when_nothing_comes(
     served = list(listener.connections.values())
     cut(hosts.cable, towards)
     with pytest.raises(DeviceLostError, match="has ended"):
-        asked.result(LIMIT_S)
+        asked.result(60.0)
     assert [first.run(ended(each)) for each in (dialled, idle)] == [True, True]
     assert len(served) == 2 and [second.run(ended(each)) for each in served] == [True, True]
     assert not listener.connections
@@ -162,8 +162,9 @@ async def test_items_that_never_come_are_a_loss_of_their_device(monkeypatch: pyt
         await items.rest(3)
 
 
+@pytest.mark.parametrize("loss", [0.2])
 def test_frames_arrive_once_and_in_order_over_a_line_that_loses_and_delays(
-    hosts: Network, loops: tuple[Loop, Loop]
+    hosts: Network, loops: tuple[Loop, Loop], loss: float
 ) -> None:
     """One direction is slower than the other; every question has its own answer."""
     first, second = loops
@@ -175,17 +176,13 @@ def test_frames_arrive_once_and_in_order_over_a_line_that_loses_and_delays(
 
     listener, address = second.run(listening({"note": note}))
     dialled = first.run(connect(address, client="driver", node="first", silence_s=LIMIT_S))
-    shape(hosts.cable, delay_s=0.001, loss=0.1, towards=1)
-    shape(hosts.cable, delay_s=0.004, loss=0.1, towards=2)
+    shape(hosts.cable, delay_s=0.001, loss=loss, towards=1)
+    shape(hosts.cable, delay_s=0.004, loss=loss, towards=2)
 
-    async def ask(numbers: range) -> list[int]:
-        return list(await asyncio.gather(*(dialled.request("note", number) for number in numbers)))
+    async def ask() -> list[int]:
+        return list(await asyncio.gather(*(dialled.request("note", number) for number in range(200))))
 
-    asked = 0
-    while not all(lost for _, lost in shape(hosts.cable).values()):  # few packets carry many questions
-        assert first.run(ask(range(asked, asked + 50))) == list(range(asked, asked + 50))
-        asked += 50
-    assert seen == list(range(asked))
-    shape(hosts.cable, loss=0.0)
+    assert first.run(ask()) == seen == list(range(200))
+    assert shape(hosts.cable)[2][1] > 0  # some were lost
     first.close(dialled)
     second.close(listener)

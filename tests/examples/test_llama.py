@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -80,21 +81,19 @@ async def test_logits_equal_transformers(runtime: lz.Runtime, reference: Any, pe
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("per", EVERY)
-async def test_requests_meet(runtime: lz.Runtime, per: str) -> None:
+async def test_requests_meet(runtime: lz.Runtime, per: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight sequences of different lengths decode in batches of eight, whatever one await covers.
 
-    A batch waits for its callers as long as that pays, in real time: of five crowds one has to meet.
+    Batches wait for their callers by the loop's clock, which shows this thread's own time here: a machine
+    with other work makes nobody late.
     """
-    drivers, shares = runtime.device("cpu").loop_drivers, []
-    for _ in range(5):
-        model = llama.load(per=per, pages=64)
-        before = dict(drivers.stats().sizes)
-        await asyncio.gather(*(taught(model, list(range(5, 25 + count)), 10 + count) for count in range(8)))
-        met = {size: count - before.get(size, 0) for size, count in drivers.stats().sizes.items()}
-        shares.append(met.get(8, 0) / sum(met.values()))
-        if shares[-1] > 0.5:
-            return
-    pytest.fail(f"of the batches so many were of eight: {shares}")
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", time.thread_time)
+    model = llama.load(per=per, pages=64)
+    before = dict(runtime.device("cpu").loop_drivers.stats().sizes)
+    await asyncio.gather(*(taught(model, list(range(5, 25 + count)), 10 + count) for count in range(8)))
+    sizes = runtime.device("cpu").loop_drivers.stats().sizes
+    met = {size: count - before.get(size, 0) for size, count in sizes.items()}
+    assert met.get(8, 0) > sum(met.values()) / 2, met
 
 
 def small(**changes: Any) -> Any:
