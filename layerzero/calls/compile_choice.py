@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from layerzero.calls.blocking import context_runtime
-from layerzero.calls.inlining import Choices, chosen, example_of, is_torch, traceable
+from layerzero.calls.inlining import CompiledChoices, chosen, example_of, is_torch, traceable
 from layerzero.operators import defined_schemas, front
 from layerzero.operators.choice import CHOICE
 from layerzero.ops import table as ops_table
@@ -51,7 +51,7 @@ class compile_choice:
     def __init__(self, mode: str) -> None:
         need_choice("mode", mode, MODES)
         self.mode = mode
-        self.choices = Choices()
+        self.choices = CompiledChoices()
         self._before = CHOICE.saved()
         if mode == "autotune":
             self._autotune()

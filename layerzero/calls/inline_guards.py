@@ -20,7 +20,7 @@ from torch import Tensor, _guards
 
 from layerzero._util import log
 from layerzero.calls.blocking import context_device
-from layerzero.calls.inlining import Choices, torchs_kernel
+from layerzero.calls.inlining import CompiledChoices, torchs_kernel
 from layerzero.calls.scope import SCOPE
 from layerzero.operators.choice import CHOICE, GUARDED, Guards
 from layerzero.ops import table as ops_table
@@ -151,7 +151,7 @@ class GraphGuard:
         self.mark = f"{GUARDED}{os.getpid()}:{next(_SERIAL)}"
         self._function = function
         self._compile_id = _compile_id()
-        self._choices = Choices()
+        self._choices = CompiledChoices()
         self._holds = False  # whether the graph holds a call
 
     def __call__(self) -> bool:

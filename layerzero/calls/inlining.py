@@ -65,8 +65,8 @@ def inline(op: Op, full: Args) -> Inlined:
         return Inlined(NotImplemented, kernel.id, f"cannot be traced: {type(error).__name__}: {error}")
 
 
-class Choices(list[CompiledChoice]):
-    """What became of the calls of an op while graphs were compiled, each told once."""
+class CompiledChoices(list[CompiledChoice]):
+    """What became of the calls of an op while graphs were compiled, each logged once."""
 
     def note(self, op: Op, kernel: str, why: str, *, inlined: bool) -> None:
         """Add and log it, unless it is known."""
