@@ -29,12 +29,11 @@ from server.fields import BadRequest, UnknownModel
 from server.front import KV_FORMATS, LOAD_FORMATS, Front, Full
 from server.front import Options as Options
 from server.protocol import Ask, read
-from server.service import Service
+from server.service import Service, settings_of
+from server.split import SplitService, engine_process
 
 # Requests beyond those being answered that may be on their way in or out.
 WAITING = 64
-# How long prompts may wait behind next tokens before they are level with them.
-PROMPTS_WAIT_MS = 2000.0
 STREAM_START = {
     "type": "http.response.start",
     "status": 200,
@@ -197,18 +196,16 @@ async def server_failure(request: Request, error: Exception) -> JSONResponse:
 def application(options: Options) -> Starlette:
     """The server as an ASGI application; its lifespan opens the runtime, and drains it at the end."""
 
-    determinism = "strict" if options.strict else "default"
-    fleet: dict[str, Any] = {} if options.cluster is None else {"cluster": options.cluster}
-    if options.replicas is not None:
-        fleet |= {"cluster_devices": options.replicas}
-    # One step takes so many rows that next tokens never wait long for the prompts of others.
-    settings = lz.Settings.load(
-        device=options.device, inference=True, freeze_gc=True, determinism=determinism,
-        max_num_batched_tokens=options.max_num_batched_tokens, priority_aging_ms=PROMPTS_WAIT_MS, **fleet,
-    )  # fmt: skip
+    # Where tokens are drawn elsewhere, this process has no use for the device.
+    settings = lz.Settings.load(device="cpu", freeze_gc=True) if options.is_split else settings_of(options)
 
     @asynccontextmanager
     async def served(app: Starlette, runtime: lz.Runtime) -> AsyncIterator[None]:
+        if options.is_split:
+            async with engine_process(options) as engine:
+                app.state.service = SplitService(options, engine)
+                yield
+            return
         if settings.cluster is None:
             app.state.service = Service(options, runtime)
         else:
@@ -236,8 +233,8 @@ def application(options: Options) -> Starlette:
     app = Starlette(routes=routes, lifespan=lifespan(settings, inside=served), exception_handlers=handlers)
     install(
         app,
-        registry=lambda: service().registry,
-        ready=lambda: (),  # its model is loaded before anything is served
+        registry=lambda: service().exposed(),
+        ready=lambda: service().missing(),
         health=lambda: service().state(),
         max_requests=options.max_requests + WAITING,
         max_body=options.max_body,
@@ -288,6 +285,12 @@ def parse(arguments: list[str] | None) -> Options:
     parser.add_argument("--bundle-sha256", help="the digest that the bundle needs to have")
     parser.add_argument("--cluster", help="replicas on devices of a Ray cluster: auto, local, or its address")
     parser.add_argument("--replicas", type=int, help="how many; without it one for each GPU of the cluster")
+    parser.add_argument(
+        "--engine-process",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.engine_process,
+        help="draw tokens in a process of their own, so that HTTP takes none of its time; by default on CUDA",
+    )
     parser.add_argument("--strict", action="store_true", help="only kernels whose rows ignore their batch")
     parser.add_argument("--host", default=defaults.host)
     parser.add_argument("--port", type=int, default=defaults.port)

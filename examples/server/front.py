@@ -40,7 +40,8 @@ LOAD_FORMATS = ("safetensors", "dummy")
 class Options:
     """How the server runs; `kv_format` is one of `KV_FORMATS`, `load_format` one of `LOAD_FORMATS`.
 
-    With `cluster` there are replicas on `replicas` devices of that Ray cluster, by default on all.
+    With `cluster` there are replicas on `replicas` devices of that Ray cluster, by default on all. With
+    `engine_process` tokens are drawn in a process of their own; None: on CUDA.
     """
 
     model: Path = FOLDER
@@ -63,6 +64,13 @@ class Options:
     bundle_sha256: str | None = None
     cluster: str | None = None
     replicas: int | None = None
+    engine_process: bool | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tokens are drawn in another process than this one, which is not a replica's."""
+        wanted = self.device == "cuda" if self.engine_process is None else self.engine_process
+        return wanted and self.cluster is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +96,13 @@ class Full(Exception):
 class Front(ABC):
     """The tokenizer, the limits and the counts of requests; `generate` is where their tokens come from."""
 
-    def __init__(self, options: Options, runtime: lz.Runtime, config: LlamaConfig, capacity: int) -> None:
-        """`capacity` is how many tokens one request may have for want of pages."""
+    def __init__(
+        self, options: Options, runtime: lz.Runtime | None, config: LlamaConfig, capacity: int
+    ) -> None:
+        """`capacity` is how many tokens one request may have for want of pages.
+
+        /metrics has what `runtime` counts; None where tokens are drawn by the runtime of another process.
+        """
         self.options, self.config = options, config
         self.name = options.model.resolve().name
         self.prompts = lz.PromptCache(options.prompt_cache)
@@ -104,7 +117,8 @@ class Front(ABC):
         self.active = 0
         self.started = int(time.time())
         self.registry = CollectorRegistry()
-        self.registry.register(metrics.collector(runtime))
+        if runtime is not None:
+            self.registry.register(metrics.collector(runtime))
         self.registry.register(self)
         self.requests = Counter("requests", "requests by how they ended", ["outcome"], registry=self.registry)
         self.tokens = Counter("generated_tokens", "tokens drawn", registry=self.registry)
@@ -114,6 +128,14 @@ class Front(ABC):
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         """What /metrics reads off, by name."""
         return {"requests_in_flight": ("requests being answered", lambda: self.active)}
+
+    async def exposed(self) -> CollectorRegistry:
+        """What /metrics shows."""
+        return self.registry
+
+    def missing(self) -> list[str]:
+        """What is missing until requests can be answered: a model is loaded before anything is served."""
+        return []
 
     @abstractmethod
     def counted(self) -> Iterable[tuple[str, str, float]]:

@@ -22,7 +22,8 @@ def deployment(replicas: int = 1, **fields: Any) -> Any:
     """So many replicas of the server; on CUDA each has a GPU."""
     from server.app import WAITING, Options
 
-    options = Options(**fields)
+    # HTTP is in a process of its own already: the proxy of Ray Serve.
+    options = Options(**{"engine_process": False, **fields})
 
     def build() -> Any:  # in the process of each replica
         from server import app as server_app

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Any
 
 import torch
 from models.llama import Llama, load
@@ -13,6 +15,23 @@ from server.front import KV_FORMATS as KV_FORMATS
 from server.front import Choice, Front
 from server.front import Full as Full
 from server.front import Options as Options
+
+# How long prompts may wait behind next tokens before they are level with them.
+PROMPTS_WAIT_MS = 2000.0
+LOG = logging.getLogger("layerzero.server")
+
+
+def settings_of(options: Options) -> lz.Settings:
+    """The settings of the runtime that draws tokens."""
+    fleet: dict[str, Any] = {} if options.cluster is None else {"cluster": options.cluster}
+    if options.replicas is not None:
+        fleet |= {"cluster_devices": options.replicas}
+    # One step takes so many rows that next tokens never wait long for the prompts of others.
+    return lz.Settings.load(
+        device=options.device, inference=True, freeze_gc=True,
+        determinism="strict" if options.strict else "default",
+        max_num_batched_tokens=options.max_num_batched_tokens, priority_aging_ms=PROMPTS_WAIT_MS, **fleet,
+    )  # fmt: skip
 
 
 class Service(Front):

@@ -57,7 +57,7 @@ def lifespan(
 def install(
     app: Starlette,
     *,
-    registry: Callable[[], Any] | None = None,
+    registry: Callable[[], Any | Awaitable[Any]] | None = None,
     ready: Callable[[], Sequence[str]] | None = None,
     health: Callable[[], dict[str, Any] | Awaitable[dict[str, Any]]] | None = None,
     max_requests: int = 512,
@@ -68,10 +68,10 @@ def install(
 ) -> None:
     """Add `/health`, `/ready`, `/metrics`, the answer to a full queue, and admission to an application.
 
-    Args: `registry()` returns a prometheus_client CollectorRegistry that has the runtime's collector already;
-        one is made where it is None. `ready()` returns what is still missing, by default the problems of
-        `layerzero.readiness_check`. `health()` returns what `/health` says beside its status, awaited
-        where it has to be.
+    Args: `registry()` returns a prometheus_client CollectorRegistry that has the runtime's collector already,
+        awaited where it has to be; one is made where it is None. `ready()` returns what is still missing, by
+        default the problems of `layerzero.readiness_check`. `health()` returns what `/health` says beside
+        its status, awaited where it has to be.
         max_requests at once, bytes of one body (max_body), bytes of all bodies that are not complete
         (max_unread), and the seconds that a body may take: what is beyond them is refused before it is read
         (503, 413, 503, 408).
@@ -122,7 +122,7 @@ def _ready(missing: Callable[[], Sequence[str]] | None) -> Any:
     return ready
 
 
-def _metrics(registry: Callable[[], Any] | None) -> Any:
+def _metrics(registry: Callable[[], Any | Awaitable[Any]] | None) -> Any:
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
     from layerzero.api import metrics
@@ -137,6 +137,8 @@ def _metrics(registry: Callable[[], Any] | None) -> Any:
             registries[runtime] = CollectorRegistry()
             registries[runtime].register(metrics.collector(runtime))
         exposed = registries[runtime] if registry is None else registry()
+        if isinstance(exposed, Awaitable):
+            exposed = await exposed
         return Response(generate_latest(exposed), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return exposition

@@ -1,0 +1,130 @@
+"""Messages between the process that answers HTTP and the process that draws tokens.
+
+One socket joins them. What one turn of an event loop sends travels as one frame: the tokens of a step are one
+write and one read, however many requests they belong to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from server.protocol import Constraint, Sampling
+
+_LENGTH_BYTES = 4
+
+
+class Start(msgspec.Struct, array_like=True, tag="start", frozen=True):
+    """Draw the tokens of a choice; `so_far` were drawn before, by a process that is gone."""
+
+    number: int
+    prompt: list[int]
+    sampling: Sampling
+    max_tokens: int
+    user: str
+    constraint: Constraint | None
+    ignore_eos: bool
+    patient: bool
+    so_far: list[int]
+
+
+class Stop(msgspec.Struct, array_like=True, tag="stop", frozen=True):
+    """Nobody wants more tokens of a choice."""
+
+    number: int
+
+
+class Query(msgspec.Struct, array_like=True, tag="query", frozen=True):
+    """What is the state, or what are the metrics?"""
+
+    number: int
+    what: str
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready", frozen=True):
+    """The model is loaded; a request may have `capacity` tokens for want of pages."""
+
+    capacity: int
+
+
+class Token(msgspec.Struct, array_like=True, tag="token", frozen=True):
+    """One token of a choice, as `Drawn` has it."""
+
+    number: int
+    token: int
+    logprob: float | None
+    likeliest: tuple[tuple[int, float], ...]
+    ends: bool
+    is_text: bool
+
+
+class End(msgspec.Struct, array_like=True, tag="end", frozen=True):
+    """No more tokens of a choice; `error` has the kind, the message and the seconds until another try."""
+
+    number: int
+    error: tuple[str, str, float] | None = None
+
+
+class Reply(msgspec.Struct, array_like=True, tag="reply", frozen=True):
+    """The answer to a query."""
+
+    number: int
+    body: Any
+
+
+ToEngine = Start | Stop | Query
+ToFront = Ready | Token | End | Reply
+
+
+class Pipe(asyncio.Protocol):
+    """One end: `receive` gets each message, one of `kind`; `lost` is called when the other end is gone."""
+
+    def __init__(self, kind: Any, receive: Callable[[Any], None], lost: Callable[[], None]) -> None:
+        self._decoder = msgspec.msgpack.Decoder(list[kind])
+        self._encoder = msgspec.msgpack.Encoder()
+        self._receive, self._lost = receive, lost
+        self._buffer = bytearray()
+        self._unsent: list[ToEngine | ToFront] = []
+        self._loop = asyncio.get_running_loop()
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= _LENGTH_BYTES:
+            begin = start + _LENGTH_BYTES
+            end = begin + int.from_bytes(buffer[start:begin], "little")
+            if end > len(buffer):
+                break
+            for message in self._decoder.decode(memoryview(buffer)[begin:end].toreadonly()):
+                self._receive(message)
+            start = end
+        del buffer[:start]
+
+    def send(self, message: ToEngine | ToFront) -> None:
+        """Send a message with the others of this turn; to a process that is gone it goes nowhere."""
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(message)
+
+    def _flush(self) -> None:
+        body = self._encoder.encode(self._unsent)
+        self._unsent.clear()
+        if not self._transport.is_closing():
+            self._transport.write(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
+
+    def close(self) -> None:
+        """End the connection behind what has been sent."""
+        if self._unsent:
+            self._flush()
+        self._transport.close()

@@ -1,0 +1,262 @@
+"""The server whose tokens are drawn in a process of their own: real processes, sockets and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.waiting import LIMIT_S
+
+ROOT = Path(__file__).resolve().parents[2]
+for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenizers", "safetensors"):
+    pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
+
+from server.pipe import Pipe, Stop, ToEngine  # noqa: E402  the skips come first
+
+from tests.examples.serving import PROMPT, asked  # noqa: E402
+
+
+class Served:
+    """A server in a process: its address, and the process of its engine."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.process = process
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S)
+
+    def text(self, **changes: Any) -> Any:
+        """What a request that does not stream is answered, without what differs each time."""
+        path = "/v1/chat/completions" if "messages" in changes else "/v1/completions"
+        response = self.http.post(path, json=changes)
+        answer = json.loads(response.text, parse_float=lambda number: round(float(number), 3))
+        return response.status_code, {
+            name: value for name, value in answer.items() if name not in ("id", "created")
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of /metrics that have no label."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return {
+            line.split()[0]: float(line.split()[1]) for line in lines if line[0] != "#" and "{" not in line
+        }
+
+    def engine(self) -> int:
+        """The process that draws tokens: the child that runs the model."""
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        children = [pid for thread in threads for pid in thread.read_text().split()]
+        (engine,) = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return int(engine)
+
+    def wait(self, condition: Any, what: str) -> None:
+        until = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < until, what
+            assert self.process.poll() is None, "the server has ended"
+            time.sleep(0.05)
+
+    def is_ready(self) -> bool:
+        """Whether /ready says so."""
+        try:
+            return self.http.get("/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+@contextmanager
+def served(*flags: str) -> Iterator[Served]:
+    """examples/serve.py in a process, ready."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "serve.py"),
+        "--port",
+        str(port),
+        "--pages",
+        "256",
+        *flags,
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=env) as process:
+        server = Served(process, port)
+        try:
+            server.wait(server.is_ready, "the server did not become ready")
+            yield server
+        finally:
+            server.http.close()
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """A server with an engine in a process of its own."""
+    with served("--engine-process") as running:
+        yield running
+
+
+REQUESTS = [
+    asked(),
+    asked(temperature=0, max_tokens=40, stop=["the"]),
+    asked(n=3, logprobs=2, max_tokens=6),
+    asked(prompt=[17, 4, 9], logit_bias={"5": 20}, repetition_penalty=1.2, min_p=0.05),
+    asked(guided_regex="[a-f]{4}"),
+    asked(max_tokens=5000),
+    {"model": "generate", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "seed": 5,
+     "logprobs": True, "top_logprobs": 1},
+]  # fmt: skip
+
+
+def test_both_ways_give_the_same_answers(server: Served) -> None:
+    """Every field of a request has its effect across the processes, and errors have their words."""
+    with served("--no-engine-process") as alone:
+        for request in REQUESTS:
+            assert server.text(**request) == alone.text(**request)
+        assert server.text(**asked())[0] == 200
+
+
+def test_streams_meet_in_batches(server: Served) -> None:
+    """Requests of many clients reach the engine's batches, each with its own text."""
+
+    async def everything() -> list[str]:
+        async with httpx.AsyncClient(base_url=server.http.base_url, timeout=LIMIT_S) as http:
+
+            async def one(seed: int) -> str:
+                body = asked(seed=seed % 8, max_tokens=24)
+                return str((await http.post("/v1/completions", json=body)).json()["choices"][0]["text"])
+
+            return await asyncio.gather(*(one(seed) for seed in range(32)))
+
+    texts = asyncio.run(everything())
+    assert texts == texts[:8] * 4 and len(set(texts)) == 8
+    assert server.metrics()["generated_tokens_total"] >= 32 * 24
+
+
+def test_metrics_have_both_processes_once(server: Served) -> None:
+    """What the front counts and what the engine counts, no name twice."""
+    lines = [line for line in server.http.get("/metrics").text.splitlines() if line.startswith("# TYPE")]
+    assert len(lines) == len(set(lines))
+    names = {line.split()[2] for line in lines}
+    assert {"requests_total", "kv_pages_free", "engine_restarts_total", "engine_serves"} <= names
+    assert any(name.startswith("layerzero_") for name in names)
+    health = server.http.get("/health").json()
+    assert health["status"] == "ok" and health["pages"] == 256
+
+
+def test_a_client_that_goes_takes_its_request_with_it(server: Served) -> None:
+    """The engine's pages come back long before the answer would have ended."""
+    total = server.http.get("/health").json()["pages"]
+    with server.http.stream("POST", "/v1/completions", json=asked(max_tokens=1000, stream=True)) as events:
+        assert events.status_code == 200
+        next(events.iter_lines())
+        assert server.http.get("/health").json()["pages_free"] < total
+    server.wait(lambda: server.metrics()["requests_in_flight"] == 0, "the front still holds the request")
+    server.wait(
+        lambda: server.http.get("/health").json()["pages_free"] == total, "the engine still holds the pages"
+    )
+
+
+def _stream(server: Served, kills: int, **changes: Any) -> list[dict[str, Any]]:
+    """The events of a stream, under which the engine is killed so many times."""
+    events = []
+    with server.http.stream("POST", "/v1/completions", json=asked(stream=True, **changes)) as lines:
+        for line in lines.iter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line[6:]))
+                if len(events) in range(3, 3 + 2 * kills, 2):
+                    os.kill(server.engine(), signal.SIGKILL)
+    return events
+
+
+def test_a_stream_goes_on_in_the_next_process(server: Served) -> None:
+    """The engine is killed under it: the same text comes, and the restart is counted."""
+    whole = server.text(**asked(max_tokens=400))[1]["choices"][0]["text"]
+    before = server.metrics()["engine_restarts_total"]
+    events = _stream(server, 1, max_tokens=400)
+    assert "".join(event["choices"][0]["text"] for event in events) == whole
+    assert server.metrics()["engine_restarts_total"] == before + 1
+
+
+def test_a_request_that_was_there_at_two_deaths_gets_an_error(server: Served) -> None:
+    """It may be what ends the process; others are served by the next one."""
+    events = _stream(server, 2, max_tokens=1200)
+    assert events[-1]["error"]["code"] == "DEVICE_LOST", events[-1]
+    server.wait(server.is_ready, "no other process came")
+    assert server.text(**asked())[0] == 200
+
+
+def test_a_full_queue_is_429() -> None:
+    """The engine's refusal has the status and the seconds that it has in one process."""
+    with served("--engine-process", "--max-waiting-tokens", "1", "--pages", "8") as small:
+
+        async def both() -> list[httpx.Response]:
+            async with httpx.AsyncClient(base_url=small.http.base_url, timeout=LIMIT_S) as http:
+                body = asked(max_tokens=100)
+                return await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(16)))
+
+        refused = [response for response in asyncio.run(both()) if response.status_code != 200]
+    assert refused and all(response.status_code == 429 for response in refused)
+    assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGKILL, -9)])
+def test_both_processes_end(number: signal.Signals, status: int) -> None:
+    """By a drain, or when the front is killed: no engine is left behind."""
+    with served("--engine-process") as server:
+        engine = server.engine()
+        server.process.send_signal(number)
+        assert server.process.wait(LIMIT_S) == status
+        until = time.monotonic() + LIMIT_S
+        while Path(f"/proc/{engine}").exists() and not _is_zombie(engine):
+            assert time.monotonic() < until, "the engine goes on without its front"
+            time.sleep(0.05)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.asyncio
+async def test_what_one_turn_sends_is_one_write() -> None:
+    """However many messages there are, and the other end gets them in order, wherever frames are cut."""
+    received: list[Any] = []
+    lost = asyncio.Event()
+    pipe = Pipe(ToEngine, received.append, lost.set)
+    writes: list[bytes] = []
+
+    class Transport(asyncio.Transport):
+        def write(self, data: Any) -> None:
+            writes.append(bytes(data))
+
+        def is_closing(self) -> bool:
+            return False
+
+    pipe.connection_made(Transport())
+    for number in range(100):
+        pipe.send(Stop(number))
+    await asyncio.sleep(0)
+    pipe.send(Stop(100))
+    await asyncio.sleep(0)
+    assert len(writes) == 2
+    stream = b"".join(writes)
+    for byte in stream:
+        pipe.data_received(bytes([byte]))
+    assert received == [Stop(number) for number in range(101)]
+    received.clear()
+    pipe.data_received(stream)
+    assert received == [Stop(number) for number in range(101)]
