@@ -242,11 +242,19 @@ def test_an_archive_of_what_was_locked_is_taken(shelf: Shelf, packed: bool) -> N
     assert hub.unpack(path) == [hub.verified(REPOSITORY)] == [hub.folder / REPOSITORY]
 
 
+def holes() -> tarfile.TarInfo:
+    """A locked name whose content is a hole: bytes that no archive holds, without a bound."""
+    info = member(f"{REPOSITORY}/build/torch-cpu/__init__.py")
+    info.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(4 << 20)}
+    return info
+
+
 ATTACKS: list[tuple[str, Callable[[], tuple[tarfile.TarInfo, bytes]], str]] = [
     ("symlink", lambda: (member(f"{REPOSITORY}/build/x", tarfile.SYMTYPE, "/etc/passwd"), b""), "is a link"),
     ("hardlink", lambda: (member(f"{REPOSITORY}/build/x", tarfile.LNKTYPE, "/etc/passwd"), b""), "is a link"),
     ("device", lambda: (member(f"{REPOSITORY}/build/x", tarfile.CHRTYPE), b""), "is no plain file"),
     ("fifo", lambda: (member(f"{REPOSITORY}/build/x", tarfile.FIFOTYPE), b""), "is no plain file"),
+    ("holes", lambda: (holes(), b""), "holds what the archive does not"),
     ("absolute", lambda: (member("/etc/evil", size=1), b"x"), "is no <owner>/<name>"),
     ("upward", lambda: (member("../../evil", size=1), b"x"), "is no <owner>/<name>"),
     ("inside", lambda: (member(f"{REPOSITORY}/../../evil", size=1), b"x"), "is not in the lock file"),

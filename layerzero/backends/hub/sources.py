@@ -81,6 +81,8 @@ def unpack_files(archive: Path, wanted: Callable[[str], tuple[str, Check]]) -> d
                 if not member.isreg():
                     kind = "a link" if member.issym() or member.islnk() else "no plain file"
                     raise refusal(str(archive), f"{member.name!r} is {kind}")
+                if member.issparse():
+                    raise refusal(str(archive), f"{member.name!r} holds what the archive does not: holes")
                 repository, check = wanted(member.name)
                 path = member.name.removeprefix(f"{repository}/")
                 stream = outer.extractfile(member)
