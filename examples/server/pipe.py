@@ -32,7 +32,7 @@ class Start(msgspec.Struct, array_like=True, tag="start", frozen=True):
 
 
 class Stop(msgspec.Struct, array_like=True, tag="stop", frozen=True):
-    """Nobody wants more tokens of a choice."""
+    """No client wants more tokens of a choice."""
 
     number: int
 

@@ -68,9 +68,9 @@ async def engine_process(options: Options) -> AsyncIterator[EngineProcess]:
 
 
 class EngineProcess:
-    """The process, started again when it ends; requests under way go on in the next one.
+    """The process, started again when it ends; requests under way continue in the next one.
 
-    A stream that nobody reads keeps its tokens here, at most as many as its answer may have.
+    A stream that no client reads keeps its tokens here, at most as many as its answer may have.
     """
 
     def __init__(self, options: Options) -> None:
@@ -146,7 +146,7 @@ class EngineProcess:
     def _receive(self, message: Ready | Token | End | Reply) -> None:
         if isinstance(message, Token | End):
             stream = self._streams.get(message.number)
-            if stream is not None:  # else nobody wants it any more
+            if stream is not None:  # else its client has gone
                 stream.put(message)
         elif isinstance(message, Ready):
             self.capacity = message.capacity

@@ -156,15 +156,28 @@ def test_metrics_have_both_processes_once(server: Served) -> None:
 
 
 def test_a_client_that_goes_takes_its_request_with_it(server: Served) -> None:
-    """The engine's pages come back long before the answer would have ended."""
+    """The engine draws no token for nobody, and its pages come back."""
     total = server.http.get("/health").json()["pages"]
-    with server.http.stream("POST", "/v1/completions", json=asked(max_tokens=1000, stream=True)) as events:
+    before, engine = _batches(server), server.engine()
+    body = asked(max_tokens=1000, ignore_eos=True, n=3, stream=True)
+    with server.http.stream("POST", "/v1/completions", json=body) as events:
         assert events.status_code == 200
         next(events.iter_lines())
-        assert server.http.get("/health").json()["pages_free"] < total
+        os.kill(engine, signal.SIGSTOP)  # that the answer does not end before its client goes
     server.wait(lambda: server.metrics()["requests_in_flight"] == 0, "the front still holds the request")
+    os.kill(engine, signal.SIGCONT)
     server.wait(
-        lambda: server.http.get("/health").json()["pages_free"] == total, "the engine still holds the pages"
+        lambda: server.http.get("/health").json().get("pages_free") == total,
+        "the engine still holds the pages",
+    )
+    assert 0 < _batches(server) - before < 900
+
+
+def _batches(server: Served) -> float:
+    """How many batches the engine has launched."""
+    lines = server.http.get("/metrics").text.splitlines()
+    return sum(
+        float(line.split()[1]) for line in lines if line.startswith("layerzero_batcher_batches_total{")
     )
 
 
