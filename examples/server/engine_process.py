@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 from contextlib import aclosing
@@ -11,9 +12,12 @@ from typing import Any
 from prometheus_client import generate_latest
 
 import layerzero as lz
+from layerzero.health.device_faults import lost_device
 from server.front import Options
 from server.pipe import End, Pipe, Query, Ready, Reply, Start, Stop, ToEngine, Token
 from server.service import LOG, Service, settings_of
+
+EXIT_AFTER_FAULT = 70
 
 
 def run(options: Options, connection: socket.socket) -> None:
@@ -76,6 +80,8 @@ class _Server:
             send(End(number, ("OverloadedError", str(overloaded), overloaded.retry_after)))
         except Exception as error:
             LOG.exception("a request failed")
+            if lost_device(error) is not None:  # no call of this process reaches the device any more
+                os._exit(EXIT_AFTER_FAULT)
             send(End(number, (type(error).__name__, str(error), 0.0)))
         else:
             send(End(number))

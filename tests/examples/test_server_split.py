@@ -24,7 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenizers", "safetensors"):
     pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
 
-from server.pipe import Pipe, Stop, ToEngine  # noqa: E402  the skips come first
+from server import app as server_app  # noqa: E402  the skips come first
+from server import engine_process  # noqa: E402
+from server.pipe import Pipe, Start, Stop, ToEngine  # noqa: E402
+from server.protocol import Sampling  # noqa: E402
 
 from tests.examples.serving import PROMPT, asked  # noqa: E402
 
@@ -273,3 +276,50 @@ async def test_what_one_turn_sends_is_one_write() -> None:
     received.clear()
     pipe.data_received(stream)
     assert received == [Stop(number) for number in range(101)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [("CUDA error: an illegal memory access was encountered", True), ("ids need to be below 32", False)],
+)
+async def test_a_device_fault_ends_the_engine(monkeypatch: pytest.MonkeyPatch, text: str, ends: bool) -> None:
+    """No later request could be served there; another error leaves the process in service."""
+
+    class Failing:
+        engine = property(lambda self: self)
+
+        async def grammar(self, constraint: Any) -> None:
+            return None
+
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError(text)
+            yield
+
+    class Ended(BaseException):
+        """What stands for the end of the process."""
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    server: Any = engine_process._Server(Failing())  # type: ignore[arg-type]
+    sent: list[Any] = []
+    server.pipe = type("Sink", (), {"send": staticmethod(sent.append)})
+    start = Start(0, [1], Sampling(seed=1), 4, "", None, False, False, [])
+    server._tasks[0] = None
+    if ends:
+        with pytest.raises(Ended, match="70"):
+            await server._draw(start)
+    else:
+        await server._draw(start)
+        assert sent[0].error == ("RuntimeError", text, 0.0)
+
+
+def test_more_rows_than_a_captured_step_are_refused_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    """By name, before anything is opened; a CPU captures nothing."""
+    flags = ["--max-num-batched-tokens", "2048"]
+    with pytest.raises(SystemExit):
+        server_app.parse(["--device", "cuda", *flags])
+    assert "--max-num-batched-tokens needs to be at most 1024 on CUDA, got 2048" in capsys.readouterr().err
+    assert server_app.parse(flags).max_num_batched_tokens == 2048
