@@ -133,3 +133,25 @@ def test_prompts_that_come_at_random_keep_the_device_at_work(worker: Worker, sha
     gaps, firsts = sorted(server.gaps), sorted(server.firsts)
     assert gaps[int(0.99 * len(gaps))] < 1.1 * step_s(MOST_ROWS), gaps[int(0.99 * len(gaps))]
     assert firsts[int(0.5 * len(firsts))] < 0.1
+
+
+def test_what_was_read_tells_nothing_of_the_batch_behind_it(worker: Worker) -> None:
+    """A copy that is launched just before a batch comes before it: the device still runs that batch."""
+
+    async def main() -> tuple[float, float]:
+        server = Server(worker)
+        expected = server.front.batcher.expected_callers
+        assert expected is not None
+        for _ in range(4):  # what a step takes is known
+            await server.readback.start(await server.step(8), HERE)
+        first = await server.step(8)
+
+        async def read() -> None:
+            await server.readback.start(first, HERE)
+
+        # The turn that launches the step is under way when the copy is asked for.
+        await asyncio.gather(server.step(8), read())
+        return expected.busy_s(server.loop.time()), server.device.free_at - server.loop.time()
+
+    busy_s, left_s = run_virtually(main())
+    assert left_s > 0.9 * step_s(8) and busy_s == pytest.approx(left_s, rel=0.25)
