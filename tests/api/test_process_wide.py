@@ -247,6 +247,16 @@ def test_what_is_loaded_and_captured_later_is_frozen_too() -> None:
     assert is_collected(later)
 
 
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_the_interpreter_froze_itself_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 begins with 375 frozen objects; a server froze nothing there."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
+    seen = [object]
+    with lz.start(lz.Settings(freeze_gc=True)):
+        assert not is_collected(seen)
+    assert is_collected(seen)
+
+
 def test_nothing_is_frozen_unless_asked_for() -> None:
     """A load, or a capture, freezes nothing by itself."""
     before = gc.get_freeze_count()
