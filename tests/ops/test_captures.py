@@ -14,6 +14,7 @@ from torch import Tensor
 from layerzero.backends.flash_attn import vllm
 from layerzero.backends.flashinfer import norm_rope
 from layerzero.ops import captures
+from tests.backends.test_replays import empty_what_may_go
 
 CPU = torch.device("cpu")
 
@@ -127,3 +128,13 @@ def test_a_capture_that_passes_keeps_nothing(stream: Stream) -> None:
     vllm._steps_of.clear()
     gc.collect()
     assert storage() is None
+
+
+def test_what_kernels_keep_within_a_bound_can_be_found(stream: Stream) -> None:
+    """The card's test of replays drops all of it: here it finds what an append keeps."""
+    pool_of(7, 3)
+    assert norm_rope._whole_pool.cache_info().currsize and norm_rope._zeros.cache_info().currsize
+    vllm._uniform_cu_seqlens(3, 7, CPU)
+    empty_what_may_go()
+    assert not norm_rope._whole_pool.cache_info().currsize and not norm_rope._zeros.cache_info().currsize
+    assert not vllm._steps_of
