@@ -147,9 +147,10 @@ def test_what_was_read_tells_nothing_of_the_batch_behind_it(worker: Worker) -> N
         first = await server.step(8)
 
         async def read() -> None:
+            await asyncio.sleep(0)
             await server.readback.start(first, HERE)
 
-        # The turn that launches the step is under way when the copy is asked for.
+        # The driver has let one turn pass for readers, and launches the step in the next one before the copy.
         await asyncio.gather(server.step(8), read())
         return expected.busy_s(server.loop.time()), server.device.free_at - server.loop.time()
 
