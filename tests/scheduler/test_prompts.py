@@ -144,14 +144,12 @@ def test_what_was_read_tells_nothing_of_the_batch_behind_it(worker: Worker) -> N
         assert expected is not None
         for _ in range(4):  # what a step takes is known
             await server.readback.start(await server.step(8), HERE)
-        first = await server.step(8)
-
-        async def read() -> None:
-            await asyncio.sleep(0)
-            await server.readback.start(first, HERE)
-
-        # The driver has let one turn pass for readers, and launches the step in the next one before the copy.
-        await asyncio.gather(server.step(8), read())
+        reading = server.readback.start(await server.step(8), HERE)
+        stepping = server.front.submit(PENDING_CALL.cls(OP, (torch.ones(8),), "step", 1.0, tokens=8))
+        while server.front.batcher.queued:  # before the loop's next turn, which would launch the copy
+            server.front._tick()
+        await reading
+        await stepping
         return expected.busy_s(server.loop.time()), server.device.free_at - server.loop.time()
 
     busy_s, left_s = run_virtually(main())
