@@ -60,7 +60,8 @@ class Module:
     @property
     def tree(self) -> ast.Module:
         """Its syntax, parsed once."""
-        return parse(self.text)
+        tree: ast.Module = parse(self.text)
+        return tree
 
     @property
     def package(self) -> str:

@@ -35,7 +35,8 @@ functions = house.functions
 
 def parsed(path: Path) -> ast.Module:
     """A file, parsed once for all of these tests."""
-    return house.parse(path.read_text())
+    tree: ast.Module = house.parse(path.read_text())
+    return tree
 
 
 @pytest.fixture(scope="module", autouse=True)
