@@ -272,14 +272,6 @@ def loads(record: dict[str, Any]) -> Table:
     }  # fmt: skip
 
 
-def watched(record: dict[str, Any]) -> Table:
-    """Return what a timeline adds to one of 64 callers."""
-    rows = [
-        [what, row["off_us"], row["on_us"], row["ratio"]["median"]] for what, row in record["rows"].items()
-    ]
-    return {"columns": ["call", "without, us", "with, us", "ratio, round by round"], "rows": rows}
-
-
 def since(record: dict[str, Any]) -> Table:
     """Return what each row costs over what it cost in an older tree."""
     rows = [
@@ -355,17 +347,9 @@ def hosted(record: dict[str, Any]) -> Table:
     }
 
 
-GANG: dict[str, Callable[[dict[str, Any]], Table]] = {
-    "ganged": ganged,
-    "staged": staged,
-    "guessed": guessed,
-    "place": place,
-}
-
 FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "hot_path.json": {"calls": calls, "ops": ops, "scaling": scaling, "peers": peers, "place": place},
     "lane.json": {"generation": generation, "servers": servers, "place": section_place},
-    "regret_cpu_avx2.json": {"regret": regret, "place": place},
     "regret_cpu_avx512.json": {"regret": regret, "place": place},
     "regret_h200.json": {"regret": regret, "place": place},
     "regret_h200_second.json": {"regret": regret, "place": place},
@@ -376,11 +360,9 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "engines_h200.json": {"steps": engines, "targets": engine_targets, "place": place},
     "engines_http_h200.json": {"served": behind_http, "place": place},
     "traffic.json": {"loads": loads, "place": place},
-    "timeline.json": {"watched": watched, "place": place},
     "since_hot_path.json": {"since": since, "place": place},
     "since_demo.json": {"since": since, "place": place},
-    "gang_h200.json": GANG,
-    "gang_h200_pair.json": GANG,
+    "gang_h200.json": {"ganged": ganged, "staged": staged, "guessed": guessed, "place": place},
     "gang_decode_h200.json": {"decoded": decoded, "place": place},
     "vllm_plugin_h200.json": {"steps": plugged, "place": place},
     "planner_h200.json": {"planned": planned, "place": place},
