@@ -272,6 +272,14 @@ def loads(record: dict[str, Any]) -> Table:
     }  # fmt: skip
 
 
+def watched(record: dict[str, Any]) -> Table:
+    """Return what a timeline adds to one of 64 callers."""
+    rows = [
+        [what, row["off_us"], row["on_us"], row["ratio"]["median"]] for what, row in record["rows"].items()
+    ]
+    return {"columns": ["call", "without, us", "with, us", "ratio, round by round"], "rows": rows}
+
+
 def since(record: dict[str, Any]) -> Table:
     """Return what each row costs over what it cost in an older tree."""
     rows = [
@@ -360,6 +368,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "engines_h200.json": {"steps": engines, "targets": engine_targets, "place": place},
     "engines_http_h200.json": {"served": behind_http, "place": place},
     "traffic.json": {"loads": loads, "place": place},
+    "timeline.json": {"watched": watched, "place": place},
     "since_hot_path.json": {"since": since, "place": place},
     "since_demo.json": {"since": since, "place": place},
     "gang_h200.json": {"ganged": ganged, "staged": staged, "guessed": guessed, "place": place},
