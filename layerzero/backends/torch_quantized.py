@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from layerzero.backends.kept_codes import int4pack_linear, workspace
 from layerzero.formats.table import FORMATS
 from layerzero.ops.linear.linear import contiguous_if_odd
 from layerzero.ops.quantize.quantize import FORMAT_OF, dequantize_reference, numbers, quantize_reference
@@ -123,5 +124,15 @@ KERNELS: tuple[Kernel, ...] = (
         platforms="cpu", isa="avx512f", contiguous=True, alignment=32, limits=("K % 32 == 0",),
         features="quant_int8 scale_per_tensor scale_per_row bias inputs_float",
         dtypes="bfloat16 float16", mixed_dtypes=True,
+    ),
+    _kernel(
+        "torch.quantized_linear.int4pack", lambda: int4pack_linear, (0.5, 0.8, 10.0),
+        "an estimate: before native.quantized_linear.codes for one row on an AMD EPYC with AVX-512, behind it "
+        "from a few rows on where that has AMX",
+        source=f"torch._weight_int4pack_mm_for_cpu; {_HERE}; other sizes are refused, and rows of float16 and "
+        "float32 take a hundred times as long",
+        platforms="cpu", isa="avx512f", contiguous=True, limits=("S in [32, 64, 128, 256]", "C % 16 == 0"),
+        features="quant_int4 scale_per_group scale_16bit bias inputs_float", dtypes="bfloat16",
+        mixed_dtypes=True, batch_invariant=True, workspace_bytes=workspace,
     ),
 )  # fmt: skip

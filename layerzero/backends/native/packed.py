@@ -139,6 +139,19 @@ class PackedWeights:
             self._entries.pop(place, None)
 
 
+def keeping(
+    lay_out: Callable[[Tensor], Tensor], limit: int, bytes_each: int, sharing: list[PackedWeights]
+) -> PackedWeights:
+    """What `lay_out` makes of weights, compared whole with another tensor's, forgotten at optimizers' steps."""
+
+    def equal(panels: Tensor, weight: Tensor) -> bool:
+        return torch.equal(panels, lay_out(weight))
+
+    panels = PackedWeights(lay_out, limit, equal, bytes_each, sharing)
+    register_optimizer_step_post_hook(panels.on_optimizer_step)
+    return panels
+
+
 def available_bytes() -> int:
     """Bytes that this process may still take: what is free, and what its control group leaves."""
     free, group = free_memory(torch.device("cpu")), Path("/sys/fs/cgroup")
