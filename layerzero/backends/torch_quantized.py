@@ -127,9 +127,9 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _kernel(
         "torch.quantized_linear.int4pack", lambda: int4pack_linear, (0.5, 0.8, 10.0),
-        "an estimate: before native.quantized_linear.codes for one row on an AMD EPYC with AVX-512, behind it "
-        "from a few rows on where that has AMX",
-        source=f"torch._weight_int4pack_mm_for_cpu; {_HERE}; other sizes are refused, and rows of float16 and "
+        "an estimate: before native.quantized_linear.codes for one row on an AMD EPYC with AVX-512, behind "
+        "it from a few rows on where that has AMX",
+        source=f"torch._weight_int4pack_mm_for_cpu; {_HERE}; other sizes are refused, rows of float16 and "
         "float32 take a hundred times as long",
         platforms="cpu", isa="avx512f", contiguous=True, limits=("S in [32, 64, 128, 256]", "C % 16 == 0"),
         features="quant_int4 scale_per_group scale_16bit bias inputs_float", dtypes="bfloat16",

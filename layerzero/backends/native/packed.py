@@ -142,7 +142,7 @@ class PackedWeights:
 def keeping(
     lay_out: Callable[[Tensor], Tensor], limit: int, bytes_each: int, sharing: list[PackedWeights]
 ) -> PackedWeights:
-    """What `lay_out` makes of weights, compared whole with another tensor's, forgotten at optimizers' steps."""
+    """What `lay_out` makes of weights, compared whole with another tensor's, forgotten at optimizer steps."""
 
     def equal(panels: Tensor, weight: Tensor) -> bool:
         return torch.equal(panels, lay_out(weight))
