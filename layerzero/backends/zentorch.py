@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends import kept_codes
 from layerzero.ops.attention import masks
+from layerzero.ops.quantize import kept_codes
 from layerzero.spec.kernel import Kernel
 
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
@@ -117,11 +117,11 @@ def _weight_only() -> Callable[..., Any]:
     kernel = operators().zentorch_woq_linear
     _refuse_stale_weights(operators().zentorch_linear_unary)
     # Codes of two's complement, and scales by group.
-    kept = kept_codes.keep(lambda weight: weight ^ 0x88, lambda scale: scale.float().t().contiguous())
+    layout = kept_codes.keep(lambda weight: weight ^ 0x88, lambda scale: scale.float().t().contiguous())
 
     def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
         """`zentorch_woq_linear` over eight codes in an int32; with zero points it gives other numbers."""
-        codes, scales = kept.of(weight, scale)
+        codes, scales = layout.of(weight, scale)
         packed = codes.view(weight.shape).view(torch.int32).t()
         shift = None if bias is None else bias.to(x.dtype)
         out: Tensor = kernel(x.view(-1, x.shape[-1]), packed, scales, None, shift)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.backends import kept_codes
+from layerzero.backends import torch_quantized
 from layerzero.formats import QuantizedTensor
 from layerzero.ops import table
+from layerzero.ops.quantize import kept_codes
 from layerzero.spec import tolerances
 from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
@@ -63,7 +64,7 @@ def test_a_weight_is_laid_out_once_and_again_when_it_changes(
         return keep(lambda weight: made.append(1) or lay_out(weight), scales)  # type: ignore[func-returns-value]
 
     monkeypatch.setattr(kept_codes, "keep", counted)
-    kept_codes.torch_layout.cache_clear()
+    torch_quantized.torch_layout.cache_clear()
     run, weight = loaded(name), weight_of()
     args = args_of(rows_of(3), weight)
     for _ in range(3):
@@ -75,7 +76,7 @@ def test_a_weight_is_laid_out_once_and_again_when_it_changes(
     assert len(made) == 2
     weight.codes.data.copy_(weight.codes.flip(1).clone())
     assert not wrong(run(*args), args)
-    kept_codes.torch_layout.cache_clear()
+    torch_quantized.torch_layout.cache_clear()
 
 
 @each_kernel

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.native import load_module
-from layerzero.backends.native.packed import PackedWeights, available_bytes, keeping
 from layerzero.formats.table import format_of
 from layerzero.ops.linear.experts import all_choices
+from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes, keeping
 from layerzero.ops.linear.mlp import GATES
 from layerzero.ops.quantize.quantized_linear import rounded_rows
 from layerzero.spec.call_spec import CallSpec
@@ -29,7 +29,6 @@ from layerzero.spec.kernel import Kernel
 KINDS = {"int4": 0, "int8": 1, "mxfp4": 2, "nvfp4": 2, "nf4": 3, "fp8_e4m3": 4, "mxfp8": 4, "fp8_e5m2": 5}
 # Those whose codes are whole numbers times a scale.
 WHOLE = frozenset({"int4", "int8", "mxfp4", "nvfp4"})
-MEMORY_SHARE = 0.25
 # Above every level of instructions, which the module numbers from AVX2 up.
 ANY_LEVEL = 9
 

@@ -2,19 +2,18 @@
 
 Both take rows of bfloat16 and whole numbers of four bits around 8, and no zero points: torch would round
 (8 - zero) x scale to eight bits, and zentorch answers with other numbers. They follow a weight as
-`native/packed.py` says, with a byte of every sixteenth row compared at each call.
+`ops/linear/kept_weights.py` says, with a byte of every sixteenth row compared at each call.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from layerzero.formats import unpack_pairs
+from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes, keeping
 from layerzero.spec.call_spec import CallSpec
 
 # Rows of a weight whose first byte is compared at each call.
@@ -32,8 +31,8 @@ class KeptCodes(NamedTuple):
         return self._codes(weight), self._or_made(self.scales, scale)
 
     def _codes(self, weight: Tensor) -> Tensor:
-        kept = self._or_made(self.codes, weight)
-        panels, compared = kept[: weight.numel()], kept[weight.numel() :]
+        both = self._or_made(self.codes, weight)
+        panels, compared = both[: weight.numel()], both[weight.numel() :]
         if not torch.equal(compared, weight[::COMPARED, 0]):  # changed behind torch's back
             self.codes.repack(weight)
             return self._codes(weight)
@@ -47,9 +46,6 @@ class KeptCodes(NamedTuple):
 
 def keep(lay_out: Callable[[Tensor], Tensor], lay_out_scale: Callable[[Tensor], Tensor]) -> KeptCodes:
     """A library's layouts: of codes (C, K / 2) as bytes, as many; of scales (C, G), four bytes each."""
-    # The layout of a library that has its own is no reason to read our compiled ones.
-    from layerzero.backends.native.packed import MEMORY_SHARE, PackedWeights, available_bytes, keeping
-
     limit, sharing = int(MEMORY_SHARE * available_bytes()), list[PackedWeights]()
 
     def with_compared(weight: Tensor) -> Tensor:
@@ -57,31 +53,6 @@ def keep(lay_out: Callable[[Tensor], Tensor], lay_out_scale: Callable[[Tensor], 
         return torch.cat((panels, weight[::COMPARED, 0]))
 
     return KeptCodes(keeping(with_compared, limit, 2, sharing), keeping(lay_out_scale, limit, 4, sharing))
-
-
-@functools.cache
-def torch_layout() -> KeptCodes:
-    """The layout of torch's product, and the scales that it reads beside zero points of nothing."""
-
-    def scales_and_shifts(scale: Tensor) -> Tensor:
-        by_group = scale.t().bfloat16()
-        return torch.stack((by_group, torch.zeros_like(by_group)), -1).contiguous()
-
-    def panels(weight: Tensor) -> Tensor:
-        codes = unpack_pairs(weight).int()
-        return torch._convert_weight_to_int4pack_for_cpu(codes, 1)  # pyright: ignore[reportPrivateImportUsage]
-
-    return keep(panels, scales_and_shifts)
-
-
-def int4pack_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
-    """`torch._weight_int4pack_mm_for_cpu`: codes widened in registers, scales rounded to bfloat16."""
-    panels, factors = torch_layout().of(weight, scale)
-    width, inner = weight.shape[0], x.shape[-1]
-    out: Tensor = torch._weight_int4pack_mm_for_cpu(  # pyright: ignore[reportPrivateImportUsage]
-        x.reshape(-1, inner), panels.view(width, -1), inner // scale.shape[1], factors
-    )
-    return (out if bias is None else out + bias).view(*x.shape[:-1], width)
 
 
 def workspace(request: CallSpec) -> int:
