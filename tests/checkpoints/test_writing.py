@@ -238,6 +238,39 @@ def test_a_text_runs_through_the_model_before_its_weights_are_judged(tmp_path: P
     assert not (tmp_path / "no").exists()
 
 
+def test_gptq_errs_less_in_what_the_text_computes(tmp_path: Path) -> None:
+    """The shipped model by the command: every output's error, but for a few, below that of the nearest."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    shipped = Path(__file__).resolve().parents[2] / "examples" / "data" / "generate"
+    (tmp_path / "text").write_text("And Jesus said unto them, come and see. " * 40, encoding="utf-8")
+    errors: dict[str, list[float]] = {}
+    for method in ("nearest", "gptq"):
+        told = run(
+            "quantize", shipped, "--format", "int4", "--method", method, "--out", tmp_path / method,
+            "--calibrate", tmp_path / "text", "--json",
+        )  # fmt: skip
+        assert told.exit_code == 0, told.output
+        errors[method] = [layer["output"] for layer in json.loads(told.stdout)["layers"]]
+    lz.load_quantized(tmp_path / "gptq").check()
+    assert sum(errors["gptq"]) < 0.8 * sum(errors["nearest"])
+    better = [a < b for a, b in zip(errors["gptq"], errors["nearest"], strict=True)]
+    assert sum(better) > 0.8 * len(better)
+    told = run("quantize", shipped, "--format", "int4", "--method", "gptq", "--out", tmp_path / "none")
+    assert told.exit_code == 1 and "method gptq needs calibrate" in told.output
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_weight_that_no_row_of_the_text_reached_is_rounded_to_the_nearest(tmp_path: Path) -> None:
+    """As an expert that no token chose; the others by the rows they multiplied."""
+    source, rows = model(tmp_path / "plain"), torch.randn(50, 256, dtype=torch.float64)
+    grams = {f"{NAMES[0]}.weight": rows.T @ rows}
+    for method in ("gptq", "nearest"):
+        quantize_folder(source, tmp_path / method, "int4", method=method, grams=grams, tokens=50)
+    by_text, plain = (lz.load_quantized(tmp_path / method) for method in ("gptq", "nearest"))
+    same = [torch.equal(by_text.dequantized(f"{n}.weight"), plain.dequantized(f"{n}.weight")) for n in NAMES]
+    assert same == [False, True]
+
+
 def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Calibration alone needs it."""
     from layerzero.checkpoints import calibration
