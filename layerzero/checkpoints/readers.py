@@ -166,7 +166,7 @@ def mxfp4(parts: Parts) -> QuantizedTensor:
 
 
 def fp8_block(parts: Parts) -> QuantizedTensor:
-    """DeepSeek's: float8 with a scale for each block, which it is multiplied by; ue8m0 stores powers of two."""
+    """DeepSeek's: float8 with a scale for each block to multiply it by; ue8m0 stores powers of two."""
     weight = parts.need(".weight", torch.float8_e4m3fn)
     scale = parts.need(".weight_scale_inv", torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
     scale = scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
