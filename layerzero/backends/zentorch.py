@@ -117,13 +117,15 @@ def _weight_only() -> Callable[..., Any]:
     kernel = operators().zentorch_woq_linear
     _refuse_stale_weights(operators().zentorch_linear_unary)
     # Codes of two's complement, and scales by group.
-    layout = kept_codes.keep(lambda weight: weight ^ 0x88, lambda scale: scale.float().t().contiguous())
+    layout = kept_codes.keep(
+        lambda weight: weight ^ 0x88, lambda scale: scale.float().resolve_neg().t().contiguous()
+    )
 
     def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
         """`zentorch_woq_linear` over eight codes in an int32; with zero points it gives other numbers."""
         codes, scales = layout.of(weight, scale)
         packed = codes.view(weight.shape).view(torch.int32).t()
-        shift = None if bias is None else bias.to(x.dtype)
+        shift = None if bias is None else bias.to(x.dtype).resolve_neg()
         out: Tensor = kernel(x.view(-1, x.shape[-1]), packed, scales, None, shift)
         return out.view(*x.shape[:-1], weight.shape[0])
 
