@@ -57,7 +57,8 @@ def _upper(gram: Tensor) -> Tensor:
     diagonal[diagonal == 0] = 1.0  # a column that no row reaches
     diagonal += DAMPING * diagonal.mean()
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True).float()
+    return factor
 
 
 def _scale_of(group: Tensor, kind: Format, tensor_scale: Tensor | None) -> Tensor:

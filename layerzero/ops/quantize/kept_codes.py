@@ -8,7 +8,7 @@ Both take rows of bfloat16 and whole numbers of four bits around 8, and no zero 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ COMPARED = 16
 class KeptCodes(NamedTuple):
     """What a library's layout makes of codes and of scales, for the weights that were seen."""
 
-    codes: Any
-    scales: Any
+    codes: PackedWeights
+    scales: PackedWeights
 
     def of(self, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales laid out, made for this call alone where they are not kept."""
@@ -39,7 +39,7 @@ class KeptCodes(NamedTuple):
         return panels
 
     @staticmethod
-    def _or_made(cache: Any, part: Tensor) -> Tensor:
+    def _or_made(cache: PackedWeights, part: Tensor) -> Tensor:
         panels = cache.of(part)
         return cache.lay_out(part) if panels is None else panels
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -84,7 +85,11 @@ def need_part_values(names: Sequence[str], parts: Sequence[Tensor | None]) -> No
             format_checks.check_zero_point_values(name, part)
         else:
             format_checks.check_scale_values(name, part)
-        _READ[place] = weakref.ref(part, lambda _, place=place: _READ.pop(place, None)), version
+        _READ[place] = weakref.ref(part, functools.partial(_forget, place)), version
+
+
+def _forget(place: int, _: weakref.ref[Tensor]) -> None:
+    _READ.pop(place, None)
 
 
 def inputs_feature(inputs: Any, form: Format) -> str:
