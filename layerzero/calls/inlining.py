@@ -117,13 +117,13 @@ def _in_its_place(op: Op, selection: Selection) -> Kernel | None:
         return None
     registry = context_runtime().device(selection.request.device).registry
     kernels = (registry.get(kernel_id) for kernel_id in selection.order)
-    found = next((k for k in kernels if k is not None and k.backend == "torch" and is_torch(k)), None)
-    if found is None or op.name in _FUSABLE:
-        return found
-    beside = selection.candidate(found.id).accepted
+    kernel = next((k for k in kernels if k is not None and k.backend == "torch" and is_torch(k)), None)
+    if kernel is None or op.name in _FUSABLE:
+        return kernel
+    beside = selection.candidate(kernel.id).accepted
     if beside is None or selection.request.device != "cpu":
         return None
-    return found if beside.total_us - accepted.total_us < _OPERATOR_US else None
+    return kernel if beside.total_us - accepted.total_us < _OPERATOR_US else None
 
 
 def is_torch(kernel: Kernel) -> bool:

@@ -1,4 +1,4 @@
-"""A decode step's attention over the pages of somebody else's engine, for the adapters of vLLM and SGLang.
+"""A decode step's attention over an engine's own pages, for the adapters of vLLM and SGLang.
 
 The kernel of `paged_attention` is chosen for the call before the engine captures the shape, among kernels
 that a graph may hold. What an adapter leaves to its engine is counted and logged, once a reason.

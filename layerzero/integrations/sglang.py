@@ -28,7 +28,7 @@ def register() -> None:
 
 def create(runner: Any) -> Any:
     """The backend for a model runner: over FlashAttention 3 up to compute capability 9.0, over 4 after it."""
-    from layerzero.integrations.sglang_attention import ChosenBackend
+    from layerzero.integrations.sglang_attention import ChosenSGLangBackend
 
     generation, _ = get_device_capability()
-    return ChosenBackend(runner, fa_impl_ver=3 if generation <= 9 else 4)
+    return ChosenSGLangBackend(runner, fa_impl_ver=3 if generation <= 9 else 4)

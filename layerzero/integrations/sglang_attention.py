@@ -22,7 +22,7 @@ from torch import Tensor
 from layerzero.integrations import engine_pages
 
 
-class ChosenBackend(FlashAttentionBackend):  # type: ignore[misc]
+class ChosenSGLangBackend(FlashAttentionBackend):  # type: ignore[misc]
     """FlashAttention's pages and limits; decode steps by a chosen kernel."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -41,8 +41,8 @@ class ChosenBackend(FlashAttentionBackend):  # type: ignore[misc]
         }
         return next((name for name, is_asked in features.items() if is_asked), "")
 
-    def why_not(self, query: Tensor, layer: Any, batch: Any, asked: dict[str, Any]) -> str:
-        """Why a call stays with SGLang's own kernel; empty where ours is taken. `asked` is by argument."""
+    def why_not(self, query: Tensor, layer: Any, batch: Any, options: dict[str, Any]) -> str:
+        """Why a call stays with SGLang's own kernel; empty where ours is taken. `options` is by argument."""
         features = {
             f"attention of kind {layer.attn_type.value}": layer.attn_type is not AttentionType.DECODER,
             "cross attention": layer.is_cross_attention,
@@ -53,7 +53,7 @@ class ChosenBackend(FlashAttentionBackend):  # type: ignore[misc]
             "drafts": batch.spec_info is not None,
             "sequences with several queries": self._rows(query, layer) != len(self._lengths()),
         }
-        features |= {name: value is not None and value is not False for name, value in asked.items()}
+        features |= {name: value is not None and value is not False for name, value in options.items()}
         return self._unfit or next((name for name, is_asked in features.items() if is_asked), "")
 
     def forward_decode(
@@ -64,13 +64,13 @@ class ChosenBackend(FlashAttentionBackend):  # type: ignore[misc]
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
-        **asked: Any,
+        **options: Any,
     ) -> Any:
         """SGLang's call of a layer: q (B, Hq * D), k and v (B, Hk, D) go to the pool first; (B, Hq * D)."""
-        reason = self.why_not(q, layer, forward_batch, asked)
+        reason = self.why_not(q, layer, forward_batch, options)
         if reason:
             engine_pages.leave("sglang", reason, q)
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **asked)
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **options)
         if k is not None and save_kv_cache:
             place = KVWriteLoc.for_layer(
                 forward_batch, layer, swa_loc=self.forward_metadata.swa_out_cache_loc
@@ -81,9 +81,9 @@ class ChosenBackend(FlashAttentionBackend):  # type: ignore[misc]
             "sglang", q.reshape(-1, layer.tp_q_head_num, layer.head_dim), k_cache, v_cache,
             self.forward_metadata.page_table, self._lengths(), layer.scaling,
         )  # fmt: skip
-        given = getattr(forward_batch, "_attn_output", None)
-        if given is not None:  # SGLang's own memory for it
-            mixed = given.view_as(mixed).copy_(mixed)
+        memory = getattr(forward_batch, "_attn_output", None)
+        if memory is not None:  # SGLang's own memory for it
+            mixed = memory.view_as(mixed).copy_(mixed)
         return mixed.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def _lengths(self) -> Tensor:

@@ -110,10 +110,10 @@ class ChosenImpl(FlashAttentionImpl):  # type: ignore[misc]
             reason = "a quantized output"
         if attn_metadata is None or reason:
             engine_pages.leave("vllm", reason, query, counted=attn_metadata is not None)
-            own: Tensor = super().forward(
+            output_of_vllm: Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
-            return own
+            return output_of_vllm
         count = attn_metadata.num_actual_tokens
         k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         mixed = engine_pages.attend(

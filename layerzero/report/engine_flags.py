@@ -16,8 +16,8 @@ class FlagValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One value of a flag: the kernels, as globs, that it runs on compute capabilities `sm`, ends included.
 
     Without kernels it is a value that the engine has and no kernel here is timed for. `like` are kernels of
-    our own that do the same work in other code: shown, never counted. A `plugin` is ours, and takes any of its
-    kernels; `parts` are those of serving that the value decides, all of a flag's where it names none.
+    our own that do the same work in other code: shown, never counted. A `plugin` is ours, and takes any of
+    its kernels; `parts` are those of serving that the value decides, all of a flag's where it names none.
     """
 
     value: str

@@ -291,7 +291,8 @@ def test_a_decode_step_over_sglangs_own_pool_and_metadata(page: int, monkeypatch
             "attn_cp_size": 1, "attn_tp_size": 1, "enable_prefill_cp": False, "attn_dp_enabled": False
         },
         "get_spec": {
-            "speculative_eagle_topk": None, "speculative_num_draft_tokens": None, "speculative_algorithm": None
+            "speculative_eagle_topk": None, "speculative_num_draft_tokens": None,
+            "speculative_algorithm": None,
         },
         "get_exec": vars(SWITCHES), "get_model": {"is_embedding": False},
         "get_schedule": {"chunked_prefill_size": 2048}, "get_memory": {"disable_radix_cache": False},
@@ -329,8 +330,8 @@ def test_a_decode_step_over_sglangs_own_pool_and_metadata(page: int, monkeypatch
     rows = torch.arange(1, 4)
     batch = SimpleNamespace(
         forward_mode=ForwardMode.DECODE, batch_size=3, seq_lens=lengths, seq_lens_cpu=lengths, spec_info=None,
-        req_pool_indices=rows, out_cache_loc=requests.req_to_token[rows, lengths - 1].long(), encoder_lens=None,
-        attn_cp_metadata=None, kv_loc_plan=None, dcp_kv_mask=None, extend_prefix_lens_cpu=None,
+        req_pool_indices=rows, out_cache_loc=requests.req_to_token[rows, lengths - 1].long(),
+        encoder_lens=None, attn_cp_metadata=None, kv_loc_plan=None, dcp_kv_mask=None, extend_prefix_lens_cpu=None,
         out_cache_loc_is_physical=False,
     )  # fmt: skip
     backend.init_forward_metadata(batch)

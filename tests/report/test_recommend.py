@@ -72,7 +72,7 @@ def test_the_fastest_of_what_was_measured_is_given_with_what_the_others_lose() -
 
 
 def test_the_plugin_is_given_where_a_kernel_of_ours_is_faster_than_all_of_the_engines() -> None:
-    """It is one of the values, of decode steps in SGLang; where it would run the engine's kernel it says nothing."""
+    """In SGLang for decode steps alone; where it would run the engine's kernel there is nothing to compare."""
     us = {("paged_attention", FA3): 30.0, ("paged_attention", "triton"): 20.0}
     found = advise("sglang", us | {("attention", FA3): 9.0})
     prefill, decode = found.flags[:2]
