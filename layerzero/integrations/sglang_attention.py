@@ -92,4 +92,5 @@ class ChosenSGLangBackend(FlashAttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def _rows(query: Tensor, layer: Any) -> int:
-        return query.numel() // (layer.tp_q_head_num * layer.head_dim)
+        width: int = layer.tp_q_head_num * layer.head_dim
+        return query.numel() // width

@@ -160,11 +160,11 @@ def step(backend: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
 
 def right(backend: Any, q: Tensor, pages: tuple[Tensor, Tensor], scale: float) -> Tensor:
     """What the reference gives for a step over pages that hold the new keys already."""
-    found: Tensor = paged_attention_reference(
-        q.view(3, HEADS, WIDTH), *pages, backend.forward_metadata.page_table,
-        backend.forward_metadata.cache_seqlens_int32, scale=scale,
-    )  # fmt: skip
-    return found.view(3, -1)
+    metadata, heads = backend.forward_metadata, q.view(3, HEADS, WIDTH)
+    tables, lengths = metadata.page_table, metadata.cache_seqlens_int32
+    output = paged_attention_reference(heads, *pages, tables, lengths, scale=scale)
+    assert isinstance(output, Tensor)
+    return output.view(3, -1)
 
 
 def counted() -> float:
@@ -331,8 +331,8 @@ def test_a_decode_step_over_sglangs_own_pool_and_metadata(page: int, monkeypatch
     batch = SimpleNamespace(
         forward_mode=ForwardMode.DECODE, batch_size=3, seq_lens=lengths, seq_lens_cpu=lengths, spec_info=None,
         req_pool_indices=rows, out_cache_loc=requests.req_to_token[rows, lengths - 1].long(),
-        encoder_lens=None, attn_cp_metadata=None, kv_loc_plan=None, dcp_kv_mask=None, extend_prefix_lens_cpu=None,
-        out_cache_loc_is_physical=False,
+        encoder_lens=None, attn_cp_metadata=None, kv_loc_plan=None, dcp_kv_mask=None,
+        extend_prefix_lens_cpu=None, out_cache_loc_is_physical=False,
     )  # fmt: skip
     backend.init_forward_metadata(batch)
     q = torch.randn(3, HEADS * WIDTH, generator=generator)

@@ -72,7 +72,7 @@ def test_the_fastest_of_what_was_measured_is_given_with_what_the_others_lose() -
 
 
 def test_the_plugin_is_given_where_a_kernel_of_ours_is_faster_than_all_of_the_engines() -> None:
-    """In SGLang for decode steps alone; where it would run the engine's kernel there is nothing to compare."""
+    """In SGLang for decode steps alone; one that would run the engine's kernel is nothing to compare."""
     us = {("paged_attention", FA3): 30.0, ("paged_attention", "triton"): 20.0}
     found = advise("sglang", us | {("attention", FA3): 9.0})
     prefill, decode = found.flags[:2]
@@ -83,8 +83,8 @@ def test_the_plugin_is_given_where_a_kernel_of_ours_is_faster_than_all_of_the_en
     decode = flag(advise("sglang", us), "--decode-attention-backend")
     assert decode.value == "auto" and "fa3 alone" in decode.why and losses(decode)["layerzero"] == 0.0
     us = {("paged_attention", FA3): 64.0, ("paged_attention", "triton"): 16.0, ("attention", FA3): 256.0}
-    found = flag(advise("vllm", us), "--attention-backend")
-    assert found.value == "CUSTOM" and losses(found) | {"FLASH_ATTN": 0.6, "CUSTOM": 0.0} == losses(found)
+    both = flag(advise("vllm", us), "--attention-backend")
+    assert both.value == "CUSTOM" and losses(both) | {"FLASH_ATTN": 0.6, "CUSTOM": 0.0} == losses(both)
 
 
 def test_one_flag_for_both_parts_is_compared_where_both_were_timed() -> None:
