@@ -98,7 +98,7 @@ def test_an_answer_that_nobody_asked_for_ends_the_process_and_is_never_a_later_c
 
 def test_a_crash_is_told_as_one_where_a_copy_of_the_process_keeps_its_socket() -> None:
     """Not as a hang, after the whole limit: the end of the process is what ends the wait."""
-    settings = lz.Settings(plugins=("wild",), isolate={"wild": "process"}, isolate_timeout_s=1e9, warm="off")
+    settings = lz.Settings(plugins=("wild",), isolate={"wild": "process"}, isolate_timeout_s=20.0, warm="off")
     with lz.start(settings) as runtime:
         runtime.device().warm(["wild.rms_norm"])
         call = runtime.device().registry.callable_of("wild.rms_norm")

@@ -216,8 +216,8 @@ def test_a_killed_process_that_a_driver_keeps_holds_up_no_caller(monkeypatch: py
         assert life is not None
 
         def wait(timeout: float | None = None) -> int:
-            if not kept.wait(timeout):
-                raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+            if not kept.wait(timeout or 10.0):
+                raise subprocess.TimeoutExpired("worker", timeout or 10.0)
             return -signal.SIGKILL
 
         monkeypatch.setattr(worker_life, "END_S", 0.1)
