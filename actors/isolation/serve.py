@@ -107,7 +107,7 @@ class Server:
                         raise ValueError(
                             f"an answer needs at most {frames.MAX_MESSAGE} bytes, got {len(reply)}"
                         )
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if lost_device(error):  # this process's alone: the answer would be taken for the caller's
                     traceback.print_exc()
                     os._exit(1)
@@ -211,7 +211,7 @@ def origin_kernel(kernel_id: str, origin: str) -> Kernel:
     return kernel
 
 
-def _fault(error: Exception) -> frames.Fault:
+def _fault(error: BaseException) -> frames.Fault:
     reason = error.context.get("reason", "") if isinstance(error, BackendNotAvailableError) else ""
     kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins" or c in _KEPT)
     text, trace = text_of(error)[:2000], traceback.format_exc()[-8000:]

@@ -32,7 +32,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except Exception as error:  # jinja2's, and Python's of what jinja2 makes of it
             raise ChatTemplateError(f"chat_template needs a jinja2 template: {error}") from error
         self._source, self._special = source, dict(special_tokens or {})
 
