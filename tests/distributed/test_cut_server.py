@@ -19,7 +19,10 @@ pytestmark = pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_requests_of_a_replica_behind_a_cut_go_on_at_another_one_or_end_with_an_error() -> None:
-    """Whole texts, no token twice, over a cut and half-open lines; a slow line moves nothing."""
+    """Whole texts, no token twice, over a cut and half-open lines; a slow line moves nothing.
+
+    Where requests that move begin anew, the same trial shows tokens twice.
+    """
     pytest.importorskip("ray", reason="ray is not installed: pip install 'layerzero-runtime[ray]'")
     pytest.importorskip("tests.distributed.test_server_fleet")
     if why := why_not():
@@ -35,6 +38,9 @@ def test_requests_of_a_replica_behind_a_cut_go_on_at_another_one_or_end_with_an_
     for name in ("towards the replica", "towards the server"):
         assert said[name]["texts"] == said["whole"], name
         assert said[name]["moved"] and said[name]["statuses"] == [200, 200, 200], (name, said[name])
+    forgetful = said["without the guard"]  # what the lines above are able to see
+    assert forgetful["moved"] and forgetful["texts"] != said["whole"], forgetful
+
     assert said["delay"] == {"texts": said["whole"], "moved": 0}
     nobody = said["nobody"]
     assert nobody["status"] == 503 and nobody["codes"] == ["DEVICE_LOST", "DEVICE_LOST"]
