@@ -65,7 +65,7 @@ class Trial:
         return {"texts": got, "moved": self.service.moved - moved, "statuses": statuses}
 
     async def forgetful(self, towards: int) -> dict[str, Any]:
-        """The same, where a request that moves begins anew: the guard that each token is sent once is away."""
+        """The same, where a request that moves begins anew: nothing keeps a token from coming twice."""
         from server import replica
 
         with patch.object(replica, "generate", from_the_start):

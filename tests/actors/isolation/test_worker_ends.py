@@ -209,13 +209,14 @@ def test_a_worker_that_failed_a_whole_night_still_begins_anew() -> None:
 
 def test_a_killed_process_that_a_driver_keeps_holds_up_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that waits for a card: the call ends, closing too, and the next process waits for its end."""
-    kept = threading.Event()
+    kept, limits = threading.Event(), []
     with opened() as runtime:
         worker = worker_of(runtime)
         life = worker._life
         assert life is not None
 
         def wait(timeout: float | None = None) -> int:
+            limits.append(timeout)
             if not kept.wait(timeout or 10.0):
                 raise subprocess.TimeoutExpired("worker", timeout or 10.0)
             return -signal.SIGKILL
@@ -226,3 +227,4 @@ def test_a_killed_process_that_a_driver_keeps_holds_up_no_caller(monkeypatch: py
         with pytest.raises(WorkerError, match="WORKER_HUNG"):
             call(asking(plugged.HANG), None, 1e-6)
     kept.set()
+    assert limits and None not in limits
