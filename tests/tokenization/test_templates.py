@@ -13,7 +13,7 @@ import torch
 
 import layerzero as lz
 from layerzero.spec.errors import ConfigurationError
-from layerzero.tokenization import sources
+from layerzero.tokenization import sources, templates
 from layerzero.tokenization.sources import load_template
 from layerzero.tokenization.tokenizer import Tokenizer
 from tests.tokenization.made import encoding, processor, trained
@@ -89,8 +89,25 @@ def test_a_message_is_never_a_template() -> None:
     """Braces in a message are text, and a format reaches no attribute of the inside."""
     content = "{{ 7 * 7 }} {0.__class__}"
     assert lz.ChatTemplate("{{ messages[0].content }}").render([{"content": content}]) == content
-    formatted = lz.ChatTemplate("{{ '{0.__class__}'.format(messages) }}").render([{"content": content}])
-    assert "class" not in formatted
+    for source in (
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ ('{0.__class__}' | attr('format'))(messages) }}",
+        "{% set form = '{0.__class__}'.format %}{{ form(messages) }}",
+        "{% set form = '{a.__class__}'.format_map %}{{ form({'a': messages}) }}",
+    ):
+        try:
+            said = lz.ChatTemplate(source).render([{"content": content}])
+        except lz.ChatTemplateError:
+            continue
+        assert "class" not in said, source
+
+
+@pytest.mark.parametrize("installed", ["3.1.5", "2.11.3"])
+def test_a_sandbox_with_known_holes_is_not_used(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    """torch brings jinja2 of any release, whatever our extra asks for."""
+    monkeypatch.setattr(templates, "installed_version", lambda name: installed)
+    with pytest.raises(lz.ChatTemplateError, match=rf"needs jinja2>=3\.1\.6, .* got {installed}"):
+        lz.ChatTemplate("{{ messages }}")
 
 
 def test_the_template_of_a_folder_is_found(tmp_path: Path) -> None:

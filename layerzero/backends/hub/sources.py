@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Iterator
+from itertools import islice
 from pathlib import Path
 
+from layerzero._util.files import read_given
 from layerzero.backends.hub.archive import MAX_BYTES, Check
 from layerzero.backends.hub.refusal import refusal
 from layerzero.spec.reasons import Reason
+
+MAX_LISTED = 100_000
 
 
 def download_files(repository: str, commit: str, locked: Collection[str], check: Check) -> dict[str, bytes]:
@@ -50,14 +54,15 @@ def _listed(repository: str, commit: str) -> dict[str, int]:
     from huggingface_hub.hf_api import RepoFile
 
     tree = HfApi().list_repo_tree(repository, "build", repo_type="kernel", revision=commit, recursive=True)
-    return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+    entries = islice(tree, MAX_LISTED)  # a server may go on for ever
+    return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
 
 
 def _read(variant: Path, listed: list[str]) -> Iterator[tuple[str, bytes]]:
     prefix = f"build/{variant.name}/"
     for path in listed:
         if path.startswith(prefix):
-            yield path, (variant / path.removeprefix(prefix)).read_bytes()
+            yield path, read_given(variant / path.removeprefix(prefix), MAX_BYTES)
 
 
 def _unreachable(repository: str, error: Exception) -> Exception:
