@@ -149,9 +149,11 @@ def test_a_rank_group_over_two_hosts_ends_at_a_cut_and_goes_on_under_the_next_ep
         wait_for(lambda: (tmp_path / "stepping").exists() or not all(r.process.is_alive() for r in ranks))
         cut(hosts.cable)
         (tmp_path / "cut").touch()
-        ended = lambda: len(list(tmp_path.glob("ended-*")))  # noqa: E731
-        wait_for(lambda: ended() == 2 or not all(r.process.is_alive() for r in ranks))
-        assert ended() == 2, [(each.out.read_text(), each.err.read_text()) for each in ranks]
+        ended = [tmp_path / f"ended-{rank}" for rank in range(2)]
+        wait_for(lambda: all(e.exists() for e in ended) or not all(r.process.is_alive() for r in ranks))
+        assert all(each.exists() for each in ended), [
+            (each.out.read_text(), each.err.read_text()) for each in ranks
+        ]
         mend(hosts.cable)
         (tmp_path / "mended").touch()
         printed = [each.ended() for each in ranks]
