@@ -20,7 +20,7 @@ from layerzero.spec.reasons import Reason
 
 _SAID = 16_384
 LONGEST_S = 1e9
-END_S = 10.0  # that a killed process has to end while somebody waits
+END_S = 10.0  # that a killed process has to end in while a caller waits
 # Not passed on to another interpreter: what tells Python where it lies, and what is named like a secret.
 _KEPT_BACK = re.compile(
     r"PYTHON|__PYVENV|(.*_)?[A-Z]*(AUTH|CREDENTIALS?|KEYS?|PASSW[A-Z]*|SECRETS?|TOKENS?)(_.*)?$",

@@ -264,8 +264,8 @@ class IsolatedWorker:
         Raises: WorkerError: it gave no answer. Exception: what the kernel raised, its traceback as a note.
         """
         if not self._lock.acquire(timeout=self._patience_s):  # as while it loads another kernel
-            said = f"the process of {self.name!r} had other work for {self._timeout_s:g} s"
-            raise WorkerError(said, Reason.WORKER_HUNG)
+            message = f"the process of {self.name!r} had other work for {self._timeout_s:g} s"
+            raise WorkerError(message, Reason.WORKER_HUNG)
         try:
             life = self._alive()
             reply = self._answered(life, frame, args)
@@ -346,8 +346,8 @@ class IsolatedWorker:
     def _lost(self, life: WorkerLife, kernel: str | None, error: NoAnswerError) -> WorkerError:
         """What a request gets whose process did not answer; that is dead afterwards, and health knows."""
         reason, why, status = life.bury(error)
-        said = f"the process of {self.name!r} {why} under {kernel}"
-        lost = WorkerError(said, reason, status, life.last_words())
+        message = f"the process of {self.name!r} {why} under {kernel}"
+        lost = WorkerError(message, reason, status, life.last_words())
         if not self._closing.is_set():
             self._tell(kernel, reason, why, status)
         return lost

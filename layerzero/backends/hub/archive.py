@@ -23,10 +23,10 @@ _BLOCK = 512
 _RECORD = re.compile(rb"(\d{1,6}) ([^=]+)=")
 
 
-def unpack_files(archive: Path, wanted: Callable[[str], tuple[str, Check]]) -> dict[str, dict[str, bytes]]:
+def unpack_files(archive: Path, locate: Callable[[str], tuple[str, Check]]) -> dict[str, dict[str, bytes]]:
     """The repositories of a tar archive, packed by gzip or not: `<owner>/<name>/<path>`, plain files alone.
 
-    `wanted(name)` gives a member's repository with its check, or refuses it. Nothing is unpacked to disk.
+    `locate(name)` gives a member's repository with its check, or refuses it. Nothing is unpacked to disk.
     Raises: BackendNotAvailableError: a link, a device, holes, a path that leads elsewhere, a file that is not
         locked or is another, more than `MAX_BYTES` in all, or damage.
     """
@@ -34,7 +34,7 @@ def unpack_files(archive: Path, wanted: Callable[[str], tuple[str, Check]]) -> d
     try:
         stream = _Stream(read_given(archive, MAX_BYTES))
         for name, size in _members(stream):
-            repository, check = wanted(name)
+            repository, check = locate(name)
             path = name.removeprefix(f"{repository}/")
             files = repositories.setdefault(repository, {})
             if path in files:
@@ -48,22 +48,22 @@ def unpack_files(archive: Path, wanted: Callable[[str], tuple[str, Check]]) -> d
 
 def _members(stream: _Stream) -> Iterator[tuple[str, int]]:
     """The name and the size of each file, whose content is to be taken before the next one is asked for."""
-    said: dict[bytes, bytes] = {}  # the next file's name, by the type of the header that says it
+    names: dict[bytes, bytes] = {}  # the next file's name, by the type of the header that says it
     while any(head := stream.take(_BLOCK)):
         if _octal(head[148:156]) != sum(head) - sum(head[148:156]) + 8 * ord(" "):
             raise ValueError("the checksum of a header does not hold")
         kind, size = head[156:157], _octal(head[124:136])
         if kind in (b"x", b"g", b"L"):
-            if kind in said or size > MAX_HEADER:
+            if kind in names or size > MAX_HEADER:
                 raise ValueError(f"a file needs one header of each kind of at most {MAX_HEADER} bytes")
-            said[kind] = _said(kind, stream.padded(size))
+            names[kind] = _described_name(kind, stream.padded(size))
             continue
-        name = (said.get(b"x") or said.get(b"L") or _name(head)).decode()
+        name = (names.get(b"x") or names.get(b"L") or _name(head)).decode()
         if kind not in (b"0", b"\0"):
             what = "a link" if kind in (b"1", b"2", b"K") else "no plain file"
             raise ValueError(f"{name!r} is {'holes' if kind == b'S' else what}")
         yield name, size
-        said = {}
+        names = {}
 
 
 def _name(head: bytes) -> bytes:
@@ -71,7 +71,7 @@ def _name(head: bytes) -> bytes:
     return begins + b"/" + name if head[257:263] == b"ustar\0" and begins else name
 
 
-def _said(kind: bytes, data: bytes) -> bytes:
+def _described_name(kind: bytes, data: bytes) -> bytes:
     """The name in a header that describes the next file, or all of them; empty where it says none."""
     name = data.split(b"\0")[0] if kind == b"L" else _records(data).get(b"path", b"")
     if kind == b"g" and name:

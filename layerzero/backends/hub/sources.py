@@ -54,7 +54,7 @@ def _listed(repository: str, commit: str) -> dict[str, int]:
     from huggingface_hub.hf_api import RepoFile
 
     tree = HfApi().list_repo_tree(repository, "build", repo_type="kernel", revision=commit, recursive=True)
-    entries = islice(tree, MAX_LISTED)  # a server may go on for ever
+    entries = islice(tree, MAX_LISTED)  # a server may list without end
     return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import signal
+import subprocess
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +18,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.actors.isolation import frames
+from layerzero.actors.isolation import frames, worker_life
 from layerzero.actors.isolation.worker_process import IsolatedWorker, WorkerError
 from layerzero.health.device_faults import lost_device
 from layerzero.spec.reasons import Reason
@@ -182,3 +185,26 @@ def test_a_workers_word_does_not_lose_the_callers_card() -> None:
     fault = frames.FAULT + msgspec.msgpack.encode(frames.Fault("RuntimeError", text, ""))
     worker = IsolatedWorker("liar", None, 1.0, lambda *what: None)
     assert lost_device(RuntimeError(text)) and lost_device(worker._raised(fault)) is None
+
+
+def test_a_killed_process_that_a_driver_keeps_holds_up_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for a card: the call ends, closing too, and the next process waits for its end."""
+    kept, limits = threading.Event(), []
+    with opened() as runtime:
+        worker = worker_of(runtime)
+        life = worker._life
+        assert life is not None
+
+        def wait(timeout: float | None = None) -> int:
+            limits.append(timeout)
+            if not kept.wait(timeout or 10.0):
+                raise subprocess.TimeoutExpired("worker", timeout or 10.0)
+            return -signal.SIGKILL
+
+        monkeypatch.setattr(worker_life, "END_S", 0.1)
+        monkeypatch.setattr(life.process, "wait", wait)
+        call = runtime.device().registry.callable_of("wild.rms_norm")
+        with pytest.raises(WorkerError, match="WORKER_HUNG"):
+            call(asking(plugged.HANG), None, 1e-6)
+    kept.set()
+    assert limits and None not in limits

@@ -8,7 +8,6 @@ import importlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,6 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.actors.isolation import worker_life
 from layerzero.actors.isolation.descriptions import describe
 from layerzero.actors.isolation.worker_life import pause_s
 from layerzero.actors.isolation.worker_process import IsolatedWorker, WorkerError
@@ -205,26 +203,3 @@ def test_an_alias_that_takes_the_place_of_a_kernel_is_refused_and_leaves_no_proc
 def test_a_worker_that_failed_a_whole_night_still_begins_anew() -> None:
     """The pause doubles up to a minute, for any number of failures: an error there ends the supervision."""
     assert [pause_s(failures) for failures in (1, 2, 7, 8, 5000)] == [1.0, 2.0, 60.0, 60.0, 60.0]
-
-
-def test_a_killed_process_that_a_driver_keeps_holds_up_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that waits for a card: the call ends, closing too, and the next process waits for its end."""
-    kept, limits = threading.Event(), []
-    with opened() as runtime:
-        worker = worker_of(runtime)
-        life = worker._life
-        assert life is not None
-
-        def wait(timeout: float | None = None) -> int:
-            limits.append(timeout)
-            if not kept.wait(timeout or 10.0):
-                raise subprocess.TimeoutExpired("worker", timeout or 10.0)
-            return -signal.SIGKILL
-
-        monkeypatch.setattr(worker_life, "END_S", 0.1)
-        monkeypatch.setattr(life.process, "wait", wait)
-        call = runtime.device().registry.callable_of("wild.rms_norm")
-        with pytest.raises(WorkerError, match="WORKER_HUNG"):
-            call(asking(plugged.HANG), None, 1e-6)
-    kept.set()
-    assert limits and None not in limits
