@@ -225,6 +225,10 @@ class Registry:
 
                     check_build(kernel)
                 loaded = kernel.load()
+        except SystemExit as error:  # a library that ends its process so ends its kernel alone
+            ended = ImportError(f"it ended its process: SystemExit: {error}")
+            self.refuse(kernel, ended)
+            raise ended from error
         # An interrupt in the middle of an import says nothing of the kernel.
         except BaseException as error:
             if isinstance(error, Exception):

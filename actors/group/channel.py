@@ -78,9 +78,8 @@ class LeaderChannel:
         self._reason_read = threading.Event()  # that the watcher has read why
         self._sending = threading.Lock()
         self._step_ended = threading.Condition()
-        self._step_ends: dict[
-            int, tuple[int, bytes]
-        ] = {}  # the last step that a follower ended, and what it ran
+        # The last step that a follower ended, and what it ran.
+        self._step_ends: dict[int, tuple[int, bytes]] = {}
 
     def accept(self, timeout_s: float, lost: Callable[[str], None]) -> None:
         """Wait for every follower; afterwards `lost` is called once, from a thread, when one fails or goes.
@@ -309,8 +308,8 @@ class FollowerChannel:
         self._buffer = bytearray(_READ_BYTES)
         self._from = self._upto = 0  # what has been received and not been returned
 
-    def receive(self, timeout_s: float | None = None) -> bytes:
-        """The next frame, waiting for it.
+    def receive(self, timeout_s: float | None = None, *, heartbeat: bool = False) -> bytes:
+        """The next frame, waiting for it; with `heartbeat` one of those ends the wait, too, as b"".
 
         Raises: DeviceLostError: rank 0 is gone, or said nothing within `timeout_s` seconds.
         """
@@ -322,8 +321,8 @@ class FollowerChannel:
                 if limit != self._limit:  # a call of the system each time
                     limit_waits(self._socket, socket.SO_RCVTIMEO, limit)
                     self._limit = limit
-                if (frame := self._frame()) is not None:
-                    return frame
+                if (frame := self._frame()) is not None or heartbeat:
+                    return frame or b""
                 if until is not None:  # a heartbeat is no step message
                     limit = min(limits[-1], max(1e-3, until - time.monotonic()))
         except BlockingIOError:

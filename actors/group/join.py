@@ -172,6 +172,7 @@ class RankHandle:
         except BaseException as error:
             # A rank that left breaks the others' collectives, whose error does not say why it left.
             if isinstance(error, RuntimeError) and (why := self._group.failure_reason()) is not None:
+                self._group.fail(why)
                 raise DeviceLostError(f"the rank group failed in {name}: {why}", retryable=False) from error
             # Other ranks are in the same step: it is unknown whether they wait in a collective of it.
             self._group.fail(f"{name} raised {type(error).__name__}: {error}"[:300])

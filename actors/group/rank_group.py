@@ -51,6 +51,7 @@ class RankGroup:
         self.agreed_plan: AgreedPlan | None = None
         self.channel: LeaderChannel | FollowerChannel | None = None
         self.same_hardware_as_rank0 = True
+        self.reads_ahead = False  # another thread has the follower's channel
         self._hardware_class = ""
         self._store = store
         self._lock = threading.Lock()
@@ -309,11 +310,16 @@ class RankGroup:
 
     def failure_reason(self) -> str | None:
         """Why the rank group has failed, waiting a moment for what a rank said before it broke a
-        collective.
+        collective, or on a follower for a heartbeat of rank 0.
         """
         if self.failure is None and isinstance(self.channel, LeaderChannel):
             self.channel.wait_for_reason()
             return self.failure or self.channel.failure
+        if self.failure is None and isinstance(self.channel, FollowerChannel) and not self.reads_ahead:
+            try:
+                self.channel.receive(heartbeat=True)
+            except DeviceLostError as error:
+                return str(error)
         return self.failure
 
     # -- failing and closing ----------------------------------------------------------------------

@@ -162,6 +162,7 @@ class ReadAhead:
 
     def __enter__(self) -> ReadAhead:
         if self._is_ahead:
+            self._steps.group.reads_ahead = True
             threading.Thread(target=self._read, name="layerzero-group-read", daemon=True).start()
         return self
 

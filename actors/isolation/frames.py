@@ -5,6 +5,7 @@ No pickle: a message holds numbers, words, lists and bytes, and what it asks for
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -16,10 +17,13 @@ from layerzero.actors.isolation.arena import ALIGNMENT
 from layerzero.ops.op import Args
 from layerzero.spec.call_spec import CallSpec, OutputSpec
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 # The first byte of a request.
 CALL, HOST_ARENA, DEVICE_ARENA, LOAD, COMPILE, DESCRIBE = b"C", b"H", b"D", b"L", b"U", b"P"
-# The first byte of a reply.
+# A reply begins with the number of the request that it answers, from 1; the greeting has none.
+number_of = struct.Struct("=Q").pack
+NUMBER: Final = 8
+# The first byte behind it.
 DONE, FAULT = b"\0", b"\1"
 MAX_MESSAGE: Final = 1 << 18
 _TENSOR, _DTYPE, _GROUP = "t", "d", "g"

@@ -17,6 +17,7 @@ from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.descriptions import rename_kernels
 from layerzero.actors.isolation.worker_process import IsolatedWorker
 from layerzero.backends import PluginRequest, load_plugin_ops, need_own_ids
+from layerzero.backends.reference import reference_kernel
 from layerzero.health import Health
 from layerzero.observe.counters import Counters
 from layerzero.ops import table
@@ -67,6 +68,19 @@ class IsolatedCall:
         return frame
 
 
+class LoadElsewhere:
+    """How a kernel that runs elsewhere is loaded; one with another `load` runs here, whatever it says."""
+
+    __slots__ = ("_op", "_order", "_worker")
+
+    def __init__(self, worker: IsolatedWorker, order: frames.LoadOrder, op: str) -> None:
+        self._worker, self._order, self._op = worker, order, op
+
+    def __call__(self) -> IsolatedCall:
+        self._worker.load(self._order)
+        return IsolatedCall(self._worker, self._order.kernel, table.get(self._op))
+
+
 class Isolation:
     """The isolated backends of one runtime: their workers, and the devices whose health they touch."""
 
@@ -99,9 +113,11 @@ class Isolation:
 
     def prepared(self, kernel: Kernel) -> Kernel:
         """The kernel as this process has it: itself, or one of the same name that runs in a worker."""
-        place = self.place_of(kernel)
-        if place is None or kernel.isolated or kernel.descriptor or kernel.backend == "reference":
+        if isinstance(kernel.load, LoadElsewhere):
             return kernel
+        place = self.place_of(kernel)
+        if place is None or kernel.load is reference_kernel(table.get(kernel.op)).load:
+            return dataclasses.replace(kernel, isolated="") if kernel.isolated else kernel
         order = frames.LoadOrder(kernel.id, kernel.op, self._plugins_here(), kernel.origin)
         return self._isolated(kernel, place, order)
 
@@ -114,17 +130,13 @@ class Isolation:
         self._names[kernel.backend, place, order.kernel] = kernel.id
         compiles = kernel.compile is not None
 
-        def load() -> Callable[..., Any]:
-            worker.load(order)
-            return IsolatedCall(worker, order.kernel, table.get(kernel.op))
-
         def compile_there(request: CallSpec) -> None:
             worker.compile(frames.CompileOrder(order.kernel, request))
 
         is_own = place == OWN_INTERPRETER
         return dataclasses.replace(
             kernel,
-            load=load,
+            load=LoadElsewhere(worker, order, kernel.op),
             capability=narrow(kernel.capability),
             efficiency=_priced(kernel.efficiency),
             slow_import=True,

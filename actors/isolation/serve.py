@@ -15,6 +15,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ from layerzero.actors.isolation.descriptions import describe
 from layerzero.actors.isolation.receiver import Receiver
 from layerzero.backends import availability, load_builtin, load_plugins
 from layerzero.backends.builds import check_build
-from layerzero.health.device_faults import lost_device
+from layerzero.health.device_faults import lost_device, text_of
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.kernel import Kernel
 
@@ -78,6 +79,7 @@ class Server:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._pid = os.getpid()
         self._kernels: dict[str, Kernel] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
         self._arenas: dict[str, Arena] = {}
@@ -85,28 +87,37 @@ class Server:
 
     def serve(self) -> None:
         """Answer until the other side is gone."""
-        receive, send, runs = Receiver(self._socket).receive, self._socket.send, self._runs
+        receive, runs, number = Receiver(self._socket).receive, self._runs, 0
         verbs = {
             frames.LOAD: self._load, frames.COMPILE: self._compile, frames.HOST_ARENA: self._take_host_arena,
             frames.DEVICE_ARENA: self._take_device_arena, frames.DESCRIBE: self._describe,
         }  # fmt: skip
         while message := receive():
+            number += 1
             try:
                 if message[:1] == frames.CALL:
                     run = runs.get(message)
                     if run is None:
                         run = self._lay_out(message)
                     run()
-                    reply = b""
+                    reply = frames.DONE
                 else:
-                    reply = verbs[message[:1]](message[1:])
-            except Exception as error:
+                    reply = frames.DONE + verbs[message[:1]](message[1:])
+                    if len(reply) > frames.MAX_MESSAGE - frames.NUMBER:
+                        raise ValueError(
+                            f"an answer needs at most {frames.MAX_MESSAGE} bytes, got {len(reply)}"
+                        )
+            except (Exception, SystemExit) as error:
                 if lost_device(error):  # this process's alone: the answer would be taken for the caller's
                     traceback.print_exc()
                     os._exit(1)
-                send(frames.FAULT + msgspec.msgpack.encode(_fault(error)))
-            else:
-                send(frames.DONE + reply)
+                reply = frames.FAULT + msgspec.msgpack.encode(_fault(error))
+            self._send(frames.number_of(number) + reply)
+
+    def _send(self, message: bytes) -> None:
+        if os.getpid() != self._pid:  # a kernel forked, and has returned in the other process, too
+            os._exit(0)
+        self._socket.send(message)
 
     def _lay_out(self, message: bytes) -> Run:
         order = msgspec.msgpack.decode(message[1:], type=frames.CallOrder)
@@ -200,10 +211,16 @@ def origin_kernel(kernel_id: str, origin: str) -> Kernel:
     return kernel
 
 
-def _fault(error: Exception) -> frames.Fault:
+def _fault(error: BaseException) -> frames.Fault:
     reason = error.context.get("reason", "") if isinstance(error, BackendNotAvailableError) else ""
     kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins" or c in _KEPT)
-    return frames.Fault(kind, f"{error}"[:2000], traceback.format_exc()[-8000:], str(reason))
+    text, trace = text_of(error)[:2000], traceback.format_exc()[-8000:]
+    return frames.Fault(kind, _sendable(text), _sendable(trace), str(reason))
+
+
+def _sendable(text: str) -> str:
+    """A text with halves of letters, which no message holds, spelt out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 _KEPT = (torch.OutOfMemoryError, BackendNotAvailableError)
@@ -216,6 +233,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # where memory runs out, this process ends before its caller
     torch.set_num_threads(threads)
     hello = frames.Hello(
         frames.PROTOCOL,

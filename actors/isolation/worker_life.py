@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import struct
@@ -15,9 +16,24 @@ import torch
 from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.arena import Arena
 from layerzero.actors.isolation.receiver import Receiver
+from layerzero.spec.reasons import Reason
 
 _SAID = 16_384
-_LONGEST_S = 1e9
+LONGEST_S = 1e9
+END_S = 10.0  # that a killed process has to end in while a caller waits
+# Not passed on to another interpreter: what tells Python where it lies, and what is named like a secret.
+_KEPT_BACK = re.compile(
+    r"PYTHON|__PYVENV|(.*_)?[A-Z]*(AUTH|CREDENTIALS?|KEYS?|PASSW[A-Z]*|SECRETS?|TOKENS?)(_.*)?$",
+    re.IGNORECASE,
+)
+
+
+class NoAnswerError(Exception):
+    """A process gave no answer to what it was asked; `reason` says why to end it, None where it has ended."""
+
+    def __init__(self, why: str, reason: Reason | None = None) -> None:
+        super().__init__(why)
+        self.reason = reason
 
 
 class WorkerLife:
@@ -27,9 +43,10 @@ class WorkerLife:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self.socket, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * frames.MAX_MESSAGE)
-        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        if path is not None:
-            variables["PYTHONPATH"] = path
+        if path is None:
+            variables = {name: value for name, value in os.environ.items() if not _KEPT_BACK.match(name)}
+        else:
+            variables = {**os.environ, "PYTHONPATH": path}
         arguments = [str(theirs.fileno()), str(torch.get_num_threads())]
         # No pipe: this end can be shut while another process than the worker still has the other.
         self._output, printed = socket.socketpair()
@@ -53,33 +70,61 @@ class WorkerLife:
         self.arenas: dict[str, Arena] = {}
         self.limit_s = 0.0
         self.asked = False  # whether an answer is on its way
+        self._number = 0  # of the last request
         self.said = b""
         self.drained = threading.Event()
+        self._ended = threading.Event()
         self._ending = threading.Lock()
         self._status: int | None = None
 
     def limit(self, seconds: float) -> None:
-        """Let every answer take at most so long."""
+        """Let every answer take at most so long; raises as `ask`."""
         self.limit_s = seconds
         # To the system 0 is no limit, and a number that it cannot hold none at all.
-        timeval = struct.pack("@ll", *divmod(max(1, int(min(seconds, _LONGEST_S) * 1e6)), 1_000_000))
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        timeval = struct.pack("@ll", *divmod(max(1, int(min(seconds, LONGEST_S) * 1e6)), 1_000_000))
+        try:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        except OSError as error:
+            raise NoAnswerError(f"has been ended: {error}") from error
 
     def ask(self, message: bytes) -> bytes:
         """The answer to a message.
 
-        Raises: BlockingIOError: none within the limit. OSError: the process is gone.
+        Raises: NoAnswerError: none within the limit, none that was asked for, or the process is gone.
         """
-        self.asked = True
-        self.socket.send(message)
+        self.send(message)
         return self.answer()
+
+    def send(self, message: bytes, *descriptors: int) -> None:
+        """Begin a request, with the descriptors that it passes on; raises as `ask`."""
+        self.asked = True
+        self._number += 1
+        try:
+            self.socket.send(message)
+            if descriptors:
+                socket.send_fds(self.socket, [b"f"], descriptors)
+        except OSError as error:
+            raise NoAnswerError(f"could not be asked: {error}") from error
 
     def answer(self) -> bytes:
         """The answer to what was sent; raises as `ask`."""
-        reply = self._receiver.receive()
-        if not reply:
-            raise ConnectionResetError("the worker closed its socket")
+        reply = self.hear()
+        if reply[: frames.NUMBER] != frames.number_of(self._number):
+            raise NoAnswerError("answered what it was not asked", Reason.WORKER_CRASHED)
         self.asked = False
+        return reply[frames.NUMBER :]
+
+    def hear(self) -> bytes:
+        """What the process says next; raises as `ask`."""
+        try:
+            reply = self._receiver.receive()
+        except BlockingIOError as error:
+            why = f"gave no answer within {self.limit_s:g} s"
+            raise NoAnswerError(why, Reason.WORKER_HUNG) from error
+        except OSError as error:
+            raise NoAnswerError(f"cannot be heard: {error}") from error
+        if not reply:
+            raise NoAnswerError("closed its socket")
         return reply
 
     def drain(self) -> None:
@@ -90,9 +135,16 @@ class WorkerLife:
         self.drained.set()
 
     def wait(self) -> None:
-        """Return once the process has ended, even where one that it started still has its output."""
+        """Return once the process has ended, even where one that it started has its output or socket."""
         with suppress(ChildProcessError):  # `end` was there before
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        self._ended.set()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Wake who waits for an answer: a copy of the process may keep the other end open."""
+        with suppress(OSError):  # it is closed
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> int:
         """Kill the process and what it started; its status."""
@@ -101,11 +153,23 @@ class WorkerLife:
                 # Not waited for before: until then no other process has its number, which is its group's.
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.process.pid, signal.SIGKILL)
-                self._status = self.process.wait()
+                try:
+                    self._status = self.process.wait(END_S)
+                except subprocess.TimeoutExpired:  # in a driver that does not let it go: `wait` is for that
+                    self._status = -signal.SIGKILL
+                self._hang_up()
                 self.socket.close()
                 with suppress(OSError):  # it was drained to its end
                     self._output.shutdown(socket.SHUT_RD)
             return self._status
+
+    def bury(self, error: NoAnswerError) -> tuple[Reason, str, int]:
+        """End a process that gave no answer; why in a code and in words, and its status."""
+        if error.reason is not None:
+            return error.reason, f"{error}, and was killed", self.end()
+        self._ended.wait(2.0)  # it is on its way out: let it say how
+        status = self.end()
+        return Reason.WORKER_CRASHED, f"ended with {ending(status)}", status
 
     def last_words(self) -> str:
         """The end of what it printed, complete once it has ended."""

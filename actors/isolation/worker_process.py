@@ -7,7 +7,6 @@ limit; a worker that passes it is killed. A caller that waits learns at once, si
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -24,7 +23,8 @@ from layerzero._util.fork_safety import renew_after_fork
 from layerzero._util.version import VERSION
 from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.arena import Arena, DeviceArena, HostArena
-from layerzero.actors.isolation.worker_life import WorkerLife, ending, pause_s
+from layerzero.actors.isolation.worker_life import LONGEST_S, NoAnswerError, WorkerLife, ending, pause_s
+from layerzero.health.device_faults import lost_device
 from layerzero.ops.op import Args
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.reasons import Reason
@@ -69,6 +69,7 @@ class IsolatedWorker:
         self.python = python or sys.executable
         self._path = os.pathsep.join(filter(None, sys.path)) if python is None else None
         self._timeout_s = timeout_s
+        self._patience_s = min(timeout_s, LONGEST_S)
         self._died = died
         self.hello: frames.Hello | None = None
         self.starts = 0
@@ -165,7 +166,7 @@ class IsolatedWorker:
             for order in list(self._loads.values()):
                 self._need_done(life.ask(frames.LOAD + msgspec.msgpack.encode(order)))
             life.limit(self._timeout_s)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (NoAnswerError, msgspec.MsgspecError) as error:
             status = life.end()
             last_words = life.last_words()
             last = last_words.rpartition("\n")[2]
@@ -185,7 +186,7 @@ class IsolatedWorker:
         return life
 
     def _checked_hello(self, life: WorkerLife) -> frames.Hello:
-        hello = decode_packed(life.answer(), frames.Hello)
+        hello = decode_packed(life.hear(), frames.Hello)
         if (hello.protocol, hello.version) != (frames.PROTOCOL, VERSION):
             needs, got = f"layerzero-runtime {VERSION}", hello.version
             message = f"the environment of {self.python} needs {needs}, got {got}"
@@ -246,12 +247,12 @@ class IsolatedWorker:
                 life.limit(START_S)
                 reply = life.ask(message)
                 life.limit(self._timeout_s)
-                error: OSError | None = None
-            except OSError as caught:
+                error: NoAnswerError | None = None
+            except NoAnswerError as caught:
                 error = caught
                 self._life = None
             except BaseException:
-                self._interrupted(life)
+                self._interrupted()
                 raise
         if error is not None:
             raise self._lost(life, kernel, error) from error
@@ -262,19 +263,23 @@ class IsolatedWorker:
 
         Raises: WorkerError: it gave no answer. Exception: what the kernel raised, its traceback as a note.
         """
-        with self._lock:
+        if not self._lock.acquire(timeout=self._patience_s):  # as while it loads another kernel
+            message = f"the process of {self.name!r} had other work for {self._timeout_s:g} s"
+            raise WorkerError(message, Reason.WORKER_HUNG)
+        try:
             life = self._alive()
-            try:
-                reply = self._answered(life, frame, args)
-                if reply == frames.DONE:
-                    return self._outputs(life, frame)
-                error: OSError | None = None
-            except OSError as caught:
-                error = caught
-                self._life = None
-            except BaseException:
-                self._interrupted(life)
-                raise
+            reply = self._answered(life, frame, args)
+            if reply == frames.DONE:
+                return self._outputs(life, frame)
+            error: NoAnswerError | None = None
+        except NoAnswerError as caught:
+            error = caught
+            self._life = None
+        except BaseException:
+            self._interrupted()
+            raise
+        finally:
+            self._lock.release()
         raise self._raised(reply) if error is None else self._lost(life, kernel, error) from error  # pyright: ignore[reportPossiblyUnboundVariable]
 
     def _answered(self, life: WorkerLife, frame: frames.Frame, args: Args) -> bytes:
@@ -309,9 +314,7 @@ class IsolatedWorker:
             except OSError as error:  # of this process: the worker has no part in it
                 raise MemoryError(f"no shared memory of {needed} bytes: {error}") from error
             try:
-                life.asked = True
-                life.socket.send(frames.HOST_ARENA + str(arena.size).encode())
-                socket.send_fds(life.socket, [b"f"], [descriptor])
+                life.send(frames.HOST_ARENA + str(arena.size).encode(), descriptor)
             finally:
                 os.close(descriptor)
             self._need_done(life.answer())
@@ -333,33 +336,21 @@ class IsolatedWorker:
             raise WorkerError(f"the process of {self.name!r} is being started", Reason.WORKER_FAILED)
         return life
 
-    def _interrupted(self, life: WorkerLife) -> None:
+    def _interrupted(self) -> None:
         """Something else than an answer has ended a request: a later one would be given its answer."""
-        if life.asked:
+        life = self._life
+        if life is not None and life.asked:
             self._life = None
             life.end()
 
-    def _lost(self, life: WorkerLife, kernel: str | None, error: OSError) -> WorkerError:
+    def _lost(self, life: WorkerLife, kernel: str | None, error: NoAnswerError) -> WorkerError:
         """What a request gets whose process did not answer; that is dead afterwards, and health knows."""
-        reason, why, status, last_words = self._buried(life, hung=isinstance(error, BlockingIOError))
+        reason, why, status = life.bury(error)
+        message = f"the process of {self.name!r} {why} under {kernel}"
+        lost = WorkerError(message, reason, status, life.last_words())
         if not self._closing.is_set():
             self._tell(kernel, reason, why, status)
-        return WorkerError(f"the process of {self.name!r} {why} under {kernel}", reason, status, last_words)
-
-    def _buried(self, life: WorkerLife, *, hung: bool) -> tuple[Reason, str, int, str]:
-        """End a process that gave no answer; why in a code and in words, its status and what it said."""
-        if not hung:  # it is on its way out: let it say how
-            life.drained.wait(2.0)
-        status = life.end()
-        last_words = life.last_words()
-        if hung:
-            return (
-                Reason.WORKER_HUNG,
-                f"gave no answer within {life.limit_s:g} s, and was killed",
-                status,
-                last_words,
-            )
-        return Reason.WORKER_CRASHED, f"ended with {ending(status)}", status, last_words
+        return lost
 
     def _need_done(self, reply: bytes) -> bytes:
         """What a reply carries.
@@ -380,6 +371,8 @@ class IsolatedWorker:
             raised: Exception = self._unavailable(fault.message, reason)
         else:
             raised = _KINDS.get(fault.kind, RuntimeError)(fault.message)
+        if lost_device(raised):  # its process would have ended: its word does not lose the caller's card
+            raised = WorkerError(f"the process of {self.name!r} answered {fault.kind}", Reason.WORKER_FAILED)
         raised.add_note(f"in the process of {self.name!r}:\n{fault.traceback}")
         return raised
 

@@ -159,6 +159,6 @@ def _announced(group: str, name: str, what: str) -> _Announced | None:
     try:
         value = entry_points[0].load()
         return _Announced(value() if callable(value) else value)
-    except Exception as error:  # whatever a stranger's module raises
+    except (Exception, SystemExit) as error:  # whatever a stranger's module raises
         message = f"{what} {name!r} does not load: {type(error).__name__}: {error}"
         raise BackendNotAvailableError(message, backend=name) from error

@@ -26,11 +26,19 @@ _STICKY = (
 )
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says, or its class where a kernel's own class of errors cannot say it."""
+    try:
+        return str(error)
+    except Exception:
+        return type(error).__name__
+
+
 def lost_device(error: BaseException | None) -> str | None:
     """The sentence of a fault that ends the process, found in an error or in its causes; None otherwise."""
     seen = 0
     while error is not None and seen < 8:
-        text = str(error).lower()
+        text = text_of(error).lower()
         if "cuda" in text or "accelerator" in type(error).__name__.lower():
             for sentence in _STICKY:
                 if sentence in text:

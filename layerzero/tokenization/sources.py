@@ -9,12 +9,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from layerzero._util.files import read_given
 from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.spec.reasons import Reason
 from layerzero.tokenization.codecs import Codec, HuggingFace, SentencePiece, Tiktoken, mistral
 from layerzero.tokenization.templates import ChatTemplate, MistralTemplate, Template
 
 _MAX_FILE = 256 << 20
+_MAX_BESIDE = 16 << 20  # of the files beside it: a configuration, a chat template
 Opened = tuple[Codec, Template | None]
 
 # What is asked for by name, and what brings it.
@@ -84,12 +86,7 @@ def open_file(path: Path) -> Opened:
         raise ConfigurationError(f"source needs a file like {', '.join(READERS)}, got {path}")
     module, open_it = read
     library(module)
-    try:
-        if path.stat().st_size > _MAX_FILE:
-            raise ConfigurationError(f"source needs a file of at most {_MAX_FILE >> 20} MiB, got {path}")
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"source needs a readable {path.name}, got {path}: {error}") from error
+    data = _read(path, _MAX_FILE)
     try:
         return open_it(path, data)
     except ConfigurationError:
@@ -157,7 +154,7 @@ def load_template(folder: Path) -> ChatTemplate | None:
     source = config.get("chat_template")
     own_file = folder / "chat_template.jinja"
     if own_file.exists():
-        source = own_file.read_text(encoding="utf-8")
+        source = _decoded(own_file, bytes.decode)
     return _template(source, config)
 
 
@@ -184,12 +181,23 @@ def _template(source: Any, tokens: Mapping[str, Any]) -> ChatTemplate | None:
 
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"source needs a readable tokenizer_config.json, got {path}: {error}"
-        ) from error
+    config = _decoded(path, json.loads) if path.exists() else {}
     if not isinstance(config, dict):
         raise ConfigurationError(f"source needs an object in tokenizer_config.json, got {path}")
     return config
+
+
+def _decoded(path: Path, decode: Callable[[bytes], Any]) -> Any:
+    """What is in a file beside a tokenizer's."""
+    data = _read(path, _MAX_BESIDE)
+    try:
+        return decode(data)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"source needs a readable {path.name}, got {path}: {error}") from error
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        return read_given(path, limit)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"source needs a readable {path.name}, got {path}: {error}") from error

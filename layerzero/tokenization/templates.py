@@ -10,9 +10,13 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from layerzero._util.version import installed_version
 from layerzero.spec.errors import ChatTemplateError
+from layerzero.spec.kernel import version
 
 Message = Mapping[str, Any]
+# CVE-2024-56326 and CVE-2025-27516: before, a template could reach `str.format` and run code.
+_SAFE = (3, 1, 6)
 
 
 class ChatTemplate:
@@ -20,10 +24,15 @@ class ChatTemplate:
 
     It runs in jinja2's sandbox: it changes none of its arguments and reaches no attribute that begins with an
     underscore. What a message holds is a value, never a template.
-    Raises: ChatTemplateError: the source is no template.
+    Raises: ChatTemplateError: the source is no template, or the installed jinja2 has a sandbox with holes.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        installed = installed_version("jinja2") or ""
+        if version(installed) < _SAFE:  # torch brings jinja2 of any release
+            raise ChatTemplateError(
+                f"chat_template needs jinja2>=3.1.6, whose sandbox holds, got {installed}"
+            )
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -32,7 +41,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except Exception as error:  # jinja2's, and Python's of what jinja2 makes of it
             raise ChatTemplateError(f"chat_template needs a jinja2 template: {error}") from error
         self._source, self._special = source, dict(special_tokens or {})
 

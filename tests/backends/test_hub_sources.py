@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import os
-import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from layerzero.backends.hub import Hub, hub_kernel, lock_folder, sources
+from layerzero.backends.hub import Hub, hub_kernel, lock_folder
 from layerzero.perfdb import versions_of
 from layerzero.spec.capability import Capability
 from layerzero.spec.errors import BackendNotAvailableError
@@ -24,7 +20,7 @@ from tests.children import run
 _DOWNLOAD = """
 import json, sys, torch
 from layerzero.backends.hub import Hub
-from layerzero.spec.errors import BackendNotAvailableError
+from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
 
 folder, lockfile, allowed, *names = sys.argv[1:]
 hub = Hub(folder, lockfile, allow=allowed.split(","))
@@ -211,94 +207,3 @@ def test_where_a_signature_is_asked_for_one_that_is_missing_or_damaged_is_refuse
     with pytest.raises(BackendNotAvailableError, match="signature does not hold: SignatureBundleInvalid"):
         signed.load(REPOSITORY)
     assert not shelf.ran.exists()
-
-
-# -- archives ---------------------------------------------------------------------------------------------
-
-
-def files_only(shelf: Shelf, packed: bool = True) -> Path:
-    """An archive of the shelf's files."""
-    path = shelf.folder.parent / "kernels.tar"
-    with tarfile.open(path, "w:gz" if packed else "w") as file:
-        for each in sorted(p for p in shelf.folder.rglob("*") if p.is_file()):
-            file.add(each, each.relative_to(shelf.folder).as_posix())
-    return path
-
-
-def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 0) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname, info.size = kind, link, size
-    return info
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_an_archive_of_what_was_locked_is_taken(shelf: Shelf, packed: bool) -> None:
-    """Its files are in the folder afterwards, in place of what was there."""
-    path = files_only(shelf, packed)
-    hub = Hub(shelf.folder.parent / "here", shelf.lockfile, allow=[REPOSITORY])
-    hub.folder.mkdir()
-    (hub.folder / REPOSITORY).mkdir(parents=True)
-    (hub.folder / REPOSITORY / "old.py").touch()
-    assert hub.unpack(path) == [hub.verified(REPOSITORY)] == [hub.folder / REPOSITORY]
-
-
-def holes() -> tarfile.TarInfo:
-    """A locked name whose content is a hole: bytes that no archive holds, without a bound."""
-    info = member(f"{REPOSITORY}/build/torch-cpu/__init__.py")
-    info.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(4 << 20)}
-    return info
-
-
-ATTACKS: list[tuple[str, Callable[[], tuple[tarfile.TarInfo, bytes]], str]] = [
-    ("symlink", lambda: (member(f"{REPOSITORY}/build/x", tarfile.SYMTYPE, "/etc/passwd"), b""), "is a link"),
-    ("hardlink", lambda: (member(f"{REPOSITORY}/build/x", tarfile.LNKTYPE, "/etc/passwd"), b""), "is a link"),
-    ("device", lambda: (member(f"{REPOSITORY}/build/x", tarfile.CHRTYPE), b""), "is no plain file"),
-    ("fifo", lambda: (member(f"{REPOSITORY}/build/x", tarfile.FIFOTYPE), b""), "is no plain file"),
-    ("holes", lambda: (holes(), b""), "holds what the archive does not"),
-    ("absolute", lambda: (member("/etc/evil", size=1), b"x"), "is no <owner>/<name>"),
-    ("upward", lambda: (member("../../evil", size=1), b"x"), "is no <owner>/<name>"),
-    ("inside", lambda: (member(f"{REPOSITORY}/../../evil", size=1), b"x"), "is not in the lock file"),
-    ("surplus", lambda: (member(f"{REPOSITORY}/build/more.py", size=1), b"x"), "is not in the lock file"),
-    ("stranger", lambda: (member("evil/code/build/x", size=1), b"x"), "is not on the allow list"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("attack", "words"), [pytest.param(make, w, id=name) for name, make, w in ATTACKS])
-def test_an_archive_with_anything_else_is_refused_whole(
-    shelf: Shelf, attack: Callable[[], tuple[tarfile.TarInfo, bytes]], words: str
-) -> None:
-    """Links, devices, pipes, absolute and upward paths, files that are not locked: nothing is written."""
-    with tarfile.open(shelf.folder.parent / "attack.tar", "w") as file:
-        for each in sorted(p for p in shelf.folder.rglob("*") if p.is_file()):
-            file.add(each, each.relative_to(shelf.folder).as_posix())
-        info, content = attack()
-        file.addfile(info, io.BytesIO(content))
-    path = shelf.folder.parent / "attack.tar"
-    hub = Hub(shelf.folder.parent / "here", shelf.lockfile, allow=[REPOSITORY])
-    with pytest.raises(BackendNotAvailableError, match=words):
-        hub.unpack(path)
-    assert not hub.folder.exists() and not (shelf.folder.parent / "evil").exists()
-
-
-def test_a_bomb_a_cut_archive_and_another_byte_are_refused(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unpacking stops at the bound, in a file's content as well as in a header that claims to be long."""
-    monkeypatch.setattr(sources, "MAX_BYTES", 1 << 20)
-    hub = Hub(shelf.folder.parent / "here", shelf.lockfile, allow=[REPOSITORY])
-    path = shelf.folder.parent / "bomb.tar.gz"
-    name = f"{REPOSITORY}/build/torch-cpu/__init__.py"
-    for info in (member(name, size=8 << 20), member("pax", b"x", size=8 << 20)):
-        with gzip.open(path, "wb") as file:
-            file.write(info.tobuf(tarfile.PAX_FORMAT) + bytes(8 << 20))
-        with pytest.raises(BackendNotAvailableError, match="holds more than 1048576 bytes"):
-            hub.unpack(path)
-    whole = files_only(shelf).read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(BackendNotAvailableError, match=r"no whole archive|is locked and not there"):
-        hub.unpack(path)
-    code = shelf.variant / "__init__.py"
-    code.write_bytes(code.read_bytes() + b"#")
-    with pytest.raises(BackendNotAvailableError, match="is not what was locked"):
-        hub.unpack(files_only(shelf))
-    assert not hub.folder.exists()

@@ -31,6 +31,8 @@ version = "1.5"
 [project.entry-points."layerzero.backends"]
 acme = "acme_kernels:kernels"
 broken = "acme_kernels.broken:kernels"
+quits = "acme_kernels.quits:kernels"
+late = "acme_kernels:late"
 nothing = "acme_kernels:nothing"
 clash = "acme_kernels:clash"
 odd = "acme_kernels:odd"
@@ -68,6 +70,7 @@ def lie(x, weight, eps):
     return wide if x.dtype != __import__("torch").float32 else wide + 1
 
 liar = [dataclasses.replace(OWN, id="liar.rms_norm", backend="liar", load=lambda: lie)]
+late = [dataclasses.replace(OWN, id="late.rms_norm", backend="late", load=lambda: __import__("sys").exit(3))]
 odd = [dataclasses.replace(OWN, id="acme.fourier", op="fourier")]
 """
 X = torch.randn(4, 16)
@@ -81,6 +84,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (source / "pyproject.toml").write_text(PROJECT)
     (source / "acme_kernels" / "__init__.py").write_text(MODULE)
     (source / "acme_kernels" / "broken.py").write_text("raise OSError('libacme.so: cannot open')\n")
+    (source / "acme_kernels" / "quits.py").write_text("import sys\nsys.exit('no license')\n")
     command = [
         sys.executable,
         "-m",
@@ -199,6 +203,7 @@ def test_policy_files_and_the_command_know_an_allowed_backend(
             "'nobody' is allowed but no installed distribution announces",
         ),
         ("broken", lz.BackendNotAvailableError, r"'broken' does not load: OSError: libacme\.so"),
+        ("quits", lz.BackendNotAvailableError, "'quits' does not load: SystemExit: no license"),
         ("nothing", lz.ConfigurationError, "'nothing' needs to give a sequence of Kernel, got str"),
         ("clash", lz.ConfigurationError, r"two kernels are named 'reference\.rms_norm'"),
         (
@@ -217,6 +222,16 @@ def test_a_backend_that_is_allowed_and_cannot_be_had_is_an_error(name: str, erro
         pass
     told = CliRunner().invoke(main, ["kernels"], env={"LAYERZERO_PLUGINS": name})
     assert told.exit_code == 2 and name in told.output
+
+
+def test_a_kernel_whose_loading_ends_the_process_ends_itself_alone() -> None:
+    """`sys.exit()` in what it imports is a failed import: it is blocked, and the next kernel answers."""
+    with lz.start(lz.Settings(plugins=("late",), warm="off"), scoped=True) as runtime, lz.prefer("late"):
+        runtime.device().warm(["late.rms_norm"])
+        layerzero.sync.rms_norm(X)
+        assert chosen().kernel != "late.rms_norm"
+        blocked = runtime.device().registry.blocked()["late.rms_norm"]
+        assert blocked.reason == "BACKEND_IMPORT_FAILED" and "SystemExit: 3" in blocked.got
 
 
 def test_a_plugin_that_lies_about_what_it_takes_is_found_out() -> None:

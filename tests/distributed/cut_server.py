@@ -7,9 +7,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 
@@ -63,6 +64,13 @@ class Trial:
         print(f"half open towards {towards}: {seconds:.1f} s, and {time.monotonic() - began - seconds:.1f} s")
         return {"texts": got, "moved": self.service.moved - moved, "statuses": statuses}
 
+    async def forgetful(self, towards: int) -> dict[str, Any]:
+        """The same, where a request that moves begins anew: nothing keeps a token from coming twice."""
+        from server import replica
+
+        with patch.object(replica, "generate", from_the_start):
+            return await self.half_open(towards)
+
     async def delay(self) -> dict[str, Any]:
         """A slow line is no lost one."""
         moved = self.service.moved
@@ -115,6 +123,14 @@ class Trial:
         return event
 
 
+async def from_the_start(choice: Any, so_far: Sequence[Any] = ()) -> AsyncIterator[Any]:
+    """A replica's tokens, those of them too that were delivered."""
+    from server.replica import generate
+
+    async for item in generate(choice):
+        yield item
+
+
 async def trials(server: Running, cable: str) -> dict[str, Any]:
     """All of them, one after the other."""
     trial = Trial(server, cable)
@@ -122,6 +138,7 @@ async def trials(server: Running, cable: str) -> dict[str, Any]:
     said["delay"] = await trial.delay()
     said["towards the replica"] = await trial.half_open(2)
     said["towards the server"] = await trial.half_open(1)
+    said["without the guard"] = await trial.forgetful(1)
     said["nobody"] = await trial.nobody()
     return said
 

@@ -1,9 +1,10 @@
 """One rank of two, in a process on a host of its own, for `test_hosts.py`.
 
-    spread.py NAMESPACE FOLDER RANK HOST PORT
+    spread.py NAMESPACE FOLDER RANK HOST PORT MOMENT
 
 Rank 1's host booted a day before the other one, and its time of day is an hour ahead. A rank prints one JSON
-line an epoch. In the first one rank 0 runs steps until the network fails; what the test tells it is a file.
+line an epoch. In the first one rank 0 runs steps until the network fails: at any moment, or, where MOMENT is
+"in a step", while rank 1 is in one. What the test tells the ranks is a file.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.hosting.cable import inside
 
 NAMESPACE, FOLDER, RANK = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 STORE = (sys.argv[4], int(sys.argv[5]))
+IN_A_STEP = sys.argv[6:] == ["in a step"]
 DAY_S, HOUR_S = 86_400, 3600.0
 TIMEOUT_S = 2.0
 WIDE, OUT = 16, 4
@@ -54,6 +56,10 @@ async def epoch(number: int, enough: int) -> dict[str, Any]:
 
     def step(x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = lz.sync.linear(x.chunk(2, dim=1)[RANK].contiguous(), own)
+        if RANK and IN_A_STEP and not number and float(x[0, 0]) == 4.0:
+            (FOLDER / "stepping").touch()
+            while not (FOLDER / "cut").exists():
+                time.sleep(0.01)
         dist.all_reduce(out)
         return out
 
@@ -74,7 +80,7 @@ async def epoch(number: int, enough: int) -> dict[str, Any]:
                 x = torch.full((1, WIDE), float(said["right"] + 1))
                 out = await called(said["right"], x)
                 said["right" if torch.allclose(out, x @ whole.T, atol=1e-4) else "wrong"] += 1
-                if said["right"] == 3:
+                if said["right"] == 3 and not IN_A_STEP:
                     (FOLDER / "stepping").touch()
                 await asyncio.sleep(0.005)
     except lz.LayerZeroError as error:

@@ -128,8 +128,9 @@ def test_ranks_on_both_sides_of_a_cut_learn_one_outcome(
 # -- rank groups ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("moment", ["at any moment", "in a step"])
 def test_a_rank_group_over_two_hosts_ends_at_a_cut_and_goes_on_under_the_next_epoch(
-    hosts: Network, tmp_path: Path
+    hosts: Network, tmp_path: Path, moment: str
 ) -> None:
     """Sums over the cable, on hosts whose clocks differ: none is wrong, and no rank joins an epoch twice."""
     server, (host, port) = at(hosts, 1, lambda: open_store(ADDRESSES[1], LIMIT_S)).result(LIMIT_S)
@@ -139,7 +140,7 @@ def test_a_rank_group_over_two_hosts_ends_at_a_cut_and_goes_on_under_the_next_ep
     shape(hosts.cable, delay_s=0.003, towards=2)
     ranks = [
         Child(
-            forked.PROGRAM, script, name, str(tmp_path), str(rank), host, str(port),
+            forked.PROGRAM, script, name, str(tmp_path), str(rank), host, str(port), moment,
             folder=tmp_path, variables=variables,
         )
         for rank, name in enumerate((hosts.first, hosts.second))
@@ -147,7 +148,12 @@ def test_a_rank_group_over_two_hosts_ends_at_a_cut_and_goes_on_under_the_next_ep
     try:
         wait_for(lambda: (tmp_path / "stepping").exists() or not all(r.process.is_alive() for r in ranks))
         cut(hosts.cable)
-        wait_for(lambda: len(list(tmp_path.glob("ended-*"))) == 2 or not ranks[0].process.is_alive())
+        (tmp_path / "cut").touch()
+        ended = [tmp_path / f"ended-{rank}" for rank in range(2)]
+        wait_for(lambda: all(e.exists() for e in ended) or not all(r.process.is_alive() for r in ranks))
+        assert all(each.exists() for each in ended), [
+            (each.out.read_text(), each.err.read_text()) for each in ranks
+        ]
         mend(hosts.cable)
         (tmp_path / "mended").touch()
         printed = [each.ended() for each in ranks]

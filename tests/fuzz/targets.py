@@ -19,6 +19,7 @@ import click
 from layerzero.actors.isolation.descriptions import rename_kernels
 from layerzero.actors.rpc.message_stream import MessageStream
 from layerzero.backends import load_builtin
+from layerzero.backends.hub.archive import unpack_files
 from layerzero.checkpoints import load_quantized
 from layerzero.cli.common.call_arguments import build_call
 from layerzero.formats.errors import FormatError
@@ -36,6 +37,7 @@ from layerzero.selection.dispatch_table import DispatchTable
 from layerzero.selection.policy.load import environment_policy, parse_policy
 from layerzero.spec import capability_overlays
 from layerzero.spec.errors import (
+    BackendNotAvailableError,
     BundleRefusedError,
     CacheCorruptionError,
     ConfigurationError,
@@ -128,6 +130,10 @@ def _manifest(data: bytes) -> None:
 
 def _bundle(data: bytes) -> None:
     Archive(Path("input"), sealed.bundle(data))
+
+
+def _hub_archive(data: bytes) -> None:
+    unpack_files(_stored(sealed.tar(data)), lambda name: ("a/b", lambda path, content: None))
 
 
 def _baseline(data: bytes) -> None:
@@ -234,6 +240,17 @@ _RULES = (
     b"until:",
 )
 _ZIP = (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"\1\0", b"\xff" * 4)
+_TAR = (
+    b"ustar\x00",
+    b"x",
+    b"L",
+    b"g",
+    b"S",
+    b"00000000144",
+    b"20 path=a/b/c\n",
+    b"GNU.sparse.major=1",
+    b"\0" * 512,
+)
 _PACKED = (
     b"\xc0",
     b"\xdc\xff\xff",
@@ -255,6 +272,7 @@ TARGETS = {
         Target("capabilities", _capabilities, (ConfigurationError, CacheCorruptionError), _JSON),
         Target("manifest", _manifest, (ConfigurationError,), _JSON),
         Target("bundle", _bundle, (BundleRefusedError,), _ZIP),
+        Target("hub_archive", _hub_archive, (BackendNotAvailableError,), _TAR),
         Target("baseline", _baseline, (BaselineRefusedError,), _JSON),
         Target("report", _report, (FileRefusedError,), (*_JSON, b"<html>", b"<script", b"</script>")),
         Target("record", _record, (), _JSON),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import layerzero as lz
 from layerzero.spec.errors import ConfigurationError
+from layerzero.tokenization import sources, templates
 from layerzero.tokenization.sources import load_template
 from layerzero.tokenization.tokenizer import Tokenizer
 from tests.tokenization.made import encoding, processor, trained
@@ -87,8 +89,25 @@ def test_a_message_is_never_a_template() -> None:
     """Braces in a message are text, and a format reaches no attribute of the inside."""
     content = "{{ 7 * 7 }} {0.__class__}"
     assert lz.ChatTemplate("{{ messages[0].content }}").render([{"content": content}]) == content
-    formatted = lz.ChatTemplate("{{ '{0.__class__}'.format(messages) }}").render([{"content": content}])
-    assert "class" not in formatted
+    for source in (
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ ('{0.__class__}' | attr('format'))(messages) }}",
+        "{% set form = '{0.__class__}'.format %}{{ form(messages) }}",
+        "{% set form = '{a.__class__}'.format_map %}{{ form({'a': messages}) }}",
+    ):
+        try:
+            said = lz.ChatTemplate(source).render([{"content": content}])
+        except lz.ChatTemplateError:
+            continue
+        assert "class" not in said, source
+
+
+@pytest.mark.parametrize("installed", ["3.1.5", "2.11.3"])
+def test_a_sandbox_with_known_holes_is_not_used(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
+    """torch brings jinja2 of any release, whatever our extra asks for."""
+    monkeypatch.setattr(templates, "installed_version", lambda name: installed)
+    with pytest.raises(lz.ChatTemplateError, match=rf"needs jinja2>=3\.1\.6, .* got {installed}"):
+        lz.ChatTemplate("{{ messages }}")
 
 
 def test_the_template_of_a_folder_is_found(tmp_path: Path) -> None:
@@ -109,15 +128,35 @@ def test_the_template_of_a_folder_is_found(tmp_path: Path) -> None:
     assert found is not None and found.render(MESSAGES) == "three"
     trained().save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer(tmp_path).render(MESSAGES) == "three"
-    for content in ("{", "[]"):
-        config.write_text(content)
+    for content in ("{", "[]", "[" * 100_000, b"\xff"):
+        config.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(ConfigurationError, match=r"tokenizer_config\.json"):
             Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_each_file_of_a_folder_has_a_bound_and_is_a_plain_one(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A larger one is refused by name, and so is a pipe, which nobody may ever write to."""
+    trained().save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(sources, "_MAX_FILE", 1 << 20)
+    monkeypatch.setattr(sources, "_MAX_BESIDE", 1 << 16)
+    path = tmp_path / name
+    path.write_bytes(b" " * ((1 << 20) + 1))
+    with pytest.raises(ConfigurationError, match=rf"a readable {name}.* has more than \d+ bytes"):
+        Tokenizer(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigurationError, match=rf"a readable {name}.* no plain file"):
+        Tokenizer(tmp_path)
+
+
 def test_what_cannot_be_a_template_is_named() -> None:
     """A template that does not parse, and a tokenizer that has none."""
-    with pytest.raises(lz.ChatTemplateError, match="chat_template needs a jinja2 template"):
-        lz.ChatTemplate("{% if %}")
+    deep = "{% for each in messages %}" * 30 + "{% endfor %}" * 30
+    for source in ("{% if %}", deep, "{{ " + "(" * 10_000 + ")" * 10_000 + " }}"):
+        with pytest.raises(lz.ChatTemplateError, match="chat_template needs a jinja2 template"):
+            lz.ChatTemplate(source)
     with pytest.raises(ValueError, match="messages needs a tokenizer with a chat template, got none"):
         Tokenizer(encoding()).encode_chat(MESSAGES)

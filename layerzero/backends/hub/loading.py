@@ -42,7 +42,7 @@ def load_module(repository: str, copy: Path, version: int | None, *, signed: boo
         writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
         try:
             module: ModuleType = library.get_local_kernel(copy)
-        except (FileNotFoundError, ValueError, ImportError, OSError, RuntimeError) as error:
+        except (Exception, SystemExit) as error:  # whatever a stranger's module raises
             why = f"{type(error).__name__}: {error}"[:400]
             raise refusal(repository, why, Reason.BACKEND_PLATFORM_BUILD) from error
         finally:

@@ -9,6 +9,7 @@ archive, both with files that were locked and nothing else; of the variants for 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -22,9 +23,10 @@ from typing import Any
 import msgspec
 
 from layerzero._util.files import decode_json, own_user_folder, read_bounded, read_given
+from layerzero.backends.hub.archive import MAX_BYTES, Check, unpack_files
 from layerzero.backends.hub.loading import load_module
 from layerzero.backends.hub.refusal import refusal
-from layerzero.backends.hub.sources import Check, download_files, unpack_files
+from layerzero.backends.hub.sources import download_files
 from layerzero.spec.capability import Capability
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.kernel import Efficiency, Kernel
@@ -32,6 +34,8 @@ from layerzero.spec.reasons import Reason
 
 # Owner and name as the hub spells them; no dot in front, so that no part can be `..`.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+# No part is empty, `.` or `..`.
+_PATH = re.compile(r"(?!\.{0,2}(/|$))[^/\0]+(/(?!\.{0,2}(/|$))[^/\0]+)*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LIBC = re.compile(rb"GLIBC_(\d+)\.(\d+)")
 _CXX = re.compile(rb"GLIBCXX_3\.4\.(\d+)")
@@ -40,7 +44,7 @@ _ANY_LIBC: tuple[int, int] = (0, 0)
 _MOST_LIBC = (2, 28)
 _MOST_CXX = 30
 _MAX_LOCK = 16 << 20
-_MAX_FILE = 8 << 30
+_MAX_TURNS = 100
 
 
 class Locked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,15 +124,13 @@ class Hub:
         return [self._place(repository, files) for repository, files in repositories.items()]
 
     def _place(self, repository: str, files: Mapping[str, bytes]) -> Path:
-        """Put checked files in place of a repository's folder."""
+        """Put checked files in place of a repository's folder, never through a link."""
         where = self.folder / repository
         try:
             where.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".new-", dir=self.folder) as draft:
                 _write_all(Path(draft) / "new", files)
-                if os.path.lexists(where):
-                    where.replace(Path(draft) / "old")
-                (Path(draft) / "new").replace(where)
+                _exchange(Path(draft), where)
         except OSError as error:
             raise refusal(repository, f"it cannot be written to {where}: {error}") from error
         return where
@@ -161,11 +163,9 @@ class Hub:
             copy = base / name / repository
             if not _intact(copy, entry):
                 with tempfile.TemporaryDirectory(prefix="new-", dir=base) as draft:
-                    _write_all(Path(draft) / "copy" / repository, dict(_pieces(repository, where, entry)))
-                    with suppress(FileNotFoundError):
-                        (base / name).replace(Path(draft) / "damaged")
-                    with suppress(OSError):  # another process was quicker; what it made is looked at below
-                        (Path(draft) / "copy").replace(base / name)
+                    _write_all(Path(draft) / "new" / repository, dict(_pieces(repository, where, entry)))
+                    if not _intact(copy, entry):  # another process may have been quicker, and runs from it
+                        _exchange(Path(draft), base / name)
             if not _intact(copy, entry):
                 raise refusal(repository, f"its copy in {copy} is not what was locked")
         except OSError as error:
@@ -247,6 +247,10 @@ def _read(path: Path) -> dict[str, Locked]:
         if name in locked:
             raise ConfigurationError(f"lockfile needs each repository once, got {name} twice")
         for file, digest in entry.files.items():
+            if not _PATH.fullmatch(file):
+                raise ConfigurationError(
+                    f"lockfile needs paths inside the repository, got {file!r} of {name}"
+                )
             if not _SHA256.fullmatch(digest):
                 raise ConfigurationError(f"lockfile needs SHA-256 digests in hex, got {digest!r} for {file}")
         locked[name] = entry
@@ -314,11 +318,31 @@ def _write_all(folder: Path, files: Mapping[str, bytes]) -> None:
         target.write_bytes(content)
 
 
+def _exchange(draft: Path, where: Path) -> None:
+    """Put `<draft>/new` in place of the folder `where`, which goes into `draft`; others may do it, too.
+
+    Raises: OSError: it cannot be put there; the folder around it is a link.
+    """
+    around = os.open(where.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        for turn in range(_MAX_TURNS):
+            with suppress(FileNotFoundError):
+                os.rename(where.name, draft / f"old-{turn}", src_dir_fd=around)
+            try:
+                os.rename(draft / "new", where.name, dst_dir_fd=around)
+                return
+            except OSError as error:  # another process has put its own there in between
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or turn == _MAX_TURNS - 1:
+                    raise
+    finally:
+        os.close(around)
+
+
 def _intact(copy: Path, entry: Locked) -> bool:
     """Whether a copy holds every locked file; what Python has compiled beside them is this user's own."""
     try:
         return all(
-            _digest(read_bounded(copy / path, _MAX_FILE)) == locked for path, locked in entry.files.items()
+            _digest(read_bounded(copy / path, MAX_BYTES)) == locked for path, locked in entry.files.items()
         )
     except (OSError, ValueError):
         return False
@@ -326,7 +350,7 @@ def _intact(copy: Path, entry: Locked) -> bool:
 
 def _content(repository: str, path: Path) -> bytes:
     try:
-        return read_given(path, _MAX_FILE)
+        return read_given(path, MAX_BYTES)
     except (OSError, ValueError) as error:
         raise refusal(repository, f"{path.name} cannot be read: {error}") from error
 

@@ -17,7 +17,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-SEGV, ABORT, KILL, HANG, RAISE, SHORT, SCRIBBLE = (1001.0 + n for n in range(7))
+SEGV, ABORT, KILL, HANG, RAISE, SHORT, SCRIBBLE, FORK, LEAVE = (1001.0 + n for n in range(9))
 SOURCE = r"""
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -34,6 +34,11 @@ static PyObject *rms(PyObject *self, PyObject *args) {
     if (x[0] == 1002.0f) abort();
     if (x[0] == 1003.0f) raise(SIGKILL);
     if (x[0] == 1004.0f) for (;;) sleep(1);  /* with the lock held: nothing else of the process runs */
+    if (x[0] == 1008.0f && !fork()) usleep(50000);  /* a copy of the process that returns as well, later */
+    if (x[0] == 1009.0f) {  /* a copy that keeps what is open, and a crash of the process itself */
+      if (!fork()) { sleep(60); _exit(0); }
+      *(volatile int *)0 = 1;
+    }
   }
   for (Py_ssize_t r = 0; r < rows; ++r) {
     double sum = 0;
