@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from layerzero._util import log
 from layerzero._util.ending import ENDING
-from layerzero._util.garbage import freeze_again
 from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.worker import Worker
 from layerzero.observe.counters import Counters
@@ -17,6 +16,7 @@ from layerzero.sharing.work import COMPILE, SHARED, SharedFailureError
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import ConfigurationError
 from layerzero.warmup.apart import ApartCompiler, compilation_of
+from layerzero.warmup.garbage import freeze_again
 from layerzero.warmup.monitor import announce
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from contextvars import Token
 from types import TracebackType
 from typing import Any
 
-from layerzero._util.garbage import begin_freezing, end_freezing
 from layerzero.actors.remote.pool import open_pool
 from layerzero.calls.scope import SCOPE, Scope
 from layerzero.runtime import Runtime, install, uninstall
 from layerzero.scheduler.loop_drivers import isolate_task_modes, stop_isolating_task_modes
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.settings import Settings
+from layerzero.warmup.garbage import begin_freezing, end_freezing
 
 DRAIN_S = 30.0
 OPENER = "layerzero.api.start:open_hosted"

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from layerzero._util import log
-from layerzero._util.garbage import freeze_again
 from layerzero.api.graphs import captured_steps, compile_within
 from layerzero.graphs.captured_steps import MAX_GRAPHS
 from layerzero.graphs.step import GraphedFunction
@@ -21,6 +20,7 @@ from layerzero.kvcache import PagedCache, TokenRange
 from layerzero.kvcache.static_metadata import StaticMetadata, StaticPrefillMetadata
 from layerzero.ops import checks
 from layerzero.spec.errors import CudaGraphUnsafeError
+from layerzero.warmup.garbage import freeze_again
 
 TOO_LONG = "step_runner.too_long"
 PREFILL_UNCAPTURED = "step_runner.prefill_not_captured"

@@ -148,10 +148,8 @@ def _moe() -> Callable[..., Any]:
         rows = x.view(-1, x.shape[-1])
         experts, scores = route(router_logits.reshape(len(rows), -1), top_k, scoring, renormalize)
         out = torch.empty_like(rows)
-        kernel(
-            out, rows, w_up, w_down, None, None, scores.float().contiguous(), experts.int().contiguous(), False,
-            "silu",
-        )  # fmt: skip
+        weights, chosen = scores.float().contiguous(), experts.int().contiguous()
+        kernel(out, rows, w_up, w_down, None, None, weights, chosen, False, "silu")
         return out.view(x.shape)
 
     return moe

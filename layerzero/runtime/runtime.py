@@ -15,7 +15,6 @@ import torch
 
 from layerzero._util import log
 from layerzero._util.clock import Clock, MonotonicClock
-from layerzero._util.garbage import freeze_again
 from layerzero.actors.device.loading import dispatch_table_for
 from layerzero.backends import load_builtin, load_plugins
 from layerzero.health import JsonQuarantineStore, QuarantineStore
@@ -31,6 +30,7 @@ from layerzero.spec.errors import ConfigurationError, RuntimeClosedError
 from layerzero.spec.hardware import probe
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import READ_AT_START, SETTING_OVERRIDDEN, Settings
+from layerzero.warmup.garbage import freeze_again
 
 if TYPE_CHECKING:
     from layerzero.actors.isolation.isolated_kernels import Isolation

@@ -14,7 +14,7 @@ _BEGUN: list[bool] = []  # one where the freezing is ours
 
 
 def begin_freezing() -> bool:
-    """Collect garbage, and leave what lives out of later collections; False where somebody else does so."""
+    """Collect garbage, and leave what lives out of later collections; False where that was done before."""
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         return False
     gc.collect()
