@@ -230,7 +230,7 @@ def _pairs_codes(pair: tuple[str, ...]) -> bool:
     if len(coded) == 2:
         return coded[0].startswith("kv_scale_") != coded[1].startswith("kv_scale_")
     others = [ask for ask in pair if ask not in coded]
-    return not coded or others[0] in ("hnd", "prefill", "gqa")
+    return not coded or others[0] in ("hnd", "prefill", "gqa", "kv_strided")
 
 
 def dtypes(kernel: Kernel) -> list[torch.dtype]:

@@ -117,7 +117,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "triton.append_kv.codes", _from("append", "append_kv"), (0.05, 0.3, 22.0),
         "an estimate: one launch, as many bytes as rows have", layouts="NHD HND", sm_min=89,
-        features=f"{_CODES} {_KV_SCALES} kv_strided",
+        features=f"{_CODES} {_KV_SCALES}",
         only_with=_CODES, last_stride1=True,
     ),
     _kernel(
