@@ -69,7 +69,7 @@ def collect_report(
         missing=tuple(
             (library.backend, library.state, library.detail or library.install)
             for library in examined.libraries
-            if library.state != "works"
+            if library.state not in ("works", "installed")  # the latter is all that is asked without imports
         ),
         problems=examined.problems,
         notes=examined.notes,

@@ -33,6 +33,13 @@ def test_an_empty_perfdb_gives_a_report_that_says_so(lz: Lz, tmp_path: Path) -> 
     assert own.is_own and own.calls == () and report.facts["platform"] == "cpu" and report.format == FORMAT
 
 
+def test_what_was_not_imported_is_not_said_to_be_missing(lz: Lz) -> None:
+    """With --quick an installed library is there as far as was asked."""
+    report = json.loads(lz("report", "--quick", "--json").output)
+    assert "installed" not in {state for _, state, _ in report["missing"]}
+    assert any(fact.startswith("installed ") for fact in report["facts"].values())
+
+
 def test_the_report_of_every_shipped_record_is_small(
     lz: Lz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
