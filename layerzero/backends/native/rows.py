@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.native import load_module, refused
+from layerzero.backends.native import load_module, refuse
 from layerzero.spec.kernel import Kernel
 
 
@@ -58,7 +58,7 @@ def _rope() -> Callable[..., Any]:
             flat = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (*outs, q, k)]
             positions = positions.reshape(-1)
         if not native(*flat, positions, *_tables(cos, sin)):
-            refused("rope", args)
+            refuse("rope", args)
         return outs
 
     return rope
@@ -73,7 +73,7 @@ def _rope_append() -> Callable[..., Any]:
         out = torch.empty(q.shape, dtype=q.dtype)
         pools = k_cache, v_cache, slot_mapping, layout == "HND"
         if not native(out, q, k, v, positions, *_tables(cos, sin), *pools):
-            refused("rope_append_kv", args)
+            refuse("rope_append_kv", args)
         return out
 
     return rope_append_kv

@@ -57,17 +57,17 @@ def _rope_append(
         slot = tl.load(slots_ptr + row * slot_step).to(tl.int64)
         page, token = slot // PAGE, slot % PAGE
         if head < Q_HEADS + K_HEADS:
-            own = head - Q_HEADS
+            key_head = head - Q_HEADS
             _turn(
-                k_ptr + row * k_row + own * k_head,
-                k_cache_ptr + page * kc_page + token * kc_token + own * kc_head, cos_ptr + angles,
+                k_ptr + row * k_row + key_head * k_head,
+                k_cache_ptr + page * kc_page + token * kc_token + key_head * kc_head, cos_ptr + angles,
                 sin_ptr + angles, WIDTH, HALF, BLOCK, REST, STEP, GAP,
             )  # fmt: skip
         else:
-            own = head - Q_HEADS - K_HEADS
+            key_head = head - Q_HEADS - K_HEADS
             feature = tl.arange(0, V_BLOCK)
-            value = tl.load(v_ptr + row * v_row + own * v_head + feature, mask=feature < V_WIDTH)
-            place = v_cache_ptr + page * vc_page + token * vc_token + own * vc_head
+            value = tl.load(v_ptr + row * v_row + key_head * v_head + feature, mask=feature < V_WIDTH)
+            place = v_cache_ptr + page * vc_page + token * vc_token + key_head * vc_head
             tl.store(place + feature, value, mask=feature < V_WIDTH)
 
 

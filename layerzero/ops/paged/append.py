@@ -236,8 +236,8 @@ class AppendBatching(BatchingRule):
                 merged[row] = concat_rows([args[row] for args in accepted])
             for ids in self.ids:
                 merged[ids] = concat_index_rows([args[ids] for args in accepted])
-        given = iter(self.results(accepted, launch(tuple(merged))) if accepted else ())
-        return [rejected[caller] if caller in rejected else next(given) for caller in range(len(calls))]
+        outs = iter(self.results(accepted, launch(tuple(merged))) if accepted else ())
+        return [rejected[caller] if caller in rejected else next(outs) for caller in range(len(calls))]
 
     def results(self, calls: Sequence[Args], out: Any) -> list[Any]:
         """What each call gets of a launch for all."""
