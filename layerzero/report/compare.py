@@ -125,7 +125,7 @@ def _fact_changes(first: Mapping[str, str], second: Mapping[str, str]) -> Iterat
 
 
 def _differ_in_trial(ours: str, theirs: str) -> bool:
-    """Whether one of two states of a library says only that this release is there, as without importing it."""
+    """Whether one of two states of a library says only that the release is there, not whether it works."""
     states, releases = zip(ours.partition(" ")[::2], theirs.partition(" ")[::2], strict=True)
     return "installed" in states and releases[0] == releases[1] != ""
 
