@@ -56,7 +56,8 @@ def collect_report(
     examined = doctor(imports=imports, timeout_s=timeout_s)
     device = runtime.device()
     maps = [map_of_device(device)]
-    maps += [map_of_table(t, n, runtime.policy) for n, t in tables_for(device.hardware, every_table)]
+    if every_table or runtime.settings.shipped_tables:
+        maps += [map_of_table(t, n, runtime.policy) for n, t in tables_for(device.hardware, every_table)]
     written_at = datetime.now(UTC).isoformat(timespec="seconds")
     rank = own_rank()
     host = f"{socket.gethostname()}{'' if rank is None else f', rank {rank}'}"
