@@ -15,7 +15,9 @@ from layerzero.actors.device.worker import Worker
 def no_blocking_calls() -> Iterator[None]:
     """Fail a test whose loop thread makes a blocking call."""
     with blockbuster_ctx() as detector:
-        if "coverage" in sys.modules and sys.gettrace() is not None:  # its tracer locks at a file's first line
+        if (
+            "coverage" in sys.modules and sys.gettrace() is not None
+        ):  # its tracer locks at a file's first line
             detector.functions["threading.Lock.acquire"].deactivate()
         yield
 
