@@ -38,10 +38,10 @@ def call(slots: list[int], seed: int = 0, dtype: torch.dtype = torch.float32, **
 
 def apart(made: Call) -> tuple[Tensor, Tensor, Tensor]:
     """What `rope` and `append_kv` make of a call, in pools of their own."""
-    own = {name: value.clone() if isinstance(value, Tensor) else value for name, value in made.items()}
+    own: Call = {name: value.clone() if isinstance(value, Tensor) else value for name, value in made.items()}
     names = ("q", "k", "positions", "cos", "sin")
     q, k = lz.sync.rope(*(own[name] for name in names), interleaved=own.get("interleaved", False))
-    pools = {name: own[name] for name in ("k_cache", "v_cache", "slot_mapping", "layout")}
+    pools: Call = {name: own[name] for name in ("k_cache", "v_cache", "slot_mapping", "layout")}
     lz.sync.append_kv(k, own["v"], **pools)
     return q, own["k_cache"], own["v_cache"]
 
@@ -137,7 +137,7 @@ def test_callers_that_differ_in_one_argument_get_their_own(argument: str) -> Non
         second[argument] = torch.zeros_like(first[argument])
 
     async def together() -> list[Tensor]:
-        return await asyncio.gather(lz.rope_append_kv(**first), lz.rope_append_kv(**second))
+        return list(await asyncio.gather(lz.rope_append_kv(**first), lz.rope_append_kv(**second)))
 
     with lz.start(lz.Settings(batching="all", inline_limit_us=0.0, warm="off"), scoped=True) as runtime:
         wanted = apart(first), apart(second)
