@@ -13,10 +13,10 @@ bandwidth of a large copy.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import torch  # noqa: E402
 from engines import bandwidth  # noqa: E402
-from harness import environment, show, write  # noqa: E402
+from harness import device_seconds, environment, medians, show, write  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import layerzero as lz  # noqa: E402
@@ -65,16 +65,7 @@ def captured(run: Callable[[], object]) -> Callable[[], float]:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         run()
-
-    def seconds() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-    return seconds
+    return partial(device_seconds, graph.replay)
 
 
 def on_host(run: Callable[[], object]) -> Callable[[], float]:
@@ -94,7 +85,7 @@ def measure(shape: tuple[int, int], rounds: int, device: torch.device) -> dict[s
     """Microseconds a call of each kernel, captured and by the host."""
     q, pools, tables, lengths = operands(*shape, device)
     found: dict[str, Any] = {}
-    samples: dict[tuple[str, str], Callable[[], float]] = {}
+    samples: dict[str, Callable[[], float]] = {}
     for name in lz.explain("paged_attention", q, *pools[0], tables, lengths).selection.order:
         if name.startswith("reference."):
             continue
@@ -105,19 +96,14 @@ def measure(shape: tuple[int, int], rounds: int, device: torch.device) -> dict[s
 
         try:
             run()
-            samples[name, "host_us"] = on_host(run)
+            samples[f"{name} host_us"] = on_host(run)
             if device.type == "cuda":
-                samples[name, "captured_us"] = captured(run)
+                samples[f"{name} captured_us"] = captured(run)
         except Exception as error:  # one kernel that fails is a row of its own
             found[name] = {"error": f"{type(error).__name__}: {error}"[:200]}
-    times: dict[tuple[str, str], list[float]] = {name: [] for name in samples}
-    for turn in range(rounds + 1):
-        for name, seconds in samples.items():
-            took_us = seconds() * 1e6 / len(pools)
-            if turn:
-                times[name].append(took_us)
-    for (kernel_id, kind), own in times.items():
-        found.setdefault(kernel_id, {})[kind] = round(statistics.median(own), 2)
+    for name, took_us in medians(samples, rounds, 1e6 / len(pools)).items():
+        kernel_id, _, kind = name.partition(" ")
+        found.setdefault(kernel_id, {})[kind] = took_us
     return found
 
 

@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks"), str(ROOT)]
 
 import torch  # noqa: E402
 from generating import device_side  # noqa: E402
-from harness import show  # noqa: E402
+from harness import device_seconds, show  # noqa: E402
 from lane_cuda import Record, begin, built, settings_of  # noqa: E402
 from styles_cuda import AHEAD, HAND, Round  # noqa: E402
 
@@ -94,14 +94,7 @@ def bandwidth() -> float:
         return float("nan")
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    times = []
-    for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+    times = [device_seconds(lambda: target.copy_(source)) for _ in range(10)]
     return 2 * source.numel() / statistics.median(times)
 
 

@@ -15,7 +15,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -154,6 +154,28 @@ def interleave(plan: Plan, **calls: Call) -> dict[str, Arm]:
         if enabled:
             gc.enable()
     return arms
+
+
+def medians(arms: Mapping[str, Callable[[], float]], rounds: int, scale: float = 1e6) -> dict[str, float]:
+    """Each arm's median over `rounds`, times `scale`; all take turns, and a first round is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds + 1):
+        for name, seconds in arms.items():
+            times[name].append(seconds())
+    return {name: round(statistics.median(own[1:]) * scale, 2) for name, own in times.items()}
+
+
+def device_seconds(run: Call, calls: int = 1) -> float:
+    """The GPU's seconds for each of `calls` calls back to back, by CUDA events."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in repeat(None, calls):
+        run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / calls / 1e3
 
 
 def summary(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:

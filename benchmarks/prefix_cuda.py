@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness import environment
-from benchmarks.rows_cuda import timed
+from benchmarks.harness import device_seconds, environment, medians
 from layerzero.backends import load_builtin
 from layerzero.ops import host_copies, table
 
@@ -60,13 +58,10 @@ def measure(run: Any, batch: int, shared: int, own: int) -> dict[str, Any]:
         arms[name] = functools.partial(run, *built[1])
         outs[name] = arms[name]()
     prefix.WORTH_BYTES = usual
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(ROUNDS):
-        for name, arm in arms.items():
-            times[name].append(timed(arm, CALLS))
+    timed = {name: functools.partial(device_seconds, arm, CALLS) for name, arm in arms.items()}
+    median = medians(timed, ROUNDS)
     planning.release()
     apart = (outs["once"].float() - outs["each"].float()).abs().max()
-    median = {name: round(statistics.median(found), 2) for name, found in times.items()}
     page_bytes = 2 * PAGE * HEADS * WIDTH * 2
     return {
         "batch": batch, "shared": shared, "own": own, **median, "apart": float(apart),

@@ -1,6 +1,6 @@
 """Where a number comes from: the script and its options, the commit, whether the tree was clean, the machine.
 
-Every record under `benchmarks/results` has these four; `tests/benchmarks/test_records.py` refuses others.
+Every record under `benchmarks/results` has these four; `tests/benchmarks/test_provenance.py` refuses others.
 A copy of the tree without its history, or with another one, takes the commit from LZ_SOURCE_COMMIT, set by
 whoever copied a clean tree.
 """

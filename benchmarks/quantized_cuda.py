@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +29,7 @@ import torch  # noqa: E402
 from decode_cuda import captured, on_host  # noqa: E402
 from engines import bandwidth  # noqa: E402
 from generating import models  # noqa: E402
-from harness import environment, show, write  # noqa: E402
+from harness import environment, medians, show, write  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import layerzero as lz  # noqa: E402
@@ -45,17 +44,6 @@ NEEDS = {1: 2.0, 4: 2.0, 8: 2.0, 16: 2.0, 256: 1.0}
 NAMED = frozenset({"int8", "fp8_e4m3"})  # what the dtype of codes says
 HEADS, KEY_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 CODES = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
-
-
-def medians(arms: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Each arm's median microseconds; the arms take turns, the first round warms up."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for turn in range(rounds + 1):
-        for name, seconds in arms.items():
-            took = seconds() * 1e6
-            if turn:
-                times[name].append(took)
-    return {name: round(statistics.median(own), 2) for name, own in times.items()}
 
 
 def timed(device: torch.device, run: Callable[[], object]) -> Callable[[], float]:

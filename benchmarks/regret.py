@@ -1,6 +1,6 @@
 """How far our choice is from the best kernel, and our call from the best vendor call, shape by shape.
 
-Run `python -m benchmarks.regret --out benchmarks/results/regret_cpu_avx2.json`. Two figures are kept apart:
+Run `python -m benchmarks.regret --out benchmarks/results/regret_cpu_avx512.json`. Two figures are kept apart:
 *choice*, the chosen kernel's time over the fastest available one's, and *end to end*, `lz.sync.<op>` over the
 fastest vendor call. Launched eagerly the host is in the time; replayed as a graph (CUDA) it is not. All arms
 of one shape take turns in the same rounds. Shapes that `lz.tune` measures are "tuned", the other listed ones

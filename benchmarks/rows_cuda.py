@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import environment
+from benchmarks.harness import device_seconds, environment, medians
 from layerzero.backends import availability, load_builtin
 from layerzero.ops import table
 from layerzero.ops.op import Args
@@ -88,33 +88,19 @@ def candidates(op: str, args: Args, modes: frozenset[str]) -> Iterator[tuple[Ker
             yield kernel, kernel.load()
 
 
-def timed(run: Callable[[], Any], calls: int) -> float:
-    """Microseconds a call."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end) * 1e3 / calls)
-
-
 def compared(runs: dict[str, Callable[[], Any]], calls: int) -> dict[str, Any]:
     """Medians of interleaved rounds; what fails says why."""
-    times: dict[str, list[float]] = {}
+    arms: dict[str, Callable[[], float]] = {}
     failed: dict[str, str] = {}
     for name, run in runs.items():
         try:
             for _ in range(3):
                 run()
             torch.cuda.synchronize()
-            times[name] = []
+            arms[name] = partial(device_seconds, run, calls)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"[:200]
-    for _ in range(ROUNDS):
-        for name in times:
-            times[name].append(timed(runs[name], calls))
-    return {name: round(statistics.median(found), 2) for name, found in times.items()} | failed
+    return medians(arms, ROUNDS) | failed
 
 
 def backward(run: Callable[..., Any], args: Args) -> Callable[[], Any]:

@@ -98,7 +98,7 @@ def main() -> int:
                 for peer in peers.values():
                     peer.close()
         told = log_path.read_text().splitlines()
-    marks = ("vllm.attention_chosen", "vllm.own_attention", "vllm.not_warm")
+    marks = ("engine.attention_chosen", "engine.own_attention", "engine.not_warm")
     record["told"] = [line.strip()[:400] for line in told if any(mark in line for mark in marks)]
     write(out, record)
     return 0

@@ -17,7 +17,7 @@ import sys
 import tokenize
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,18 +35,33 @@ _PARTICIPLE = re.compile(rf"_?(?:[a-z]+ed|{_IRREGULAR})$")
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+parse = functools.cache(ast.parse)
+
+
+@functools.cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Every node of a file: to walk a tree takes longer than to parse it, and each rule looks at all."""
+    return tuple(ast.walk(tree))
+
+
+def walk(tree: ast.AST) -> Iterable[ast.AST]:
+    """The nodes below `tree`, remembered for a whole file."""
+    return nodes(tree) if isinstance(tree, ast.Module) else ast.walk(tree)
+
+
 @dataclass(frozen=True)
 class Module:
-    """One production file, parsed when its tree is first used, and once."""
+    """One production file."""
 
     path: Path
     name: str
     text: str
 
-    @functools.cached_property
+    @property
     def tree(self) -> ast.Module:
-        """Its syntax."""
-        return ast.parse(self.text)
+        """Its syntax, parsed once."""
+        tree: ast.Module = parse(self.text)
+        return tree
 
     @property
     def package(self) -> str:
@@ -72,7 +87,7 @@ def modules() -> list[Module]:
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function, methods and nested ones included."""
-    return (node for node in ast.walk(tree) if isinstance(node, _FUNCTION))
+    return (node for node in walk(tree) if isinstance(node, _FUNCTION))
 
 
 def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -82,7 +97,7 @@ def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def assigned(tree: ast.AST) -> Iterator[ast.Name]:
     """Every name that an assignment, a loop or a `with` stores into."""
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return (node for node in walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
 
 
 def vague(tree: ast.AST) -> list[tuple[str, int]]:
@@ -129,7 +144,7 @@ def class_homes(tree: list[Module]) -> dict[str, list[str]]:
     """Class names that more than one module defines."""
     homes: dict[str, list[str]] = {}
     for module in tree:
-        for node in ast.walk(module.tree):
+        for node in walk(module.tree):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module.name)
     return {name: where for name, where in sorted(homes.items()) if len(where) > 1}

@@ -275,16 +275,25 @@ def number_formats() -> str:
 
 
 def format_kernels() -> str:
-    """The kernels that take each format, by op and device, from the kernels' capabilities."""
+    """The kernels that take each format, by op and device, from the kernels' capabilities.
+
+    Codes of weights and rows have a feature by the format's name, those of keys and values by their dtype;
+    an op has a row where a kernel beside its reference takes the format.
+    """
     from layerzero.backends import load_builtin
     from layerzero.formats import FORMATS
+    from layerzero.formats.table import format_of
+    from layerzero.ops.kv_formats import CODE_FEATURES
 
-    ops = ("quantize", "dequantize", "quantized_linear", "fused_experts")
-    kernels = [k for op in ops for k in load_builtin(op=op) if k.backend != "reference"]
+    pages = {format_of(dtype).name: feature for feature, dtype in CODE_FEATURES.items()}
+    kernels = [kernel for kernel in load_builtin() if kernel.backend != "reference"]
     rows: list[list[object]] = []
     for name in FORMATS:
-        for op in ops:
-            of_op = [k for k in kernels if k.op == op and f"quant_{name}" in k.capability.features]
+        taking: dict[str, list[Any]] = {}
+        for kernel in kernels:
+            if {f"quant_{name}", pages.get(name, "")} & kernel.capability.features:
+                taking.setdefault(kernel.op, []).append(kernel)
+        for op, of_op in sorted(taking.items()):
             by_device = [
                 ", ".join(f"`{k.id}`" for k in of_op if device in k.capability.platforms) or "reference"
                 for device in ("cpu", "cuda")

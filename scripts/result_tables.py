@@ -355,17 +355,9 @@ def hosted(record: dict[str, Any]) -> Table:
     }
 
 
-GANG: dict[str, Callable[[dict[str, Any]], Table]] = {
-    "ganged": ganged,
-    "staged": staged,
-    "guessed": guessed,
-    "place": place,
-}
-
 FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "hot_path.json": {"calls": calls, "ops": ops, "scaling": scaling, "peers": peers, "place": place},
     "lane.json": {"generation": generation, "servers": servers, "place": section_place},
-    "regret_cpu_avx2.json": {"regret": regret, "place": place},
     "regret_cpu_avx512.json": {"regret": regret, "place": place},
     "regret_h200.json": {"regret": regret, "place": place},
     "regret_h200_second.json": {"regret": regret, "place": place},
@@ -379,8 +371,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "timeline.json": {"watched": watched, "place": place},
     "since_hot_path.json": {"since": since, "place": place},
     "since_demo.json": {"since": since, "place": place},
-    "gang_h200.json": GANG,
-    "gang_h200_pair.json": GANG,
+    "gang_h200.json": {"ganged": ganged, "staged": staged, "guessed": guessed, "place": place},
     "gang_decode_h200.json": {"decoded": decoded, "place": place},
     "vllm_plugin_h200.json": {"steps": plugged, "place": place},
     "planner_h200.json": {"planned": planned, "place": place},

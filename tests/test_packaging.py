@@ -202,7 +202,8 @@ for name in ("register_at_fork", "fork", "sched_getaffinity", "getuid"):
 
 import layerzero, pkgutil, importlib
 # Each is imported where its library is, which brings its own Unix parts or is not here.
-OF_LIBRARIES = {f"layerzero.integrations.{name}" for name in ("diffusers", "transformers", "vllm")}
+LIBRARIES = "diffusers", "sglang", "sglang_attention", "transformers", "vllm"
+OF_LIBRARIES = {f"layerzero.integrations.{name}" for name in LIBRARIES}
 missing = [n for n in HIDDEN if n in sys.modules]
 for module in pkgutil.walk_packages(layerzero.__path__, "layerzero."):
     if not module.name.endswith("__main__") and module.name not in OF_LIBRARIES:

@@ -30,19 +30,20 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 modules = functools.cache(house.modules)
 figures = functools.cache(house.measure)
+functions = house.functions
 
 
-@functools.cache
 def parsed(path: Path) -> ast.Module:
     """A file, parsed once for all of these tests."""
-    return ast.parse(path.read_text())
+    tree: ast.Module = house.parse(path.read_text())
+    return tree
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forget() -> Iterator[None]:
     """What the tests of other modules have the collector look through holds no syntax trees."""
     yield
-    for cached in (modules, figures, parsed):
+    for cached in (modules, figures, house.parse, house.nodes):
         cached.cache_clear()
 
 
@@ -61,53 +62,37 @@ def where(path: Path, node: ast.AST) -> str:
     return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Every function of a file, methods and nested ones included."""
-    return (node for node in ast.walk(tree) if isinstance(node, FUNCTION))
-
-
 def called_name(call: ast.Call) -> str:
     """Return the last name of what is called: `fail` for `pytest.fail(...)`."""
     target = call.func
     return target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
 
 
-def proves(node: ast.AST, helpers: frozenset[str]) -> bool:
-    """Say whether `node` holds an assert, an expected exception, or a call that is known to assert."""
-    for child in ast.walk(node):
-        if isinstance(child, ast.Assert):
-            return True
-        if isinstance(child, ast.Call):
-            name = called_name(child)
-            if (
-                name in ASSERTING_CALLS
-                or name in helpers
-                or name.startswith(("assert_", "check_", "expect_"))
-            ):
-                return True
-    return False
+def claims(function: ast.AST) -> tuple[bool, frozenset[str]]:
+    """Whether a function holds an assert or an expected exception, and the names of what it calls."""
+    names, asserts = set[str](), False
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            names.add(called_name(node))
+        asserts = asserts or isinstance(node, ast.Assert)
+    named = any(n in ASSERTING_CALLS or n.startswith(("assert_", "check_", "expect_")) for n in names)
+    return asserts or named, frozenset(names)
 
 
-def asserting_helpers(tree: ast.AST) -> frozenset[str]:
-    """Names of functions of this file that assert themselves or call one that does."""
-    known: frozenset[str] = frozenset()
-    while True:
-        grown = frozenset(f.name for f in functions(tree) if proves(f, known))
-        if grown == known:
-            return known
-        known = grown
+def proofless_tests(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The tests of a file that neither assert nor call a function of it that does, however far down."""
+    read = [(function, *claims(function)) for function in functions(tree)]
+    proving: set[str] = set()
+    while grown := {f.name for f, asserts, called in read if asserts or called & proving} - proving:
+        proving |= grown
+    return [
+        f for f, asserts, called in read if f.name.startswith("test_") and not (asserts or called & proving)
+    ]
 
 
 def test_every_test_proves_something() -> None:
     """A test without an assert passes whatever the code does."""
-    empty = []
-    for path in sources("tests"):
-        tree = parsed(path)
-        helpers = asserting_helpers(tree)
-        empty += [
-            where(path, f) for f in functions(tree) if f.name.startswith("test_") and not proves(f, helpers)
-        ]
-    assert empty == []
+    assert [where(path, f) for path in sources("tests") for f in proofless_tests(parsed(path))] == []
 
 
 def test_every_test_says_what_it_states() -> None:
@@ -152,7 +137,7 @@ def test_nothing_is_swallowed() -> None:
     """No handler in the package consists of `pass` for every exception there is."""
     swallowed = []
     for path in sources(*PACKAGE):
-        for node in ast.walk(parsed(path)):
+        for node in house.walk(parsed(path)):
             if isinstance(node, ast.ExceptHandler) and catches_everything(node) and does_nothing(node.body):
                 swallowed.append(where(path, node))
     assert swallowed == []
@@ -177,7 +162,7 @@ def test_every_skip_says_why() -> None:
     """A skipped test names what is missing."""
     unexplained = []
     for path in sources("tests"):
-        for node in ast.walk(parsed(path)):
+        for node in house.walk(parsed(path)):
             if isinstance(node, ast.Call) and called_name(node) in ("skip", "skipif", "xfail"):
                 given = bool(node.args) if called_name(node) == "skip" else False
                 if not given and not any(k.arg in ("reason", "msg") for k in node.keywords):
@@ -190,7 +175,7 @@ def test_no_module_state_is_rebound() -> None:
     rebound = [
         where(path, node)
         for path in sources(*PACKAGE)
-        for node in ast.walk(parsed(path))
+        for node in house.walk(parsed(path))
         if isinstance(node, ast.Global)
     ]
     assert rebound == []
@@ -209,9 +194,7 @@ def test_no_module_state_is_rebound() -> None:
 )
 def test_the_rule_about_asserts_sees_what_it_should(code: str, holds: bool) -> None:
     """The check itself accepts a test that proves something and refuses one that does not."""
-    tree = ast.parse(code)
-    (test,) = [f for f in functions(tree) if f.name == "test_a"]
-    assert proves(test, asserting_helpers(tree)) is holds
+    assert [f.name for f in proofless_tests(ast.parse(code))] == ([] if holds else ["test_a"])
 
 
 @pytest.mark.parametrize(
@@ -321,7 +304,7 @@ def test_no_module_of_ours_is_imported_by_a_string() -> None:
         where(path, node)
         for path in sources(*PACKAGE)
         if str(path.relative_to(ROOT)) not in LAZY_TABLES
-        for node in ast.walk(parsed(path))
+        for node in house.walk(parsed(path))
         if isinstance(node, ast.Call)
         and called_name(node) == "import_module"
         and "'layerzero" in ast.unparse(node)
@@ -340,7 +323,7 @@ UNTYPED_BY_NATURE = {"value"}
 
 def untyped_attributes(tree: ast.AST) -> Iterator[str]:
     """Attributes that a class declares as `Any`, in its body or on `self`."""
-    for owner in ast.walk(tree):
+    for owner in house.walk(tree):
         if not isinstance(owner, ast.ClassDef):
             continue
         for node in ast.walk(owner):
@@ -354,7 +337,7 @@ def untyped_attributes(tree: ast.AST) -> Iterator[str]:
 
 def attributes_set_from_outside(tree: ast.AST) -> Iterator[tuple[str, ast.Attribute]]:
     """Attributes that are assigned on another object than `self`."""
-    for node in ast.walk(tree):
+    for node in house.walk(tree):
         if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
             continue
         if not isinstance(node.value, ast.Name) or node.value.id not in ("self", "cls"):

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from layerzero.formats import unpack_pairs
 from layerzero.formats.table import FORMATS
 from layerzero.ops.linear.linear import contiguous_if_odd
+from layerzero.ops.quantize import kept_codes
 from layerzero.ops.quantize.quantize import FORMAT_OF, dequantize_reference, numbers, quantize_reference
 from layerzero.ops.quantize.quantized_linear import rounded_rows
 from layerzero.spec.kernel import Kernel
@@ -61,6 +63,31 @@ def scaled_mm_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
         rows, weight.contiguous().t(), spread.view(-1, 1), columns, out_dtype=torch.bfloat16
     )
     return _shifted(out, bias, x)
+
+
+@functools.cache
+def torch_layout() -> kept_codes.KeptCodes:
+    """The layout of torch's product, and the scales that it reads beside zero points of nothing."""
+
+    def scales_and_shifts(scale: Tensor) -> Tensor:
+        by_group = scale.t().bfloat16()
+        return torch.stack((by_group, torch.zeros_like(by_group)), -1).contiguous()
+
+    def panels(weight: Tensor) -> Tensor:
+        codes = unpack_pairs(weight).int()
+        return torch._convert_weight_to_int4pack_for_cpu(codes, 1)  # pyright: ignore[reportPrivateImportUsage]
+
+    return kept_codes.keep(panels, scales_and_shifts)
+
+
+def int4pack_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+    """`torch._weight_int4pack_mm_for_cpu`: codes widened in registers, scales rounded to bfloat16."""
+    panels, factors = torch_layout().of(weight, scale)
+    width, inner = weight.shape[0], x.shape[-1]
+    out: Tensor = torch._weight_int4pack_mm_for_cpu(  # pyright: ignore[reportPrivateImportUsage]
+        x.reshape(-1, inner), panels.view(width, -1), inner // scale.shape[1], factors
+    )
+    return (out if bias is None else out + bias).view(*x.shape[:-1], width)
 
 
 def _shifted(out: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
@@ -123,5 +150,15 @@ KERNELS: tuple[Kernel, ...] = (
         platforms="cpu", isa="avx512f", contiguous=True, alignment=32, limits=("K % 32 == 0",),
         features="quant_int8 scale_per_tensor scale_per_row bias inputs_float",
         dtypes="bfloat16 float16", mixed_dtypes=True,
+    ),
+    _kernel(
+        "torch.quantized_linear.int4pack", lambda: int4pack_linear, (0.5, 0.8, 10.0),
+        "an estimate: before native.quantized_linear.codes for one row on an AMD EPYC with AVX-512, behind "
+        "it from a few rows on where that has AMX",
+        source=f"torch._weight_int4pack_mm_for_cpu; {_HERE}; other sizes are refused, rows of float16 and "
+        "float32 take a hundred times as long",
+        platforms="cpu", isa="avx512f", contiguous=True, limits=("S in [32, 64, 128, 256]", "C % 16 == 0"),
+        features="quant_int4 scale_per_group scale_16bit bias inputs_float", dtypes="bfloat16",
+        mixed_dtypes=True, batch_invariant=True, workspace_bytes=kept_codes.workspace,
     ),
 )  # fmt: skip

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops.attention import masks
+from layerzero.ops.quantize import kept_codes
 from layerzero.spec.kernel import Kernel
 
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
@@ -112,6 +113,25 @@ def _quantized_linear() -> Callable[..., Any]:
     return quantized_linear
 
 
+def _weight_only() -> Callable[..., Any]:
+    kernel = operators().zentorch_woq_linear
+    _refuse_stale_weights(operators().zentorch_linear_unary)
+    # Codes of two's complement, and scales by group.
+    layout = kept_codes.keep(
+        lambda weight: weight ^ 0x88, lambda scale: scale.float().resolve_neg().t().contiguous()
+    )
+
+    def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+        """`zentorch_woq_linear` over eight codes in an int32; with zero points it gives other numbers."""
+        codes, scales = layout.of(weight, scale)
+        packed = codes.view(weight.shape).view(torch.int32).t()
+        shift = None if bias is None else bias.to(x.dtype).resolve_neg()
+        out: Tensor = kernel(x.view(-1, x.shape[-1]), packed, scales, None, shift)
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    return quantized_linear
+
+
 def _moe() -> Callable[..., Any]:
     from layerzero.ops.linear.moe import (
         route,  # a first call of attention reads this file, and needs no experts
@@ -179,6 +199,13 @@ KERNELS: tuple[Kernel, ...] = (
         measured="an estimate: below torch._int_mm's time on an AMD EPYC with AVX-512",
         features="quant_int8 scale_per_tensor scale_per_row bias inputs_quantized",
         isa="avx512f avx512bw avx512_vnni",
+    ),
+    _kernel(
+        "zentorch.quantized_linear.weight_only", _weight_only, (1.0, 0.15, 14.0),
+        measured="an estimate: before native.quantized_linear.codes from a few dozen rows on",
+        features="quant_int4 scale_per_row scale_per_group scale_16bit bias inputs_float",
+        limits=("K % 8 == 0", "N >= 1"), dtypes="bfloat16", mixed_dtypes=True,
+        workspace_bytes=kept_codes.workspace,
     ),
     _kernel(
         "zentorch.moe.fused", _moe, (0.7, 0.5, 60.0),

@@ -29,7 +29,8 @@ class compile_choice:
     made of torch's operators is a part of the graph, under a guard that ends with the choice.
     "freeze": while it is compiled, for the sizes of then. A kernel that is made of torch's operators becomes
     a part of the graph, so that Inductor fuses around it, and is not looked at again; norms and rotations
-    take such a kernel in the place of a faster one, unless a policy wants that. What stays an operator is
+    take such a kernel in the place of a faster one, unless a policy wants that, and so does any op on a CPU
+    where the faster one gains less than a call from the graph costs. What stays an operator is
     chosen at run time.
     "autotune": Inductor times the kernels that accept a call beside the operator, and keeps the fastest
     (`register_custom_op_autotuning`; ops with one output).

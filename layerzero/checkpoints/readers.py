@@ -166,9 +166,10 @@ def mxfp4(parts: Parts) -> QuantizedTensor:
 
 
 def fp8_block(parts: Parts) -> QuantizedTensor:
-    """DeepSeek's: float8 with a scale for each block, which it is multiplied by."""
+    """DeepSeek's: float8 with a scale for each block to multiply it by; ue8m0 stores powers of two."""
     weight = parts.need(".weight", torch.float8_e4m3fn)
-    scale = parts.need(".weight_scale_inv", torch.float32, torch.bfloat16)
+    scale = parts.need(".weight_scale_inv", torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
+    scale = scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
     side = int(parts.options["weight_block_size"][0])
     parts.need_shape(".weight_scale_inv", scale, (-(-weight.shape[0] // side), -(-weight.shape[1] // side)))
     return QuantizedTensor(weight, scale, "fp8_e4m3", block_size=side)

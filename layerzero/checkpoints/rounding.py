@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from layerzero.checkpoints.gptq import gptq
 from layerzero.formats import QuantizedTensor, pack_pairs
 from layerzero.formats.errors import FormatError
 from layerzero.spec.errors import BackendNotAvailableError
@@ -35,19 +36,31 @@ class LayerError(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Method:
-    """How numbers become codes: `round(weight, format, group size)`; `formats` empty for all."""
+    """How numbers become codes: `round(weight, format, group size, gram)`; `formats` empty for all.
+
+    `gram` (K, K), float64, is X'X of the rows X that the weight multiplied, None without; `calibrated` says
+    that the method is none without a text.
+    """
 
     name: str
-    round: Callable[[Tensor, str, int | None], QuantizedTensor]
+    round: Callable[[Tensor, str, int | None, Tensor | None], QuantizedTensor]
     formats: tuple[str, ...] = ()
     distribution: str = ""
+    calibrated: bool = False
 
 
-def _nearest(weight: Tensor, form: str, group_size: int | None) -> QuantizedTensor:
+def _nearest(weight: Tensor, form: str, group_size: int | None, _: Tensor | None) -> QuantizedTensor:
     return QuantizedTensor.quantize(weight, form, group_size=group_size)
 
 
-def _hqq(weight: Tensor, form: str, group_size: int | None) -> QuantizedTensor:
+def _gptq(weight: Tensor, form: str, group_size: int | None, gram: Tensor | None) -> QuantizedTensor:
+    """GPTQ; to the nearest where the text reached no such weight, as an expert that no token chose."""
+    if gram is None:
+        return _nearest(weight, form, group_size, None)
+    return gptq(weight, form, group_size, gram)
+
+
+def _hqq(weight: Tensor, form: str, group_size: int | None, _: Tensor | None) -> QuantizedTensor:
     """torchao's half-quadratic rounding: scales that minimize the error of what they give back."""
     primitives = importlib.import_module("torchao.quantization.quant_primitives")
     usual = 128 if form == "int4" else weight.shape[1]
@@ -66,15 +79,16 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         for method in (
             Method("nearest", _nearest),
             Method("hqq", _hqq, HQQ_FORMATS, "torchao"),
+            Method("gptq", _gptq, calibrated=True),
         )
     }
 )
 
 
-def method_of(name: str, form: str) -> Method:
-    """The method of that name, for a format.
+def method_of(name: str, form: str, calibrated: bool) -> Method:
+    """The method of that name, for a format; `calibrated` says whether a text runs through the model.
 
-    Raises: ValueError: there is none. FormatError: it does not round to that format.
+    Raises: ValueError: there is none, or it needs a text. FormatError: it does not round to that format.
         BackendNotAvailableError: its library is not installed.
     """
     if name not in METHODS:
@@ -83,6 +97,8 @@ def method_of(name: str, form: str) -> Method:
     if method.formats and form not in method.formats:
         needs = f"one of {', '.join(method.formats)} for method {name}"
         raise FormatError("format", needs, form, Reason.QUANT_FORMAT_UNSUPPORTED)
+    if method.calibrated and not calibrated:
+        raise ValueError(f"method {name} needs calibrate, a text that runs through the model, got none")
     if method.distribution and importlib.util.find_spec(method.distribution) is None:
         raise BackendNotAvailableError(
             f"method {name} needs {method.distribution}, which is not installed: pip install "

@@ -80,13 +80,14 @@ def quantize_folder(
     """Write `source`'s model into the new folder `target` with its matrices rounded to `form`.
 
     Args: grams are X'X (K, K) by the weight's name, of the rows X that it multiplied while `tokens` tokens
-        ran; they judge, and round nothing. ignore are patterns of names that stay as they are.
+        ran; they judge, and gptq rounds by them. ignore are patterns of names that stay as they are.
     Raises: FormatError: the format cannot be written, does not fit a weight, a weight is not finite, or the
         source is quantized already. FileExistsError: target is there. FileNotFoundError: source lacks a file.
         Nothing is left of target then.
     """
-    config, tensors = open_plain(source, target, form, method)
-    rounder = method_of(method, form)
+    sums = grams or {}
+    config, tensors = open_plain(source, target, form, method, bool(sums))
+    rounder = method_of(method, form, bool(sums))
     chosen = dict.fromkeys(weights_to_round(tensors, ignore))
     size = _group_of(form, group_size, {tensors.shape(name)[1] for name in chosen})
     layers: list[LayerError] = []
@@ -101,8 +102,8 @@ def quantize_folder(
                 if name not in chosen:
                     written[name] = weight
                     continue
-                rounded = rounder.round(weight.float(), form, size)
-                layers.append(error_of(name, weight, rounded, (grams or {}).get(name)))
+                rounded = rounder.round(weight.float(), form, size, sums.get(name))
+                layers.append(error_of(name, weight, rounded, sums.get(name)))
                 written |= _stored(name.removesuffix(".weight"), rounded)
                 if progress is not None:
                     progress(len(layers), len(chosen), name)
@@ -125,15 +126,19 @@ def quantize_folder(
     )  # fmt: skip
 
 
-def open_plain(source: Path, target: Path, form: str, method: str) -> tuple[dict[str, Any], TensorFolder]:
+def open_plain(
+    source: Path, target: Path, form: str, method: str, calibrated: bool
+) -> tuple[dict[str, Any], TensorFolder]:
     """The configuration and the tensors of a model that may be rounded to `form` and written to `target`.
+
+    `calibrated` says whether a text runs, or has run, through it.
 
     Raises: see `quantize_folder`; no weight is read.
     """
     if form not in LAYOUTS:
         needs = f"one of {', '.join(LAYOUTS)}, which compressed-tensors stores"
         raise FormatError("format", needs, repr(form), Reason.QUANT_FORMAT_UNSUPPORTED)
-    method_of(method, form)
+    method_of(method, form, calibrated)
     if target.exists() or target.is_symlink():
         raise FileExistsError(f"target needs to be a new folder, {target} exists")
     if not (source / "config.json").exists():

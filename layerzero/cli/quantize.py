@@ -29,12 +29,12 @@ _COLUMNS = ("weight", "bits", "error of the weight", "error of its outputs")
     "--method",
     default="nearest",
     show_default=True,
-    help="nearest, or hqq (int4, int8): torchao's half-quadratic scales.",
+    help="nearest; gptq, by the text of --calibrate; or hqq (int4, int8), torchao's half-quadratic scales.",
 )
 @click.option(
     "--calibrate",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A text that runs through the model, so that errors are those of what it computes.",
+    help="A text that runs through the model: errors are those of what it computes, gptq makes them small.",
 )
 @click.option("--group-size", type=click.IntRange(min=1), help="Numbers that share a scale, of int4.")
 @click.option("--ignore", multiple=True, help="Leave weights with such names, as *down_proj*; repeatable.")
@@ -61,7 +61,7 @@ def quantize(
     try:
         with output.progress("quantize", json_, str) as progress:
             if calibrate is not None:
-                _, tensors = open_plain(folder, target, form, method)  # before minutes of calibration
+                _, tensors = open_plain(folder, target, form, method, True)  # before minutes of calibration
                 names = weights_to_round(tensors, ignored)
                 text = calibrate.read_text(encoding="utf-8")
                 grams, tokens = run_text(folder, text, names, progress)

@@ -161,3 +161,13 @@ def check_scale_values(name: str, scale: Tensor) -> None:
             place = tuple(wrong.nonzero()[0].tolist())
             where = f" at {place}" if place else ""
             raise FormatError(name, needs, f"{float(wide[place])}{where}", reason)
+
+
+def check_zero_point_values(name: str, zero_point: Tensor) -> None:
+    """Refuse zero points that are no codes of four bits; reads them, as `check_scale_values` does.
+
+    Raises: FormatError.
+    """
+    largest = int(zero_point.max()) if zero_point.numel() else 0
+    if largest > 15:
+        raise FormatError(name, "codes of 0 to 15", largest, Reason.ZERO_POINT_MISMATCH)

@@ -16,6 +16,7 @@ from layerzero.formats.checks import (
     check_scale_values,
     check_second_scale,
     check_zero_point,
+    check_zero_point_values,
     need_tensor,
 )
 from layerzero.formats.errors import FormatError
@@ -59,6 +60,8 @@ class QuantizedTensor:
         check_scale_values("scale", self.scale)
         if self.tensor_scale is not None:
             check_scale_values("tensor_scale", self.tensor_scale)
+        if self.zero_point is not None:
+            check_zero_point_values("zero_point", self.zero_point)
 
     @classmethod
     def quantize(

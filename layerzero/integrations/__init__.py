@@ -89,7 +89,7 @@ def _models(model: Any) -> Iterator[tuple[str, Any]]:
         roots = list(model.components.values())
     count = 0
     for root in roots:
-        for module in root.modules() if hasattr(root, "modules") else ():
+        for module in root.modules() if hasattr(root, "modules") and not isinstance(root, type) else ():
             framework = next((name for name, kind in kinds.items() if isinstance(module, kind)), None)
             if framework is not None:
                 count += 1
@@ -97,4 +97,5 @@ def _models(model: Any) -> Iterator[tuple[str, Any]]:
                 break
     if not count:
         needs = " or a ".join(f"{name}.{kind}" for name, kind in FRAMEWORKS.items())
-        raise TypeError(f"model needs a {needs}, got {type(model).__name__}")
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model needs a {needs}, got {kind}")

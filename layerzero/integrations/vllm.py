@@ -5,15 +5,13 @@ Installed beside vLLM, `register` is found by it (entry point `vllm.general_plug
 `paged_attention` that is chosen for its shape; it is chosen before vLLM captures the shape, among kernels
 that a graph may hold. Everything else (prompts, windows, sinks, quantized keys) stays with vLLM's
 FlashAttention, from which this backend inherits pages, metadata and limits; `why_not` says why, and the
-event `vllm.own_attention` is logged once a reason, and each such call is counted (`own_attention`).
+event `engine.own_attention` is logged once a reason, and each such call is counted (`own_attention`).
 
 Source: vllm 0.26.0, v1/attention/backend.py and backends/{flash_attn,registry}.py.
 """
 
 from __future__ import annotations
 
-import functools
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,15 +24,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-import layerzero as lz
-from layerzero._util import log
-from layerzero.calls.blocking import context_device
-from layerzero.measure.shapes import paged_call
-from layerzero.ops.checks import dtype_name
-
-OWN_ATTENTION = "vllm.own_attention"
-CHOSEN = "vllm.attention_chosen"
-READY_S = 120.0  # for loading and compiling kernels before the first graph
+from layerzero.integrations import engine_pages
 
 
 def register() -> None:
@@ -119,48 +109,16 @@ class ChosenImpl(FlashAttentionImpl):  # type: ignore[misc]
         if output_scale is not None or output_block_scale is not None:
             reason = "a quantized output"
         if attn_metadata is None or reason:
-            _note_own(reason)
-            if attn_metadata is not None:
-                context_device((query,)).counters.add("own_attention", argument=reason)
-            result: Tensor = super().forward(
+            engine_pages.leave("vllm", reason, query, counted=attn_metadata is not None)
+            output_of_vllm: Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
-            return result
+            return output_of_vllm
         count = attn_metadata.num_actual_tokens
         k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not capturing:
-            heads = self.num_heads, self.num_kv_heads, self.head_size
-            _ready(*heads, k_cache.shape[1], dtype_name(query.dtype))
-        # What is captured was chosen by the same call before: vLLM runs each shape once to warm it up.
-        with nullcontext() if capturing else lz.rehearse_capture():
-            mixed = lz.sync.paged_attention(
-                query[:count], k_cache, v_cache, attn_metadata.block_table, attn_metadata.seq_lens,
-                scale=self.scale,
-            )  # fmt: skip
-        if not capturing:
-            _note_chosen(count, k_cache.shape[1])
+        mixed = engine_pages.attend(
+            "vllm", query[:count], k_cache, v_cache, attn_metadata.block_table, attn_metadata.seq_lens,
+            self.scale,
+        )  # fmt: skip
         output[:count].copy_(mixed.view_as(output[:count]))
         return output
-
-
-@functools.cache
-def _ready(heads: int, key_heads: int, head_size: int, page: int, dtype: str) -> None:
-    """Have the kernels that take such a call loaded and compiled, once."""
-    device = f"cuda:{torch.cuda.current_device()}"
-    call = paged_call(1, heads, key_heads, 512, head_size, page, dtype)
-    report = lz.warmup_blocking([call], device=device, timeout_s=READY_S)
-    if not report.ready:
-        log.warning("vllm.not_warm", calls=[str(warmed) for warmed in report.critical])
-
-
-@functools.cache
-def _note_own(reason: str) -> None:
-    log.info(OWN_ATTENTION, reason=reason)
-
-
-@functools.cache
-def _note_chosen(sequences: int, page: int) -> None:
-    selection = lz.last_selection()
-    assert selection is not None, "this thread has just called"
-    log.info(CHOSEN, sequences=sequences, page=page, kernel=selection.kernel, why=selection.why)

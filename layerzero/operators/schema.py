@@ -186,17 +186,26 @@ def schemas_of(op: Op) -> tuple[OperatorSchema, ...]:
 def front(op: Op) -> Callable[..., Any]:
     """The op's public signature in a form that torch's compiler reads: a call of its operator.
 
-    A call with what torch has no word for is the op's reference, in plain torch.
+    A call with what torch has no word for is the op's reference, in plain torch. Before each run of a graph
+    torch's compiler looks at the defaults and globals of what it has read: here few, and one of each.
     """
     schemas = schemas_of(op)
     parameters = inspect.signature(op.build).parameters
     names = list(parameters)
-    head = [p.replace(annotation=p.empty) for p in parameters.values()]
-    head.append(inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None))
+    by_name = {
+        p.name: p.default
+        for p in parameters.values()
+        if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
+    }
+    head = [p.replace(annotation=p.empty) for p in parameters.values() if p.name not in by_name]
+    head.append(inspect.Parameter("named", inspect.Parameter.VAR_KEYWORD))
     lines = [f"def {op.name}{inspect.Signature(head)}:"]
+    by_name["backend"] = None
+    lines += [f"    {name} = named.pop({name!r}, {default!r})" for name, default in by_name.items()]
+    lines += ["    if named:", f"        _refuse({op.name!r}, *named)"]
     if schemas[0].without_type:
         is_given = " or ".join(f"{name} is not None" for name in schemas[0].without_type)
-        lines += [f"    if {is_given}:", f"        return _plain({', '.join(names)})"]
+        lines += [f"    if {is_given}:", f"        return _plain_{op.name}({', '.join(names)})"]
     for schema in reversed(schemas):
         flags = [name for name, value in schema.fixed.items() if value]
         packed = [_packed(p) for p in schema.parameters[:-1]]
@@ -208,11 +217,12 @@ def front(op: Op) -> Callable[..., Any]:
             lines += [f"    if {flags[0]}:", f"        return {call}"]
         else:
             lines.append(f"    return {call}")
-    namespace = {
-        "_ops": torch.ops, "_Tensor": Tensor, "_int64": int64, "_plain": _plain_front(op),
-        "_mark": mark_of_graph,
-    }  # fmt: skip
-    return _made(op.name, lines, namespace)
+    _FRONTS[f"_plain_{op.name}"] = _plain_front(op)
+    return _made(op.name, lines, _FRONTS)
+
+
+def _refuse(name: str, unknown: str, *more: str) -> None:
+    raise TypeError(f"{name}(): got an unexpected keyword argument {unknown!r}")
 
 
 def run_operator(name: str, named: dict[str, Any]) -> Any:
@@ -287,6 +297,12 @@ def _returned(schema: OperatorSchema) -> str:
     chosen = alternatives[-1 if any(schema.fixed.values()) else 0]
     inner = chosen.removeprefix("tuple[").removesuffix("]")
     return f"({inner})" if chosen != inner else chosen
+
+
+# What the functions of all ops read.
+_FRONTS: dict[str, Any] = {
+    "_ops": torch.ops, "_Tensor": Tensor, "_int64": int64, "_mark": mark_of_graph, "_refuse": _refuse,
+}  # fmt: skip
 
 
 def _made(name: str, lines: list[str], namespace: dict[str, Any]) -> Callable[..., Any]:

@@ -131,6 +131,17 @@ def need_valid_scale(name: str, scale: Tensor | None) -> None:
             raise FormatError(name, "finite scales above 0", f"{value}{where}", reason)
 
 
+def need_same_dtype(name: str, pool: Tensor, like: str, first: Tensor) -> None:
+    """Refuse a pool of another dtype than the one beside it.
+
+    Raises: FormatError, which is a TypeError.
+    """
+    if pool.dtype != first.dtype:
+        needs, got = checks.dtype_name(first.dtype), checks.dtype_name(pool.dtype)
+        reason = Reason.KV_DTYPE_MISMATCH
+        raise FormatError(name, f"dtype {needs} like {like}", got, reason, kind=TypeError)
+
+
 def broadcast_scale(scale: Tensor, rank: int, heads: int | None) -> Tensor:
     """`scale` so that it multiplies codes of `rank` axes, heads at axis `heads`."""
     if scale.dim() == 0:

@@ -16,13 +16,16 @@ class FlagValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One value of a flag: the kernels, as globs, that it runs on compute capabilities `sm`, ends included.
 
     Without kernels it is a value that the engine has and no kernel here is timed for. `like` are kernels of
-    our own that do the same work in other code: shown, never counted.
+    our own that do the same work in other code: shown, never counted. A `plugin` is ours, and takes any of
+    its kernels; `parts` are those of serving that the value decides, all of a flag's where it names none.
     """
 
     value: str
     kernels: tuple[str, ...] = ()
     like: tuple[str, ...] = ()
     sm: tuple[int, int] = (50, 999)
+    plugin: bool = False
+    parts: tuple[str, ...] = ()
 
     def runs(self, kernel: str) -> bool:
         """Whether the engine runs this very kernel for the value."""
@@ -51,7 +54,8 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def choices_of(self, flag: Flag, *, is_latent: bool) -> tuple[FlagValue, ...]:
         """The values of a flag for a model."""
-        return self.values.get(flag.latent if is_latent and flag.latent else flag.choices, ())
+        values = self.values.get(flag.latent if is_latent and flag.latent else flag.choices, ())
+        return tuple(value for value in values if not value.parts or set(flag.parts) <= set(value.parts))
 
 
 ENGINES: Mapping[str, Engine] = msgspec.convert(

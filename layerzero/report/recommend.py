@@ -24,6 +24,7 @@ from layerzero.spec.errors import ConfigurationError, NoKernelFoundError
 
 AUTO = "auto"
 PLANNED = "engines do once a step, and no record parts from it"
+_BESIDE = "by this package's plugin, installed beside the engine"
 _PARTS = {"paged_attention": "decode", "mla_attention": "decode", "attention": "prefill", "moe": "moe"}
 _NOT_ASKED = {
     "moe": "the model has no experts",
@@ -198,7 +199,8 @@ def _advice(
     whole = [option for option in options if len(option.us) == len(flag_parts)]
     best = min(whole, key=lambda option: sum(option.us.values()), default=None)
     compared = tuple(msgspec.structs.replace(option, loss=_loss(option, best)) for option in options)
-    value, why = _decided(flag, compared, len(flag_parts), sm, tie)
+    plugins = {choice.value for choice in choices if choice.plugin}
+    value, why = _decided(flag, compared, len(flag_parts), sm, tie, plugins)
     return Advice(flag.name, flag.parts, value, why, compared)
 
 
@@ -214,6 +216,8 @@ def _option(choice: FlagValue, parts: Sequence[_Part]) -> Option:
             grounds.append(f"{part.name} {us:.1f} us by {kernel} ({source})")
         else:
             grounds.append(f"{part.name}: {_why_untimed(choice, part)}")
+    if choice.plugin:
+        grounds.append(_BESIDE)
     return Option(choice.value, us_by_part, None, "; ".join(dict.fromkeys(grounds)))
 
 
@@ -240,9 +244,12 @@ def _why_untimed(choice: FlagValue, part: _Part) -> str:
 
 
 def _decided(
-    flag: Flag, options: Sequence[Option], parts: int, sm: int | None, tie: float
+    flag: Flag, options: Sequence[Option], parts: int, sm: int | None, tie: float, plugins: set[str]
 ) -> tuple[str, str]:
-    """The value of a flag and why: the engine's first preference among those that lose no more than a tie."""
+    """The value of a flag and why: the engine's first preference among those that lose no more than a tie.
+
+    A plugin takes the engine's own kernels, too: it is nothing to compare them with.
+    """
     if flag.parts == ("kv",):
         return AUTO, "eight bits change the numbers that keys and values hold: judge answers, then set it"
     if sm is None:
@@ -255,6 +262,8 @@ def _decided(
     rivals = [option for option in timed if option is not first_choice]
     losses = ", ".join(f"{o.value} {o.loss:+.0%} in {' and '.join(o.us)}" for o in rivals)
     faster = [option.value for option in rivals if (option.loss or 0) < -tie]
+    if first_choice.value not in plugins and all(rival.value in plugins for rival in rivals):
+        rivals = []
     if not rivals:
         return AUTO, f"{first_choice.value} alone was measured here: nothing to compare"
     if faster:

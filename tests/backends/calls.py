@@ -270,7 +270,10 @@ def _scaled(case: Case, form: Format, width: int) -> tuple[str, int]:
         return layout, 16
     if layout != "group":
         return layout, 0
-    return layout, _group(width, form.packed) if form.open_groups else form.group_sizes[0]
+    if not form.open_groups:
+        return layout, form.group_sizes[0]
+    own = case.dims.get("S", 0)  # a kernel's own size of groups
+    return layout, own if own and width % own == 0 else _group(width, form.packed)
 
 
 def _codes(
@@ -345,6 +348,8 @@ def _inputs(case: Case) -> str:
 
 def _quantized_linear(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
     n, c, k = case.dims.get("N", 9), case.dims.get("C", 24), _fit(case.dims.get("K", 40), _form(case))
+    if "S" in case.dims:  # a kernel's own size of groups, of which a row is several, and of columns
+        k, c = -(-k // case.dims["S"]) * case.dims["S"], -(-c // 16) * 16
     weight, scale, named = _codes((c, k), case, generator)
     bias = rand(c) if "bias" in case.asks else None
     return [rand(n, k), weight, scale, bias], {"inputs": _inputs(case), **named}

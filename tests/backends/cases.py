@@ -197,11 +197,20 @@ def base_of(kernel: Kernel) -> dict[str, int]:
     return base
 
 
+def needed(kernel: Kernel) -> tuple[str, ...]:
+    """What every call asks of a kernel of codes: its only format, the only way in which it shares scales."""
+    if kernel.op != "quantized_linear":
+        return ()
+    features = sorted(kernel.capability.features)
+    by_kind = ([name for name in features if name.startswith(kind)] for kind in ("quant_", "scale_per_"))
+    return tuple(names[0] for names in by_kind if len(names) == 1)
+
+
 def cases_of(kernel: Kernel) -> Iterator[Case]:
-    """The calls of a kernel's op, in the sizes and the layout that it takes."""
-    layout = ("bshd",) if kernel.capability.layouts == {"BSHD"} else ()
+    """The calls of a kernel's op, in the sizes, the layout and the format that it takes."""
+    first = ("bshd",) if kernel.capability.layouts == {"BSHD"} else needed(kernel)
     for case in cases(kernel.op, base_of(kernel)):
-        yield replace(case, asks=(*layout, *(a for a in case.asks if a not in layout)))
+        yield replace(case, asks=(*first, *(a for a in case.asks if a not in first)))
 
 
 def cases(op: str, base: Mapping[str, int] = MappingProxyType({})) -> Iterator[Case]:

@@ -192,12 +192,15 @@ def test_a_row_has_its_own_bits_however_the_batch_lies_in_memory(kernel: Kernel)
     op, batch = table.get(kernel.op), {"attention": "B", "alibi": "Hq"}.get(kernel.op, "N")
     device = kernels.device([kernel], lz.Settings(determinism="strict", warm="off"), cases.DEVICE)
     asked = [("inputs_quantized",)] if kernel.op == "quantized_linear" else asks(kernel.op)[:3]
+    if {"quant_int4", "scale_per_group"} == {*cases.needed(kernel)}:
+        asked = [cases.needed(kernel)]
     if kernel.id == "triton.add_rms_norm_quantize.group":  # nothing that is asked of rows is asked of groups
         asked = [("scale_per_group",)]
     compared = 0
     for dtype in cases.dtypes(kernel):
         for dims, ask in itertools.product(SIZES.get(kernel.op, ({},))[:3], asked):
-            args = cases.call(cases.Case(kernel.op, ask, {**dims, batch: ROWS}), dtype)
+            sizes = {**cases.base_of(kernel), **dims, batch: ROWS}
+            args = cases.call(cases.Case(kernel.op, ask, sizes), dtype)
             args = sequences(args) if kernel.op == "ragged_attention" else args
             each = per_row(kernel.op, args, ROWS)
             positions = ALONG.get(kernel.op, (0, 1, 2))

@@ -148,7 +148,8 @@ def test_what_only_a_flag_negates_is_read_negated(kernel: Kernel) -> None:
     """Each operand as the imaginary part of a conjugate is: memory with the other sign."""
     op, run, compared = table.get(kernel.op), alone(kernel), 0
     for dtype in cases.dtypes(kernel):
-        asks = [(), *((ask,) for ask in cases.ASKS.get(kernel.op, ()))]
+        always = cases.needed(kernel)
+        asks = [always, *((*always, ask) for ask in cases.ASKS.get(kernel.op, ()))]
         calls = (cases.call(cases.Case(kernel.op, ask, cases.base_of(kernel)), dtype) for ask in asks)
         args, wanted = next((own, out) for own in calls if (out := run(own)) is not None)
         for at, value in enumerate(args):

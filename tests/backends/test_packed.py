@@ -12,6 +12,7 @@ from torch import Tensor
 
 from layerzero.backends.native import load_module, packed, products
 from layerzero.ops import table
+from layerzero.ops.linear import kept_weights
 from layerzero.ops.op import Args
 from layerzero.spec import tolerances
 from layerzero.spec.kernel import Kernel, rejections
@@ -46,9 +47,9 @@ def right(kernel: Kernel, *args: object) -> Tensor:
     return out
 
 
-def kept_of(limit: int = 1 << 30) -> packed.PackedWeights:
+def kept_of(limit: int = 1 << 30) -> kept_weights.PackedWeights:
     native = load_module(products.LIBRARY)
-    return packed.PackedWeights(native.pack, limit, native.equal)
+    return kept_weights.PackedWeights(native.pack, limit, native.equal)
 
 
 HALF = (torch.bfloat16, torch.float16)
@@ -234,7 +235,7 @@ def test_a_weight_is_laid_out_once_for_a_hundred_calls() -> None:
         panels: Tensor = lay_out(weight)
         return panels
 
-    kept = packed.PackedWeights(counted, 1 << 30, load_module(products.LIBRARY).equal)
+    kept = kept_weights.PackedWeights(counted, 1 << 30, load_module(products.LIBRARY).equal)
     weight = torch.randn(64, 64)
     first = kept.of(weight)
     assert all(kept.of(weight[:]) is first for _ in range(100))
@@ -273,7 +274,7 @@ def test_what_does_not_fit_is_left_to_torch() -> None:
 
 def test_remembered_weights_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest is forgotten, and laid out again where it is asked for."""
-    monkeypatch.setattr(packed, "MAX_WEIGHTS", 4)
+    monkeypatch.setattr(kept_weights, "MAX_WEIGHTS", 4)
     kept, big = kept_of(), torch.randn(640, 16)
     for at in range(0, 640, 16):
         assert kept.of(big[at : at + 16]) is not None

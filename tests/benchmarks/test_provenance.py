@@ -15,19 +15,14 @@ from benchmarks.provenance import ROOT, provenance
 # Made before records named their commit and script; each waits for a run on its machine.
 OLDER = frozenset(
     {
-        "accuracy_cpu_avx512.json",
         "accuracy_h200.json",
-        "accuracy_h200_flash_attn_2.json",
         "embedding_demo.json",
-        "embedding_demo_h200.json",
         "gang.json",
         "gang_h200.json",
-        "gang_h200_pair.json",
         "graphs_h200.json",
         "lane.json",
         "ran_cuda.json",
         "ran_cuda_flash_attn_2.json",
-        "regret_cpu_avx2.json",
         "regret_h200.json",
         "regret_h200_second.json",
         "rows_h200.json",

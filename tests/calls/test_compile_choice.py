@@ -146,6 +146,31 @@ def test_a_norm_is_frozen_as_torchs_where_only_its_cost_chose_another() -> None:
     assert "layerzero.rms_norm.default" in targets and chosen.choices[0].kernel == "native.rms_norm.rows"
 
 
+def test_a_small_call_is_frozen_as_torchs_where_a_call_from_the_graph_costs_more_than_it_gains() -> None:
+    """A kernel of our own that gains microseconds stays out of graphs; one that gains more is called."""
+
+    def block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return lz.sync.mlp(x, up, down)
+
+    def frozen(rows: int, width: int) -> tuple[str | None, str, bool]:
+        torch._dynamo.reset()
+        sizes = (rows, width), (8 * width, width), (width, 4 * width)
+        args = [torch.randn(size, generator=torch.Generator().manual_seed(0)) for size in sizes]
+        lz.sync.mlp(*args, backend="native.mlp.packed")  # loaded, so that it may be chosen
+        with lz.compile_choice("freeze") as chosen:
+            out, targets = traced(block, *args)
+        torch.testing.assert_close(out, block(*args), rtol=1e-3, atol=1e-2)
+        (choice,) = chosen.choices
+        assert choice.inlined is not any("layerzero" in target for target in targets)
+        return lz.which("mlp", *args), choice.why, choice.inlined
+
+    kernel, why, inlined = frozen(2, 16)
+    assert kernel == "native.mlp.packed" and inlined
+    assert why == "a call from the graph costs more than it gains, in the place of native.mlp.packed"
+    kernel, _, inlined = frozen(64, 512)
+    assert kernel == "native.mlp.packed" and not inlined
+
+
 def test_a_mode_that_does_not_exist_is_named() -> None:
     """With those that do."""
     with pytest.raises(ValueError, match="mode needs one of runtime, freeze, autotune, got 'frozen'"):

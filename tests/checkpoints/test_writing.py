@@ -89,7 +89,8 @@ def test_errors_of_outputs_are_those_of_the_rows_that_ran(tmp_path: Path) -> Non
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str, Reason | None]] = [
     ({"form": "nf4"}, FormatError, "format needs one of int4", Reason.QUANT_FORMAT_UNSUPPORTED),
-    ({"method": "gptq"}, ValueError, "method needs one of nearest, hqq, got 'gptq'", None),
+    ({"method": "awq"}, ValueError, "method needs one of nearest, hqq, gptq, got 'awq'", None),
+    ({"method": "gptq"}, ValueError, "method gptq needs calibrate, a text", None),
     (
         {"form": "nvfp4", "method": "hqq"}, FormatError, "one of int4, int8 for method hqq",
         Reason.QUANT_FORMAT_UNSUPPORTED,
@@ -146,7 +147,7 @@ def test_half_quadratic_scales_err_less_than_the_nearest(form: str, tmp_path: Pa
     """torchao's method, by the same report; what it writes is read back."""
     pytest.importorskip("torchao", reason="torchao is not installed")
     source = model(tmp_path / "plain")
-    reports = [quantize_folder(source, tmp_path / name, form, method=name) for name in rounding.METHODS]
+    reports = [quantize_folder(source, tmp_path / name, form, method=name) for name in ("nearest", "hqq")]
     nearest, better = ([layer.weight for layer in report.layers] for report in reports)
     assert sum(better) < sum(nearest)
     lz.load_quantized(tmp_path / "hqq").check()
@@ -235,6 +236,39 @@ def test_a_text_runs_through_the_model_before_its_weights_are_judged(tmp_path: P
     told = run("quantize", shipped, "--format", "int8", *none)
     assert told.exit_code == 1 and "needs a text of at least two tokens" in told.output
     assert not (tmp_path / "no").exists()
+
+
+def test_gptq_errs_less_in_what_the_text_computes(tmp_path: Path) -> None:
+    """The shipped model by the command: every output's error, but for a few, below that of the nearest."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    shipped = Path(__file__).resolve().parents[2] / "examples" / "data" / "generate"
+    (tmp_path / "text").write_text("And Jesus said unto them, come and see. " * 40, encoding="utf-8")
+    errors: dict[str, list[float]] = {}
+    for method in ("nearest", "gptq"):
+        told = run(
+            "quantize", shipped, "--format", "int4", "--method", method, "--out", tmp_path / method,
+            "--calibrate", tmp_path / "text", "--json",
+        )  # fmt: skip
+        assert told.exit_code == 0, told.output
+        errors[method] = [layer["output"] for layer in json.loads(told.stdout)["layers"]]
+    lz.load_quantized(tmp_path / "gptq").check()
+    assert sum(errors["gptq"]) < 0.8 * sum(errors["nearest"])
+    better = [a < b for a, b in zip(errors["gptq"], errors["nearest"], strict=True)]
+    assert sum(better) > 0.8 * len(better)
+    told = run("quantize", shipped, "--format", "int4", "--method", "gptq", "--out", tmp_path / "none")
+    assert told.exit_code == 1 and "method gptq needs calibrate" in told.output
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_weight_that_no_row_of_the_text_reached_is_rounded_to_the_nearest(tmp_path: Path) -> None:
+    """As an expert that no token chose; the others by the rows they multiplied."""
+    source, rows = model(tmp_path / "plain"), torch.randn(50, 256, dtype=torch.float64)
+    grams = {f"{NAMES[0]}.weight": rows.T @ rows}
+    for method in ("gptq", "nearest"):
+        quantize_folder(source, tmp_path / method, "int4", method=method, grams=grams, tokens=50)
+    by_text, plain = (lz.load_quantized(tmp_path / method) for method in ("gptq", "nearest"))
+    same = [torch.equal(by_text.dequantized(f"{n}.weight"), plain.dequantized(f"{n}.weight")) for n in NAMES]
+    assert same == [False, True]
 
 
 def test_a_missing_transformers_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

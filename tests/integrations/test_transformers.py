@@ -288,6 +288,8 @@ def test_what_cannot_be_patched_is_named() -> None:
         TypeError, match=r"needs a transformers\.PreTrainedModel or a diffusers\.ModelMixin, got Linear"
     ):
         lz.patch(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="got the class LlamaForCausalLM"):
+        lz.patch(transformers.LlamaForCausalLM)
     with pytest.raises(ValueError, match="this LlamaForCausalLM is not"):
         lz.unpatch(llama())
 

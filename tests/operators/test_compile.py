@@ -85,6 +85,23 @@ def test_every_op_is_compiled_whole(name: str) -> None:
     assert [target for target in called if "getitem" not in target] == [f"layerzero.{name}.default"]
 
 
+def test_defaults_and_globals_of_our_functions_are_not_looked_at_before_each_run() -> None:
+    """A graph's guards grow with the ops of a model, not with what each could have been given."""
+    model = Small().eval()
+    run = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        run(torch.randn(1, 3, 32))
+    (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(Small.forward)
+    guards = str(entry.guard_manager)
+    assert "lz'].sync" in guards and "__kwdefaults__['" not in guards
+    scopes = {line.partition("G['___unnamed_scope")[2].partition("']")[0] for line in guards.splitlines()}
+    assert len(scopes - {""}) == 1
+    with pytest.raises(TypeError, match=r"rms_norm\(\): got an unexpected keyword argument 'weights'"):
+        torch.compile(lambda x, **named: lz.sync.rms_norm(x, **named), backend="eager")(
+            torch.randn(2, 4), weights=None
+        )
+
+
 def test_a_model_is_one_graph_for_all_sizes() -> None:
     """Of 12 sizes of batch and 12 of tokens the first is a graph of its own, and one more serves the rest."""
     model = Small()

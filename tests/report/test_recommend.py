@@ -71,6 +71,22 @@ def test_the_fastest_of_what_was_measured_is_given_with_what_the_others_lose() -
     assert found.command.endswith("--prefill-attention-backend fa4 --decode-attention-backend fa3")
 
 
+def test_the_plugin_is_given_where_a_kernel_of_ours_is_faster_than_all_of_the_engines() -> None:
+    """In SGLang for decode steps alone; one that would run the engine's kernel is nothing to compare."""
+    us = {("paged_attention", FA3): 30.0, ("paged_attention", "triton"): 20.0}
+    found = advise("sglang", us | {("attention", FA3): 9.0})
+    prefill, decode = found.flags[:2]
+    assert decode.value == "layerzero" and "installed beside the engine" in decode.why
+    assert losses(decode)["fa3"] == 0.5 and "layerzero" not in losses(prefill)
+    assert found.command.endswith(" --decode-attention-backend layerzero")
+    us["paged_attention", "triton"] = 31.0
+    decode = flag(advise("sglang", us), "--decode-attention-backend")
+    assert decode.value == "auto" and "fa3 alone" in decode.why and losses(decode)["layerzero"] == 0.0
+    us = {("paged_attention", FA3): 64.0, ("paged_attention", "triton"): 16.0, ("attention", FA3): 256.0}
+    both = flag(advise("vllm", us), "--attention-backend")
+    assert both.value == "CUSTOM" and losses(both) | {"FLASH_ATTN": 0.6, "CUSTOM": 0.0} == losses(both)
+
+
 def test_one_flag_for_both_parts_is_compared_where_both_were_timed() -> None:
     """vLLM has one flag: FlashInfer, whose decode has no time of its own, is compared over prompts alone."""
     us = {("attention", FA3): 900.0, ("attention", INFER): 300.0}

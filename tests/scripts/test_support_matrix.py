@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from scripts.support_matrix import DESCRIBED, MEASURED, OWNED, matrix, recorded
+from layerzero.backends import load_builtin
+from scripts.support_matrix import DESCRIBED, MATRIX, MEASURED, OWNED, matrix, recorded
 
 ENVIRONMENT = {"date": "2026-11-21T05:00:00+00:00", "device": "a card", "versions": {"torch": "2.11.0"}}
 
@@ -85,3 +86,9 @@ def test_the_committed_matrix_is_what_the_records_give() -> None:
         if cell == MEASURED
     }
     assert claimed and claimed <= passed
+
+
+def test_the_committed_matrix_has_every_kernel() -> None:
+    """A kernel that is added has its row, whatever stands there."""
+    table = json.loads(MATRIX.read_text())["tables"]["support"]
+    assert {row[1].strip("`") for row in table["rows"]} == {kernel.id for kernel in load_builtin()}

@@ -300,6 +300,12 @@ def test_flashinfers_modules_are_found_by_their_names(
     assert not there("flashinfer.rms_norm.rmsnorm"), "compiled before the release was installed"
     os.utime(cached / "norm" / "norm.so")
     assert there("flashinfer.rms_norm.rmsnorm")
+    # A copy is young, but ninja goes by what it noted when it built.
+    log, head = cached / "norm" / ".ninja_log", "# ninja log v7\n0\t9\t1000000000\t/a/norm.o\tab\n"
+    log.write_text(f"{head}9\t10\t1000000000\t/a/norm.so\tcd\n")
+    assert not there("flashinfer.rms_norm.rmsnorm"), "copied from another machine"
+    log.write_text(f"{log.read_text()}9\t10\t{time.time_ns() + 10**9}\t/a/norm.so\tcd\n")
+    assert there("flashinfer.rms_norm.rmsnorm"), "built again here"
     carried = common.carried_folder("0.7.2") / "90a"
     compile_module("rope", carried)
     os.utime(carried / "rope" / "rope.so", (1, 1))  # a bundle's are taken as they are

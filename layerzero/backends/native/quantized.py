@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.backends.native import load_module
-from layerzero.backends.native.packed import PackedWeights, available_bytes
 from layerzero.formats.table import format_of
 from layerzero.ops.linear.experts import all_choices
+from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes, keeping
 from layerzero.ops.linear.mlp import GATES
 from layerzero.ops.quantize.quantized_linear import rounded_rows
 from layerzero.spec.call_spec import CallSpec
@@ -30,7 +29,6 @@ from layerzero.spec.kernel import Kernel
 KINDS = {"int4": 0, "int8": 1, "mxfp4": 2, "nvfp4": 2, "nf4": 3, "fp8_e4m3": 4, "mxfp8": 4, "fp8_e5m2": 5}
 # Those whose codes are whole numbers times a scale.
 WHOLE = frozenset({"int4", "int8", "mxfp4", "nvfp4"})
-MEMORY_SHARE = 0.25
 # Above every level of instructions, which the module numbers from AVX2 up.
 ANY_LEVEL = 9
 
@@ -85,20 +83,12 @@ def kept_weights() -> _Kept:
     pack, limit = library().pack, int(MEMORY_SHARE * available_bytes())
     sharing: list[PackedWeights] = []
 
-    def kept(lay_out: Callable[[Tensor], Tensor], bytes_each: int) -> PackedWeights:
-        def equal(panels: Tensor, weight: Tensor) -> bool:
-            return torch.equal(panels, lay_out(weight))
-
-        panels = PackedWeights(lay_out, limit, equal, bytes_each, sharing)
-        register_optimizer_step_post_hook(panels.on_optimizer_step)
-        return panels
-
     return _Kept(
-        kept(lambda weight: pack(weight, False, False), 1),
-        kept(lambda weight: pack(weight, True, True), 1),
-        kept(lambda weight: pack(weight, True, False), 1),
-        kept(lay_out_scales, 4),
-        kept(lay_out_blocks, 64),
+        keeping(lambda weight: pack(weight, False, False), limit, 1, sharing),
+        keeping(lambda weight: pack(weight, True, True), limit, 1, sharing),
+        keeping(lambda weight: pack(weight, True, False), limit, 1, sharing),
+        keeping(lay_out_scales, limit, 4, sharing),
+        keeping(lay_out_blocks, limit, 64, sharing),
     )
 
 

@@ -15,7 +15,7 @@ from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.linear.mlp import GATES, activate
 from layerzero.ops.op import Args, Op, output_like, register
-from layerzero.ops.quantize.operands import inputs_feature, need_codes, weight_features
+from layerzero.ops.quantize.operands import inputs_feature, need_codes, need_part_values, weight_features
 from layerzero.ops.quantize.quantize import numbers
 from layerzero.ops.quantize.quantized_linear import code_bits, rounded_rows
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
@@ -160,6 +160,13 @@ def _weight(
     return shape
 
 
+def _validate_values(args: Args) -> Args:
+    """Scales and zero points of both weights, the first time that they come."""
+    for end, parts in (("up", (args[5], args[14], args[16])), ("down", (args[6], args[15], args[17]))):
+        need_part_values((f"{end}_scale", f"{end}_zero_point", f"{end}_tensor_scale"), parts)
+    return args
+
+
 def fused_experts_reference(
     x: Tensor, experts: Tensor, scores: Tensor, w_up: Tensor, w_down: Tensor, up_scale: Tensor | None,
     down_scale: Tensor | None, activation: str, gate: str, weighed: str, first_expert: int, shared: int,
@@ -234,6 +241,7 @@ FUSED_EXPERTS = register(
         operands=(0,),
         uncopied_operands=(3, 4),
         exact_dims=frozenset({"C", "F", "E", "T", "S"}),
+        validate_values=_validate_values,
         batching=RowBatching(row_operands=(0, 1, 2)),
         differentiable=False,
     )

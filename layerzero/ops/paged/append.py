@@ -85,9 +85,7 @@ def check(args: Args) -> CallSpec:
             f"v_cache needs the pages, tokens and heads of k_cache, {tuple(k_cache.shape[:3])}, got "
             f"{tuple(v_cache.shape[:3])}"
         )
-    if v_cache.dtype != k_cache.dtype:
-        expected_dtype, got = checks.dtype_name(k_cache.dtype), checks.dtype_name(v_cache.dtype)
-        raise TypeError(f"v_cache needs dtype {expected_dtype} like k_cache, got {got}")
+    kv_formats.need_same_dtype("v_cache", v_cache, "k_cache", k_cache)
     features = cache_features(k, k_cache, v_cache) | kv_formats.check_scales(
         ("k_scale", "v_scale"), call[6:8], (k_cache, v_cache), heads, ("k_cache", "v_cache")
     )

@@ -106,9 +106,7 @@ def _check_pools(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: str) -> di
             f"v_cache needs the pages, tokens and heads of k_cache, {tuple(k_cache.shape[:3])}, got "
             f"{tuple(v_cache.shape[:3])}"
         )
-    if k_cache.dtype != v_cache.dtype:
-        expected_dtype, got = checks.dtype_name(k_cache.dtype), checks.dtype_name(v_cache.dtype)
-        raise TypeError(f"v_cache needs dtype {expected_dtype} like k_cache, got {got}")
+    kv_formats.need_same_dtype("v_cache", v_cache, "k_cache", k_cache)
     if k_cache.shape[3] != q.shape[2]:
         raise ValueError(f"k_cache needs head size {q.shape[2]} like q, got {k_cache.shape[3]}")
     query_heads, key_heads = q.shape[1], k_cache.shape[heads]

@@ -90,9 +90,7 @@ def check(args: Args) -> CallSpec:
         raise ValueError(
             f"kpe_cache needs pages {tuple(ckv.shape[:2])} like ckv_cache, got {tuple(kpe.shape[:2])}"
         )
-    if kpe.dtype != ckv.dtype:
-        expected_dtype, got = checks.dtype_name(ckv.dtype), checks.dtype_name(kpe.dtype)
-        raise TypeError(f"kpe_cache needs dtype {expected_dtype} like ckv_cache, got {got}")
+    kv_formats.need_same_dtype("kpe_cache", kpe, "ckv_cache", ckv)
     for name, pool, query, like in (("ckv_cache", ckv, q_nope, "q_nope"), ("kpe_cache", kpe, q_pe, "q_pe")):
         if pool.shape[2] != query.shape[2]:
             raise ValueError(f"{name} needs width {query.shape[2]} like {like}, got {pool.shape[2]}")

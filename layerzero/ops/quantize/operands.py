@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,6 +61,35 @@ def weight_features(
     features |= {"zero_point"} if zero_point is not None else set()
     features |= {"tensor_scale"} if tensor_scale is not None else set()
     return features, size
+
+
+# Parts of weights whose values were read, by identity while they live, and how often each was written then.
+_READ: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+
+def need_part_values(names: Sequence[str], parts: Sequence[Tensor | None]) -> None:
+    """Refuse scales that are not positive and finite, and zero points that are no codes; of CPUs alone.
+
+    A part is read when it comes first and when torch has counted a change of it; what is written through
+    `.data`, or to a tensor of inference mode, is not seen.
+    Raises: FormatError: by name, with the first place.
+    """
+    for name, part in zip(names, parts, strict=True):
+        if part is None or not checks.can_read_values(part):
+            continue
+        version, place = 0 if part.is_inference() else part._version, id(part)
+        entry = _READ.get(place)
+        if entry is not None and entry[0]() is part and entry[1] == version:
+            continue
+        if name.endswith("zero_point"):
+            format_checks.check_zero_point_values(name, part)
+        else:
+            format_checks.check_scale_values(name, part)
+        _READ[place] = weakref.ref(part, functools.partial(_forget, place)), version
+
+
+def _forget(place: int, _: weakref.ref[Tensor]) -> None:
+    _READ.pop(place, None)
 
 
 def inputs_feature(inputs: Any, form: Format) -> str:

@@ -13,7 +13,7 @@ from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
 from layerzero.ops.quantize.operands import INPUTS as INPUTS
-from layerzero.ops.quantize.operands import inputs_feature, need_codes, weight_features
+from layerzero.ops.quantize.operands import inputs_feature, need_codes, need_part_values, weight_features
 from layerzero.ops.quantize.quantize import numbers
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
@@ -72,6 +72,12 @@ def _check(args: Args) -> CallSpec:
         typed=[x] if bias is None else [x, bias],
         aligned=[weight],
     )
+
+
+def _validate_values(args: Args) -> Args:
+    """Scales and zero points, the first time that a weight comes."""
+    need_part_values(("scale", "zero_point", "tensor_scale"), (args[2], args[6], args[7]))
+    return args
 
 
 def rounded_rows(x: Tensor, inputs: str, weight: torch.dtype, format: str | None, block_size: int) -> Tensor:
@@ -137,6 +143,7 @@ QUANTIZED_LINEAR = register(
         operands=(0, 3),  # a cast must not touch the weight's codes
         uncopied_operands=(1,),
         exact_dims=frozenset({"C", "K", "S"}),
+        validate_values=_validate_values,
         batching=RowBatching(),
         differentiable=False,
     )

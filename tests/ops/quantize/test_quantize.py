@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, Literal, cast
 
 import anyio
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.formats import QuantizedTensor
 from layerzero.formats.errors import FormatError
 from layerzero.formats.table import Format
+from layerzero.ops.quantize import operands
 from layerzero.ops.quantize.quantize import FORMATS, scale_shape
 from layerzero.ops.quantize.quantize import quantize_reference as reference
 from layerzero.spec.reasons import Reason
@@ -264,3 +267,62 @@ def test_a_kernel_says_which_format_and_scales_it_needs() -> None:
     told = lz.explain("quantized_linear", torch.ones(2, 8), weight, torch.ones(3, 2), inputs="dynamic")
     rejected = {c.kernel: {r.reason.value for r in c.rejected} for c in told.selection.trace}
     assert {"QUANT_FORMAT_UNSUPPORTED", "SCALE_LAYOUT_MISMATCH"} <= rejected["torch.quantized_linear.int_mm"]
+
+
+def _weights() -> dict[str, QuantizedTensor]:
+    numbers = torch.randn(16, 128, generator=torch.Generator().manual_seed(0))
+    return {
+        "int8": QuantizedTensor.quantize(numbers, "int8"),
+        "int4": QuantizedTensor.quantize(numbers, "int4", group_size=32, symmetric=False),
+        "nvfp4": QuantizedTensor.quantize(numbers, "nvfp4"),
+    }
+
+
+WRONG: list[tuple[str, str, Any, Reason]] = [
+    ("int8", "scale", lambda t: -t, Reason.SCALE_NOT_POSITIVE),
+    ("int8", "scale", lambda t: t * 0, Reason.SCALE_NOT_POSITIVE),
+    ("int4", "scale", lambda t: t.index_fill(0, torch.tensor([3]), 0.0), Reason.SCALE_NOT_POSITIVE),
+    ("int4", "scale", lambda t: t.index_fill(0, torch.tensor([3]), torch.nan), Reason.SCALE_NOT_FINITE),
+    ("int4", "scale", lambda t: t.index_fill(0, torch.tensor([3]), torch.inf), Reason.SCALE_NOT_FINITE),
+    ("int4", "zero_point", lambda t: t + 16, Reason.ZERO_POINT_MISMATCH),
+    ("nvfp4", "tensor_scale", lambda t: -t, Reason.SCALE_NOT_POSITIVE),
+    ("nvfp4", "tensor_scale", lambda t: t * torch.nan, Reason.SCALE_NOT_FINITE),
+]
+
+
+@pytest.mark.parametrize(("form", "part", "change", "reason"), WRONG)
+def test_values_of_scales_that_are_none_are_refused_by_every_way_in(
+    form: str, part: str, change: Any, reason: Reason
+) -> None:
+    """A product, the experts' products and the tensor itself: by name, with a code."""
+    weight, x = _weights()[form], torch.randn(2, 128)
+    wrong = {**weight.arguments(), part: change(weight.arguments()[part])}
+    kept = {name: wrong.get(name) for name in ("zero_point", "tensor_scale")}
+    calls: list[Any] = [
+        lambda: lz.sync.quantized_linear(x, **wrong),
+        lambda: QuantizedTensor(weight.codes, wrong["scale"], form, **kept),
+    ]
+    if form == "int8":
+        up, down = (QuantizedTensor.quantize(torch.randn(2, 128, wide), "int8") for wide in (128, 64))
+        experts = (torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1), up.codes, down.codes)
+        calls.append(lambda: lz.sync.fused_experts(x, *experts, up.scale, change(down.scale)))
+    for call in calls:
+        with pytest.raises(FormatError, match=f"{part} needs") as caught:
+            call()
+        assert caught.value.reason is reason
+
+
+def test_a_part_of_a_weight_is_read_again_when_it_was_written() -> None:
+    """Once while it stays, again after a change; one that is freed leaves nothing behind."""
+    weight, x = _weights()["int8"], torch.randn(2, 128)
+    for _ in range(2):
+        lz.sync.quantized_linear(x, **weight.arguments())
+    place = id(weight.scale)
+    assert place in operands._READ
+    weight.scale[5] = -1.0
+    with pytest.raises(FormatError, match=r"scale needs positive numbers, got -1\.0 at \(5, 0\)"):
+        lz.sync.quantized_linear(x, **weight.arguments())
+    del weight
+    gc.collect()
+    entry = operands._READ.get(place)
+    assert entry is None or entry[0]() is not None
