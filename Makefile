@@ -38,11 +38,11 @@ fuzz: $(VENV)/.installed-test  ## a million changed inputs for each parser of wh
 	$(PY) -m tests.fuzz --all --plain --runs 1000000 $(FUZZ_FLAGS)
 
 # Folder by folder, so that one test's mistake does not cost the figures of the others; fails below the bound in pyproject.toml.
-COVERED ?= $(filter-out tests/cuda/ tests/distributed/ tests/benchmarks/ tests/docs/ tests/data/ tests/mutations/,$(wildcard tests/*/))
+COVERED ?= $(filter-out tests/cuda/ tests/benchmarks/ tests/docs/ tests/data/ tests/mutations/,$(wildcard tests/*/))
 coverage: $(VENV)/.installed-stress  ## lines that the tests run, at least 90 % of what needs no card
 	@$(PY) -m coverage erase
 	@failed=0; export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; for folder in $(COVERED); do \
-	    $(PY) -m coverage run -m pytest -q -p no:cacheprovider $$folder || [ $$? = 5 ] || failed=1; done; \
+	    $(PY) -m coverage run -m pytest -q -p no:cacheprovider -o timeout=900 $$folder || [ $$? = 5 ] || failed=1; done; \
 	$(PY) -m coverage combine -q && $(PY) -m coverage report || failed=1; exit $$failed
 
 lint: ruff layers mypy pyright  ## ruff, mypy --strict, pyright, import order

@@ -160,7 +160,7 @@ def bind(op: Literal["add_layer_norm", "add_rms_norm", "quantize", "rope", "sele
 @overload
 def bind(op: Literal["add_rms_norm_quantize", "verify_tree"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., tuple[Tensor, Tensor, Tensor]]: ...
 @overload
-def bind(op: Literal["alibi", "append_kv", "cross_entropy", "dequantize", "embedding", "fused_experts", "layer_norm", "linear", "linear_cross_entropy", "mlp", "moe", "quantized_linear", "rms_norm", "sample", "sample_topk", "sample_topp"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Tensor]: ...
+def bind(op: Literal["alibi", "append_kv", "cross_entropy", "dequantize", "embedding", "fused_experts", "layer_norm", "linear", "linear_cross_entropy", "mlp", "moe", "quantized_linear", "rms_norm", "rope_append_kv", "sample", "sample_topk", "sample_topp"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Tensor]: ...
 @overload
 def bind(op: Literal["attention", "mla_attention", "paged_attention", "ragged_attention"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Tensor | tuple[Tensor, Tensor]]: ...
 @overload
@@ -1015,6 +1015,39 @@ async def rope(
     Returns: (q', k') in their shapes and dtypes; turned in float32.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 2104.09864; XPos 2212.10554.
+    """
+
+async def rope_append_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    interleaved: bool = False,
+    layout: str = "NHD",
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
+) -> Tensor:
+    """Turn new queries and keys as `rope` does; write the turned keys and the values as `append_kv` does.
+
+    Args: q (T, Hq, D), k (T, Hk, D), v (T, Hk, Dv); positions (T,) and the tables cos and sin as `rope` has
+        them; k_cache, v_cache, slot_mapping (T,) and layout as `append_kv` has them, with pools of numbers.
+        The pools are changed.
+    Waiting: backend is a kernel's id or a backend's name, for this call alone.
+        priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
+        started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
+    Returns: the turned q. Awaited before `paged_attention` over the same pool, it says that the tokens are
+    there.
+    Raises: ValueError, TypeError: what `rope` and `append_kv` refuse, by name; nothing is written then.
+        KernelExecutionError: a kernel raised; what it wrote is unknown.
+    Source: arXiv 2104.09864 and 2309.06180.
     """
 
 async def sample(

@@ -728,6 +728,34 @@ def rope(
     Source: arXiv 2104.09864; XPos 2212.10554.
     """
 
+def rope_append_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    interleaved: bool = False,
+    layout: str = "NHD",
+    backend: str | None = None,
+) -> Tensor:
+    """Turn new queries and keys as `rope` does; write the turned keys and the values as `append_kv` does.
+
+    Args: q (T, Hq, D), k (T, Hk, D), v (T, Hk, Dv); positions (T,) and the tables cos and sin as `rope` has
+        them; k_cache, v_cache, slot_mapping (T,) and layout as `append_kv` has them, with pools of numbers.
+        The pools are changed.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: the turned q. Awaited before `paged_attention` over the same pool, it says that the tokens are
+    there.
+    Raises: ValueError, TypeError: what `rope` and `append_kv` refuse, by name; nothing is written then.
+        KernelExecutionError: a kernel raised; what it wrote is unknown.
+    Source: arXiv 2104.09864 and 2309.06180.
+    """
+
 def sample(
     logits: Tensor,
     *,
@@ -873,6 +901,7 @@ __all__ = [
     "ragged_attention",
     "rms_norm",
     "rope",
+    "rope_append_kv",
     "sample",
     "sample_topk",
     "sample_topp",

@@ -39,7 +39,7 @@ _OPS_OF = {
     "native.packed": "linear mlp",
     "native.products": "linear mlp",
     "native.quantized": "fused_experts quantized_linear",
-    "native.rows": "add_rms_norm rms_norm rope",
+    "native.rows": "add_rms_norm rms_norm rope rope_append_kv",
     "onednn": "linear mlp",
     "reference": " ".join(table.FILES),
     "torch_native": "add_layer_norm add_rms_norm append_kv cross_entropy embedding layer_norm linear "
@@ -52,7 +52,7 @@ _OPS_OF = {
     "torch_sdpa": "attention",
     "torch_varlen": "ragged_attention",
     "triton_kernels": "add_rms_norm add_rms_norm_quantize append_kv paged_attention quantize "
-    "quantized_linear sample sample_topk sample_topp verify_chain",
+    "quantized_linear rope_append_kv sample sample_topk sample_topp verify_chain",
     "xformers": "attention",
     "zentorch": "add_rms_norm attention linear moe quantized_linear rms_norm",
 }

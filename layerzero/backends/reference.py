@@ -21,8 +21,8 @@ EVERY_FEATURE |= {"lse_grad", "mask_grad", "mask_wide", "xpos"}
 # by their size, and attention takes blocks of queries by the size of the batch.
 BATCH_INVARIANT = frozenset(
     {
-        "alibi", "append_kv", "cross_entropy", "embedding", "rope", "sample", "sample_topk", "sample_topp",
-        "verify_chain", "verify_tree",
+        "alibi", "append_kv", "cross_entropy", "embedding", "rope", "rope_append_kv", "sample", "sample_topk",
+        "sample_topp", "verify_chain", "verify_tree",
     }
 )  # fmt: skip
 

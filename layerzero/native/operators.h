@@ -14,7 +14,7 @@ struct Operator {
   PyObject *plans, *below, *lay_out;
   PyObject* attributes;
   Py_ssize_t positional, layout;  // layout: the op's argument that says where heads lie, or -1
-  char writes;
+  char returns_none;
 };
 
 PyTypeObject* OperatorType = nullptr;
@@ -39,7 +39,7 @@ bool is_laid_out(PyObject* out, bool heads) {
 
 // A kernel's result as the operator promises it: copied by Python where the layout in memory is another.
 PyObject* promised(Operator* self, Ref out, bool heads) {
-  if (!out || self->writes) return out ? none() : nullptr;
+  if (!out || self->returns_none) return out ? none() : nullptr;
   bool right = true;
   if (PyTuple_CheckExact(out.get())) {
     for (Py_ssize_t i = 0; right && i < PyTuple_GET_SIZE(out.get()); ++i)
@@ -94,13 +94,13 @@ PyObject* operator_call(Operator* self, PyObject* args, PyObject* kwargs) {
   return PyObject_Call(self->below, args, kwargs);
 }
 
-// Operator(names, defaults, targets, fixed, layout, writes, plans, below, lay_out)
+// Operator(names, defaults, targets, fixed, layout, returns_none, plans, below, lay_out)
 PyObject* operator_new(PyTypeObject* type, PyObject* given, PyObject*) {
   PyObject *names, *defaults, *targets, *fixed, *plans, *below, *lay_out;
   Py_ssize_t layout;
-  int writes;
+  int returns_none;
   if (!PyArg_ParseTuple(given, "O!O!O!O!npO!OO", &PyTuple_Type, &names, &PyTuple_Type, &defaults, &PyTuple_Type, &targets,
-                        &PyTuple_Type, &fixed, &layout, &writes, PlansType, &plans, &below, &lay_out))
+                        &PyTuple_Type, &fixed, &layout, &returns_none, PlansType, &plans, &below, &lay_out))
     return nullptr;
   const Py_ssize_t all = PyTuple_GET_SIZE(fixed), count = PyTuple_GET_SIZE(names);
   bool fits = all == PyTuple_GET_SIZE(reinterpret_cast<Plans*>(plans)->names) && layout < all &&
@@ -128,7 +128,7 @@ PyObject* operator_new(PyTypeObject* type, PyObject* given, PyObject*) {
   self->lay_out = Ref::to(lay_out).release();
   self->positional = count;
   self->layout = layout;
-  self->writes = char(writes);
+  self->returns_none = char(returns_none);
   PyObject_GC_Track(self);
   return reinterpret_cast<PyObject*>(self);
 }

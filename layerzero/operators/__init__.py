@@ -183,7 +183,7 @@ def _put_in_front(schema: OperatorSchema, cache: Any) -> None:
 
 def _finish(schema: OperatorSchema) -> str:
     """The text of what an implementation returns: its outputs where the operator promises them."""
-    if schema.op.writes:
+    if schema.outputs == 0:
         return "None"
     if schema.op.name == "attention":
         return "_laid_out(out, layout != 'BSHD')"

@@ -49,7 +49,7 @@ def shapes(op: Op) -> Callable[..., Any]:
         outs = tuple(
             full[0].new_empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in op.outputs(full)
         )
-        return None if op.writes else outs[0] if len(outs) == 1 else outs
+        return outs[0] if len(outs) == 1 else outs
 
     return fake
 

@@ -46,7 +46,7 @@ _PER_ROW = frozenset({"Number", "Count", "Count | None"})
 _NO_SCHEMA_TYPE = frozenset({"ScoreMod | None", "Any"})
 # The flags that add an output, and the end of the operator's name that stands for each.
 _ADDING_OUTPUT = MappingProxyType({"return_lse": "with_lse"})
-# What an op that writes into its arguments returns of them; its operator returns nothing.
+# What ops return that give back an argument; their operators return nothing.
 _GIVEN_BACK = MappingProxyType({"append_kv": "slot_mapping"})
 
 
@@ -93,7 +93,7 @@ class OperatorSchema:
     @property
     def outputs(self) -> int:
         """How many tensors it returns."""
-        return 0 if self.op.writes else _returned(self).count("Tensor")
+        return _returned(self).count("Tensor")
 
     @property
     def overload(self) -> Any:
@@ -107,9 +107,8 @@ class OperatorSchema:
         return tuple(p.name for p in named if str(p.annotation) in _NO_SCHEMA_TYPE)
 
     def text(self) -> str:
-        """The schema; what an op writes is marked, and such an operator returns nothing."""
-        returned = "()" if self.op.writes else _returned(self)
-        return f"{self.name}({', '.join(p.declared() for p in self.parameters)}) -> {returned}"
+        """The schema; what an op writes is marked."""
+        return f"{self.name}({', '.join(p.declared() for p in self.parameters)}) -> {_returned(self)}"
 
     def gradient_text(self) -> str:
         """The schema of the operator that gives the gradients of the tensors that want one, in order."""
@@ -144,7 +143,7 @@ class OperatorSchema:
             tuple(of_op.index(p.argument) if p.argument and not p.per_row else -1 for p in self.parameters),
             tuple(self.fixed.get(name, ...) for name in of_op),
             of_op.index("layout") if self.op.name == "attention" else -1,
-            bool(self.op.writes),
+            self.outputs == 0,
         )
 
     def packer(self) -> Callable[..., tuple[Any, ...]]:
@@ -212,7 +211,7 @@ def front(op: Op) -> Callable[..., Any]:
         packed = [_packed(p) for p in schema.parameters[:-1]]
         packed.append("_mark() if backend is None else backend")
         call = f"_ops.{NAMESPACE}.{schema.name}.default({', '.join(packed)})"
-        if op.writes:
+        if op.name in _GIVEN_BACK:
             lines += [f"    {call}", f"    return {_GIVEN_BACK[op.name]}"]
         elif flags:
             lines += [f"    if {flags[0]}:", f"        return {call}"]
@@ -291,6 +290,8 @@ def _packed(parameter: Parameter) -> str:
 
 
 def _returned(schema: OperatorSchema) -> str:
+    if schema.op.name in _GIVEN_BACK:
+        return "()"
     annotation = str(inspect.signature(schema.op.reference).return_annotation)
     alternatives = annotation.split(" | ")
     chosen = alternatives[-1 if any(schema.fixed.values()) else 0]

@@ -27,6 +27,7 @@ FILES = MappingProxyType(
         "ragged_attention": "paged.ragged",
         "rms_norm": "norm.rms_norm",
         "rope": "rope.rope",
+        "rope_append_kv": "paged.rope_append",
         "sample": "sampling.sampling",
         "sample_topk": "sampling.sampling",
         "sample_topp": "sampling.sampling",

@@ -255,6 +255,10 @@ class Choices:
                 refusal = error
                 self._note(op, error.trace)
                 continue
+            except (ValueError, TypeError):
+                if len(seen) == 1:  # as they came; the op may refuse others side by side, dtypes that differ
+                    raise
+                continue
             self._note(op, selection.trace)
             accepted_count += self._add_best(covers, op, full, formats, gives, kind, selection, fakes)
             if len(seen) == 1 and op.castable and not (op.uncopied_operands or op.writes or self._strict):

@@ -102,7 +102,15 @@ def find_fusions(block: PlacedBlock, *, can_join: bool) -> list[Fusion]:
     """
     reading = _Reading(block, can_join)
     fusions: list[Fusion] = []
-    for match in (_add_norm, _norm_quantize, _joined_linears, _gated_mlp, _plain_mlp, _linear_loss):
+    for match in (
+        _add_norm,
+        _norm_quantize,
+        _rope_append,
+        _joined_linears,
+        _gated_mlp,
+        _plain_mlp,
+        _linear_loss,
+    ):
         fusions += match(reading)
     backends = {place for place, op in enumerate(block.ops) if "backend" in op.written.kwargs}
     return [fusion for fusion in fusions if not fusion.covers & backends and _is_closed(reading, fusion)]
@@ -169,6 +177,23 @@ def _norm_quantize(reading: _Reading) -> Iterator[Fusion]:
             head = (*summed.args, *normed.full[1:])
         gives = {op.outputs[0]: Take(0), op.outputs[1]: Take(1), total: Take(2)}
         yield Fusion("add+norm+quantize", covers, fused, (*head, *rounding), gives)
+
+
+def _rope_append(reading: _Reading) -> Iterator[Fusion]:
+    """A rotation with the write of the turned keys, and of values, into pages of numbers."""
+    for place, op in reading.each("append_kv"):
+        assert op.full is not None
+        k, v, k_cache, v_cache, slot_mapping, layout, *scales = op.full
+        rotation = reading.made_by(k, "rope")
+        if rotation is None or any(scale is not None for scale in scales):
+            continue
+        turned = reading.block.ops[rotation]
+        q, keys, *angles, interleaved, xpos_scale = turned.full or ()
+        if k.value != turned.outputs[1] or xpos_scale is not None:
+            continue
+        full = (q, keys, v, *angles, k_cache, v_cache, slot_mapping, interleaved, layout)
+        covers = frozenset({rotation, place})
+        yield Fusion("rope+append", covers, table.get("rope_append_kv"), full, {turned.outputs[0]: Take(0)})
 
 
 def _linears(reading: _Reading) -> Iterator[list[tuple[int, PlacedOp]]]:

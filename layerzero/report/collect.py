@@ -56,7 +56,8 @@ def collect_report(
     examined = doctor(imports=imports, timeout_s=timeout_s)
     device = runtime.device()
     maps = [map_of_device(device)]
-    maps += [map_of_table(t, n, runtime.policy) for n, t in tables_for(device.hardware, every_table)]
+    if every_table or runtime.settings.shipped_tables:
+        maps += [map_of_table(t, n, runtime.policy) for n, t in tables_for(device.hardware, every_table)]
     written_at = datetime.now(UTC).isoformat(timespec="seconds")
     rank = own_rank()
     host = f"{socket.gethostname()}{'' if rank is None else f', rank {rank}'}"
@@ -69,7 +70,7 @@ def collect_report(
         missing=tuple(
             (library.backend, library.state, library.detail or library.install)
             for library in examined.libraries
-            if library.state != "works"
+            if library.state not in ("works", "installed")  # the latter is all that is asked without imports
         ),
         problems=examined.problems,
         notes=examined.notes,

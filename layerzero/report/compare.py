@@ -120,8 +120,14 @@ def compare_reports(first: ReportDocument, second: ReportDocument) -> ReportComp
 def _fact_changes(first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[FactChange]:
     for name in sorted(first.keys() | second.keys()):
         ours, theirs = first.get(name, "-"), second.get(name, "-")
-        if ours != theirs:
+        if ours != theirs and not _differ_in_trial(ours, theirs):
             yield FactChange(name, ours, theirs)
+
+
+def _differ_in_trial(ours: str, theirs: str) -> bool:
+    """Whether one of two states of a library says only that the release is there, not whether it works."""
+    states, releases = zip(ours.partition(" ")[::2], theirs.partition(" ")[::2], strict=True)
+    return "installed" in states and releases[0] == releases[1] != ""
 
 
 class _MapPair:

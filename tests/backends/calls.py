@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -217,6 +217,13 @@ def _append(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any
     return [*(rand(tokens, heads, width) for width in widths), *pools, slot_mapping], named
 
 
+def _rope_append(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+    (k, v, *written), named = _append(case, rand, generator)
+    (_, _, _, *angles), turned = _rope(replace(case, dims=case.dims | {"D": k.shape[2]}), rand, generator)
+    positions = torch.randint(0, 32, (k.shape[0],), generator=generator)
+    return [rand(k.shape[0], 4, k.shape[2]), k, v, positions, *angles, *written], named | turned
+
+
 def _flags(case: Case) -> dict[str, Any]:
     asks = set(case.asks)
     return {
@@ -417,7 +424,7 @@ _OF_THEIR_OWN = {
     "linear_cross_entropy": _linear_cross_entropy,
     "attention": _attention, "rope": _rope, "mlp": _mlp, "append_kv": _append, "quantize": _quantize,
     "dequantize": _dequantize, "quantized_linear": _quantized_linear, "select_experts": _select_experts,
-    "fused_experts": _fused_experts,
+    "fused_experts": _fused_experts, "rope_append_kv": _rope_append,
 }  # fmt: skip
 
 

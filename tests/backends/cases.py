@@ -114,6 +114,10 @@ ASKS: dict[str, tuple[str, ...]] = {
     "linear_cross_entropy": ("mean", "label_smoothing", "bias"),
     "moe": ("act_geglu", "act_geglu_tanh", "act_reglu", "scores_sigmoid", "scores_raw"),
     "rope": ("interleaved", "partial_rotary", "xpos"),
+    "rope_append_kv": (
+        "interleaved", "partial_rotary", "hnd", "kv_strided", "kv_float32", "kv_bfloat16", "kv_float16",
+        "kv_float64",
+    ),
     "sample": ("seed_per_row", "top_k", "top_p"),
     "sample_topk": ("seed_per_row",),
     "sample_topp": ("seed_per_row",),
@@ -132,6 +136,7 @@ _SIZES: dict[str, tuple[dict[str, int], ...]] = {
         {"D": 16, "Dv": 8},
     ),
     "rope": ({"N": 1}, {"N": 17, "D": 64}),
+    "rope_append_kv": ({"P": 1}, {"P": 64, "D": 40, "Dv": 24}, {"N": 1, "D": 2, "Hk": 1}, {"N": 130}),
     "paged_attention": ({"P": 1}, {"P": 64, "D": 40}, {"N": 1, "D": 1}, {"D": 128, "Dv": 24}),
     "ragged_attention": ({"D": 1}, {"D": 128, "Dv": 24}, {"Hq": 6, "Hk": 1}),
     "mla_attention": ({"P": 1}, {"P": 64, "D": 40}, {"N": 1, "D": 1}),
@@ -239,7 +244,7 @@ def _pairs_codes(pair: tuple[str, ...]) -> bool:
     if len(coded) == 2:
         return coded[0].startswith("kv_scale_") != coded[1].startswith("kv_scale_")
     others = [ask for ask in pair if ask not in coded]
-    return not coded or others[0] in ("hnd", "prefill", "gqa")
+    return not coded or others[0] in ("hnd", "prefill", "gqa", "kv_strided")
 
 
 def dtypes(kernel: Kernel) -> list[torch.dtype]:

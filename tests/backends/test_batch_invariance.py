@@ -26,6 +26,8 @@ CLAIMING = [k for k in cases.RUNNABLE if k.capability.batch_invariant]
 ROWS = 37
 # The rows that are also computed alone; the others are compared between batches.
 ALONE = (0, 1, 7, 15, 16, 17, 31, 36)
+# The ops that write into pages, and where each has its slot_mapping.
+WRITING = {"append_kv": 4, "rope_append_kv": 8}
 # The operands of each op that have one entry a row: of a batch, a sequence, a token or a head.
 ALONG = {
     "add_layer_norm": (0, 1), "add_rms_norm": (0, 1), "add_rms_norm_quantize": (0, 1), "alibi": (0,),
@@ -34,7 +36,8 @@ ALONG = {
     "fused_experts": (0, 1, 2), "select_experts": (0,),
     "layer_norm": (0,), "linear": (0,), "linear_cross_entropy": (0, 2), "quantize": (0, 4),
     "quantized_linear": (0,), "mla_attention": (0, 1, 4, 5), "mlp": (0,), "paged_attention": (0, 3, 4),
-    "rms_norm": (0,), "rope": (0, 1, 2), "sample": (0, 4), "sample_topk": (0, 3), "sample_topp": (0, 3),
+    "rms_norm": (0,), "rope": (0, 1, 2), "rope_append_kv": (0, 1, 2, 3, 8),
+    "sample": (0, 4), "sample_topk": (0, 3), "sample_topp": (0, 3),
     "verify_chain": (0, 1, 2, 3), "verify_tree": (0, 1, 2, 4),
 }  # fmt: skip
 # Widths on and off every vector size, and where a matrix kernel chooses another blocking.
@@ -104,11 +107,12 @@ def _sequences(args: Args, rows: Sequence[int]) -> Args:
 
 def pieces(op: str, run: Callable[..., Any], args: Args, rows: int, each: int) -> list[tuple[Tensor, ...]]:
     """What each row of a call gets."""
-    if op == "append_kv":
-        slots, (_, *written) = args[4], cases.results(table.get(op), run, args)
+    if op in WRITING:
+        slots, (out, *written) = args[WRITING[op]], cases.results(table.get(op), run, args)
         pools = [tensor for tensor in written if tensor.dim() > 3]  # the scales of a pool are not its rows
-        tokens = [pool if args[5] == "NHD" else pool.transpose(1, 2) for pool in pools]
+        tokens = [pool.transpose(1, 2) if "HND" in args else pool for pool in pools]
         found = [pool.flatten(0, 1)[slots] for pool in tokens]
+        found += [out] if out.is_floating_point() else []  # an append gives its slots back
         return [tuple(part[row] for part in found) for row in range(rows)]
     outs = cases.as_tuple(run(*args))
     if op == "ragged_attention":
@@ -288,10 +292,13 @@ def awaited(op: str, args: Args) -> Any:
 
 
 def own(op: str, out: Any, args: Args) -> tuple[Tensor, ...]:
-    """A caller's part of a result; of an append what is in its slots."""
-    if op != "append_kv":
+    """A caller's part of a result; of an append what is in its slots, and what it gives beside."""
+    if op not in WRITING:
         return cases.as_tuple(out)
-    return tuple(pool.flatten(0, 1)[args[4]] for pool in args[2:4])
+    at = WRITING[op]
+    pools = args[2:4] if op == "append_kv" else args[6:8]
+    beside = () if op == "append_kv" else (out,)
+    return (*(pool.flatten(0, 1)[args[at]] for pool in pools), *beside)
 
 
 @pytest.mark.skipif(cases.DEVICE != "cpu", reason="asks what a CPU refuses")
@@ -320,9 +327,9 @@ def test_an_awaited_row_has_its_own_bits_in_any_company(op: str) -> None:
             kernel.load()
     lonely = [own(op, strict(lambda a=a: [awaited(op, a)])[0], a) for a in apart[:6]]  # type: ignore[misc]
     for order in (apart, apart[::-1]):
-        if op == "append_kv":
-            for pool in args[2:4]:
-                pool.zero_()
+        if op in WRITING:
+            for position in table.get(op).written(args):
+                args[position].zero_()
         outs = strict(lambda calls=order: [awaited(op, a) for a in calls])  # type: ignore[misc]
         outs = outs if order is apart else outs[::-1]
         for row, alone in enumerate(lonely):

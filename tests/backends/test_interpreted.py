@@ -20,8 +20,11 @@ CONTRACT = "tests/backends/test_contract.py"
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 INTERPRETED = {
     "liger_kernel": ("liger.rope.triton", "liger.linear_cross_entropy.chunked"),
-    "triton": ("triton.add_rms_norm_quantize.row", "triton.add_rms_norm_quantize.group"),
-}
+    "triton": (
+        "triton.add_rms_norm_quantize.row", "triton.add_rms_norm_quantize.group", "triton.append_kv.codes",
+        "triton.rope_append_kv.heads",
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["float32", pytest.param("float16", marks=pytest.mark.slow)])

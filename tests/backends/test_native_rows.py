@@ -14,7 +14,7 @@ from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Reason
 from tests.backends import cases
 
-NORM, ADDED, ROPE = rows.KERNELS
+NORM, ADDED, ROPE, _ = rows.KERNELS  # the last: tests/ops/paged/test_rope_append.py
 pytestmark = list(cases.COMPILED)
 SIZES = [(1, 1), (1, 15), (3, 16), (7, 33), (64, 256), (5, 4096), (4097, 17)]
 
@@ -66,11 +66,13 @@ def test_bfloat16_is_read_and_rounded_as_torch_does() -> None:
         torch.testing.assert_close(total, x + residual, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("tokens", [1, 64, 1500])
-def test_rotations_are_right(tokens: int, index: torch.dtype) -> None:
+def test_rotations_are_right(tokens: int, index: torch.dtype, dtype: torch.dtype) -> None:
     """q and k are read where they lie; the outputs are dense."""
-    q, k = assert_right(ROPE, rotation(tokens, index=index))
+    q, k, *rest = rotation(tokens, index=index)
+    q, k = assert_right(ROPE, (q.to(dtype), k.to(dtype), *rest))
     assert q.is_contiguous() and k.is_contiguous()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.ops import table
-from layerzero.ops.op import Args
+from layerzero.ops.op import Args, Op
 from layerzero.spec.capability import ACTIVATIONS
 from layerzero.spec.errors import NoKernelFoundError
 from layerzero.spec.kernel import Kernel
@@ -156,7 +156,11 @@ def test_what_only_a_flag_negates_is_read_negated(kernel: Kernel) -> None:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 continue
             negated = torch._neg_view(-value) if value.itemsize > 1 else value  # pyright: ignore[reportPrivateImportUsage]
-            got = run((*args[:at], negated, *args[at + 1 :])) if at not in op.writes else _into(run, args, at)
+            got = (
+                run((*args[:at], negated, *args[at + 1 :]))
+                if at not in op.writes
+                else _into(run, op, args, at)
+            )
             for mine, right in zip(got, wanted, strict=True):
                 same = torch.allclose(mine.float(), right.float(), atol=1e-2, rtol=1e-2, equal_nan=True)
                 assert same, (dtype, at)
@@ -164,9 +168,8 @@ def test_what_only_a_flag_negates_is_read_negated(kernel: Kernel) -> None:
     assert compared
 
 
-def _into(run: Any, args: Args, at: int) -> tuple[Tensor, ...]:
+def _into(run: Any, op: Op, args: Args, at: int) -> tuple[Tensor, ...]:
     """The results of a call that writes into a negative view at `at`, which no copy of it would be."""
-    op = table.get("append_kv")
     own = [a.clone() if position in op.written(args) else a for position, a in enumerate(args)]
     own[at] = torch._neg_view(-own[at])  # pyright: ignore[reportPrivateImportUsage]
     outs = cases.as_tuple(run.device.launch(op, tuple(own)))

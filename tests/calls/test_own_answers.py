@@ -411,7 +411,7 @@ def test_every_argument_of_every_op_is_changed_once() -> None:
     every = {
         (op, argument)
         for op in table.names()
-        if op in table.FILES and op != "append_kv"
+        if op in table.FILES and op not in ("append_kv", "rope_append_kv")
         for argument in inspect.signature(table.get(op).build).parameters
     }
     assert every == seen

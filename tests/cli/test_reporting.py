@@ -23,8 +23,11 @@ def stored(path: Path, **more: Any) -> str:
     return str(path)
 
 
-def test_an_empty_perfdb_gives_a_report_that_says_so(lz: Lz, tmp_path: Path) -> None:
+def test_an_empty_perfdb_gives_a_report_that_says_so(
+    lz: Lz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing measured, no table: status 0, a page that opens, and the command that measures is named."""
+    monkeypatch.setenv("LAYERZERO_SHIPPED_TABLES", "false")
     page = tmp_path / "report.html"
     done = lz("report", str(page), "--quick")
     assert done.exit_code == 0 and "nothing was measured on this machine: lz tune" in done.output
@@ -32,6 +35,13 @@ def test_an_empty_perfdb_gives_a_report_that_says_so(lz: Lz, tmp_path: Path) -> 
     own, *shipped = report.maps  # the second one where a shipped table is for this class of machines
     assert own.is_own and own.calls == () and not any(each.is_own for each in shipped)
     assert report.facts["platform"] == "cpu" and report.format == FORMAT
+
+
+def test_what_was_not_imported_is_not_said_to_be_missing(lz: Lz) -> None:
+    """With --quick an installed library is there as far as was asked."""
+    report = json.loads(lz("report", "--quick", "--json").output)
+    assert "installed" not in {state for _, state, _ in report["missing"]}
+    assert any(fact.startswith("installed ") for fact in report["facts"].values())
 
 
 def test_the_report_of_every_shipped_record_is_small(

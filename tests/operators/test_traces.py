@@ -29,7 +29,7 @@ class Spy:
         self.runtime, self.op, self.calls = runtime, table.get(op), 0
         features = frozenset({"prefill", "kv_strided", "scale_per_row", "inputs_float"} | EVERYTHING)
         features |= {"quant_int8", "quant_fp8_e4m3"}
-        layouts = frozenset({"NHD"}) if op in ("paged_attention", "append_kv") else frozenset()
+        layouts = frozenset({"NHD"}) if op.endswith(("paged_attention", "append_kv")) else frozenset()
         if op == "attention":
             layouts = frozenset({"BHSD", "BSHD"})
         runtime.add_kernel(kernel(f"spy.{op}", self.run, features=features, layouts=layouts))

@@ -61,6 +61,11 @@ GOOD: dict[str, Call] = {
         "k": draw(3, 2, 8), "v": draw(3, 2, 8), "k_cache": draw(4, 4, 2, 8), "v_cache": draw(4, 4, 2, 8),
         "slot_mapping": ints(1, 9, 4),
     },
+    "rope_append_kv": {
+        "q": draw(3, 4, 8), "k": draw(3, 2, 8), "v": draw(3, 2, 8), "positions": ints(0, 4, 8),
+        "cos": draw(9, 4), "sin": draw(9, 4), "k_cache": draw(4, 4, 2, 8), "v_cache": draw(4, 4, 2, 8),
+        "slot_mapping": ints(1, 9, 4),
+    },
     "sample": {**_DRAWN, "top_k": ints(2, 3, 9), "top_p": torch.full((3,), 0.9)},
     "sample_topk": {**_DRAWN, "k": ints(2, 3, 9)},
     "sample_topp": {**_DRAWN, "p": torch.full((3,), 0.9)},
@@ -89,6 +94,7 @@ _PROBABILITIES = {
 _HEAT = {"temperature": [torch.tensor([1.0, value, 1.0]) for value in (-1.0, math.nan, math.inf)]}
 _ROWS = {"logits": [_DRAWN["logits"].clone().index_fill_(0, ints(1), v) for v in (math.nan, -math.inf)]}
 _SHARE = [torch.tensor([0.5, 0.5, value]) for value in (2.0, -0.5, math.nan)]
+_SLOTS = {"slot_mapping": [ints(1, 16, 4), ints(1, -1, 4), ints(1, 4, 4), ints(0, 1, 1 << 40)]}
 _TARGET = {"target": [ints(0, 7, 6, 2), ints(0, -1, 6, 2), ints(0, 1 << 40, 6, 2)]}
 
 BAD: dict[str, dict[str, list[Tensor]]] = {
@@ -102,7 +108,8 @@ BAD: dict[str, dict[str, list[Tensor]]] = {
     },
     "paged_attention": _TABLES,
     "mla_attention": _TABLES,
-    "append_kv": {"slot_mapping": [ints(1, 16, 4), ints(1, -1, 4), ints(1, 4, 4), ints(0, 1, 1 << 40)]},
+    "append_kv": _SLOTS,
+    "rope_append_kv": {"positions": [ints(0, -1, 1), ints(0, 1, 9)], **_SLOTS},
     "sample": {**_ROWS, **_HEAT, "top_k": [ints(2, -1, 3)], "top_p": _SHARE},
     "sample_topk": {**_ROWS, **_HEAT, "k": [ints(2, 0, 3), ints(2, -4, 3)]},
     "sample_topp": {**_ROWS, **_HEAT, "p": _SHARE},
@@ -125,9 +132,9 @@ def fresh(op: str) -> Call:
 
 def answer(op: str, call: Call, result: Any) -> tuple[Tensor, ...]:
     """What a call is for: its result, or the pools that it wrote."""
-    if op == "append_kv":
-        return call["k_cache"].clone(), call["v_cache"].clone()
-    return result if isinstance(result, tuple) else (result,)
+    written = (call["k_cache"].clone(), call["v_cache"].clone()) if op.endswith("append_kv") else ()
+    results = result if isinstance(result, tuple) else (result,)
+    return written if op == "append_kv" else (*written, *results)
 
 
 def same(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:

@@ -144,6 +144,27 @@ def test_an_operand_is_made_dense_once_for_all_that_need_it(opened: Callable[...
         torch.testing.assert_close(got, wanted)
 
 
+def test_operands_that_an_op_refuses_together_are_passed_over(opened: Callable[..., Runtime]) -> None:
+    """Keys that a rotation leaves in float32 beside values in bfloat16 are no call of the append."""
+    opened(
+        [kernel("wide.rope", launch_us=1.0, dtypes=frozenset({"float32"})),
+         kernel("any.append_kv", layouts=frozenset({"NHD"}))]
+    )  # fmt: skip
+    cos, sin = lz.rope_tables(16, 8)
+    k_cache, v_cache = (torch.zeros(2, 16, 2, 16, dtype=torch.bfloat16) for _ in range(2))
+    q, v = (torch.randn(3, heads, 16).to(torch.bfloat16) for heads in (4, 2))
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = lz.sync.rope(q, k, torch.arange(3), cos, sin)
+        lz.sync.append_kv(k, v, k_cache, v_cache, torch.arange(3))
+        return q
+
+    planned = lz.plan(block, q, v * 2, v)
+    assert kernels_of(planned) == ["wide.rope", "any.append_kv"]
+    torch.testing.assert_close(planned(q, v * 2, v), block(q, v * 2, v))
+    assert torch.equal(v_cache[0, :3], v)
+
+
 @pytest.mark.parametrize("is_held", [False, True])
 def test_what_is_converted_before_a_write_is_converted_again_behind_it(
     opened: Callable[..., Runtime], is_held: bool

@@ -45,6 +45,35 @@ def test_the_keys_that_a_layer_writes_are_read_behind_it() -> None:
     assert names.index("append_kv") < names.index("paged_attention")
 
 
+@pytest.mark.parametrize("reads_keys", [False, True])
+def test_a_rotation_is_one_step_with_the_write_of_its_keys(reads_keys: bool) -> None:
+    """One op turns and writes; not where something else reads the turned keys."""
+    cos, sin = lz.rope_tables(16, 32)
+    k_cache, v_cache = (torch.zeros(4, 8, 2, 16) for _ in range(2))
+    slots = torch.tensor([9, 0, 31])
+
+    def block(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        q, k = lz.sync.rope(q, k, positions, cos, sin)
+        lz.sync.append_kv(k, v, k_cache, v_cache, slots)
+        return (q, k) if reads_keys else (q,)
+
+    args = (*(torch.randn(3, heads, 16) for heads in (4, 2, 2)), torch.tensor([4, 0, 30]))
+    with lz.start(scoped=True), torch.no_grad():
+        wanted = [*block(*args), k_cache.clone(), v_cache.clone()]
+        planned = lz.plan(block, *args)
+        for pool in (k_cache, v_cache):
+            pool.zero_()
+        got = [*planned(*args), k_cache, v_cache]
+        with lz.prefer("*", op="rope_append_kv"):
+            forced = lz.plan(block, *args)
+    for mine, right in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, right)
+    if reads_keys:
+        assert all(step.fusion != "rope+append" for step in forced.record.steps)
+    else:
+        assert step_of(planned, "rope+append") == ("rope", "append_kv")
+
+
 def test_the_record_says_what_is_fused_and_what_transforms_cost() -> None:
     """Kernels, fused ops, microseconds and the total of transforms are in the record and its text."""
     block = feed_forward()

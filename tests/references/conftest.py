@@ -44,8 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the definitions that were asked for.
 
-    Raises: pytest.UsageError: no definition is of that kind or name.
+    Raises: pytest.UsageError: no definition is of that kind or name, or see `_wishes`.
     """
+    _wishes(config)
     kinds, globs = config.getoption("--op-type", []) or [], config.getoption("--definition-name", []) or []
     known = files()
     kinds_known = {path.parent.name for path in known}
@@ -70,17 +71,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in dropped]
 
 
-@pytest.fixture(scope="session")
-def asked(request: pytest.FixtureRequest) -> Asked:
-    """The command line's wishes, with what holds where nothing was said."""
-    config = request.config
+def _wishes(config: pytest.Config) -> Asked:
+    """What the command line says, with what holds where it says nothing.
+
+    Raises: pytest.UsageError: no such tolerance or device.
+    """
     factor, device = config.getoption("--tolerance", None), config.getoption("--on", None)
     if factor is None:
         factor = float(os.environ.get("LZ_TOLERANCE", "1"))
     if not 0 < factor < 1e6:
-        raise pytest.UsageError(f"--tolerance needs a factor above 0, got {factor}")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        raise pytest.UsageError(f"--tolerance needs a factor above 0, got {factor:g}")
+    has_card = torch.cuda.is_available()
+    if device not in (None, "cpu", "cuda"):
+        raise pytest.UsageError(f"--on needs cpu or cuda, got {device!r}")
+    if device == "cuda" and not has_card:
+        raise pytest.UsageError("--on needs a card for cuda, got a machine without one")
+    where = torch.device(device or ("cuda" if has_card else "cpu"))
     return Asked(where, factor, bool(config.getoption("--all", False)))
+
+
+@pytest.fixture(scope="session")
+def asked(request: pytest.FixtureRequest) -> Asked:
+    """The command line's wishes."""
+    return _wishes(request.config)
 
 
 @pytest.fixture(scope="module")

@@ -166,7 +166,13 @@ def test_chosen_tokens_are_pages_of_one() -> None:
         (["--definition-name", "norm_*", "--tolerance", "3", "--on", "cpu"], "1 passed"),
         (["--op-type", "gemm"], "--op-type needs what a definition has, got 'gemm'; kinds of ops: rmsnorm"),
         (["--definition-name", "norm_h9"], "--definition-name needs what a definition has, got 'norm_h9'"),
-        (["--tolerance", "0"], "--tolerance needs a factor above 0, got 0"),
+        (["--tolerance", "0"], "ERROR: --tolerance needs a factor above 0, got 0"),
+        (["--on", "tpu"], "ERROR: --on needs cpu or cuda, got 'tpu'"),
+        pytest.param(
+            ["--on", "cuda"],
+            "ERROR: --on needs a card for cuda, got a machine without one",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a card"),
+        ),
     ],
 )
 def test_definitions_are_chosen_on_the_command_line(words: list[str], said: str, tmp_path: Path) -> None:

@@ -94,3 +94,18 @@ def test_facts_of_one_side_alone_are_named() -> None:
         ("b", "2", "3"),
         ("c", "-", "4"),
     ]
+
+
+def test_a_library_that_was_not_imported_differs_by_its_version_alone() -> None:
+    """A report with `--quick` knows which release is there, and not whether it works."""
+
+    def facts(*states: str) -> tuple[str, ...]:
+        first, second = (document(facts={"library ray": state}) for state in states)
+        there, back = (compare_reports(*pair).facts for pair in ((first, second), (second, first)))
+        assert len(there) == len(back)
+        return tuple(fact.name for fact in there)
+
+    assert facts("works 2.60.0", "installed 2.60.0") == facts("broken 2.60.0", "installed 2.60.0") == ()
+    changed = ("library ray",)
+    assert facts("works 2.60.0", "installed 2.61.0") == changed
+    assert facts("works 2.60.0", "broken 2.60.0") == facts("missing", "installed 2.60.0") == changed

@@ -121,7 +121,11 @@ def test_the_theme_is_switched(browser: Any, tmp_path: Path) -> None:
     """The button turns the page's theme and says which is on."""
     opened(browser, tmp_path / "report.html", page_of_report(document()))
     button = browser.find_element("css selector", "#theme")
-    before = button.get_attribute("aria-pressed")
+    before, looks = button.get_attribute("aria-pressed"), []
+    for _ in range(2):
+        looks.append((button.get_attribute("aria-pressed"), button.value_of_css_property("border-top-width")))
+        button.click()
+    assert len(set(looks)) == 2 and len({width for _, width in looks}) == 2, "seen, too"
     button.click()
     assert button.get_attribute("aria-pressed") != before
     assert browser.execute_script("return document.documentElement.dataset.theme") in ("light", "dark")

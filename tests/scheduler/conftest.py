@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,11 @@ from layerzero.actors.device.worker import Worker
 @pytest.fixture(autouse=True)
 def no_blocking_calls() -> Iterator[None]:
     """Fail a test whose loop thread makes a blocking call."""
-    with blockbuster_ctx():
+    with blockbuster_ctx() as detector:
+        if (
+            "coverage" in sys.modules and sys.gettrace() is not None
+        ):  # its tracer locks at a file's first line
+            detector.functions["threading.Lock.acquire"].deactivate()
         yield
 
 

@@ -45,7 +45,7 @@ def _paged() -> Callable[..., Any]:
         cap = 0.0 if softcap is None else softcap
         if not native(out, lse, q, k, v, tables, lens, cu, factor, window_left, right, cap, layout == "HND",
                       k_scale, v_scale):  # fmt: skip
-            _refused("paged_attention", args)
+            refuse("paged_attention", args)
         return out if lse is None else (out, lse)
 
     return paged_attention
@@ -62,7 +62,7 @@ def _ragged() -> Callable[..., Any]:
         factor = q.shape[2] ** -0.5 if scale is None else scale
         cap = 0.0 if softcap is None else softcap
         if not native(out, lse, q, k, v, cu, cu_k, factor, window_left, right, cap, k_scale, v_scale):
-            _refused("ragged_attention", args)
+            refuse("ragged_attention", args)
         return out if lse is None else (out, lse)
 
     return ragged_attention
@@ -77,7 +77,7 @@ def _latent() -> Callable[..., Any]:
         out, lse = _results(q, q.shape[2], return_lse)
         right = 0 if is_causal else -1
         if not native(out, lse, q, q_pe, ckv, kpe, tables, lens, cu, scale, right, ckv_scale, kpe_scale):
-            _refused("mla_attention", args)
+            refuse("mla_attention", args)
         return out if lse is None else (out, lse)
 
     return mla_attention
@@ -92,10 +92,10 @@ def _append() -> Callable[..., Any]:
         slot_mapping: Tensor = args[4]
         if k_scale is None:
             if not native(k, v, k_cache, v_cache, slot_mapping, layout == "HND"):
-                _refused("append_kv", args)
+                refuse("append_kv", args)
             return slot_mapping
         if not codes(k, v, k_cache, v_cache, slot_mapping, layout == "HND", k_scale, v_scale):
-            _refused("append_kv", args)
+            refuse("append_kv", args)
         kv_formats.note_format(k_cache, k_scale)
         kv_formats.note_format(v_cache, v_scale)
         return slot_mapping
@@ -108,7 +108,7 @@ def _results(q: Tensor, width: int, return_lse: bool) -> tuple[Tensor, Tensor | 
     return out, torch.empty(out.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
 
 
-def _refused(op: str, args: Args) -> None:
+def refuse(op: str, args: Args) -> None:
     """Raise the error that names what does not fit."""
     guard = table.get(op).validate_values
     assert guard is not None

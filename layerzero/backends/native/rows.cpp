@@ -1,5 +1,5 @@
-// Norms and rotations of rows: one pass over each row, one call for what torch does in several. Norms also take
-// bfloat16, which is widened row by row; rotations are in float32.
+// Norms and rotations of rows: one pass over each row, one call for what torch does in several. bfloat16 is widened
+// on the way, and everything computed in float32. A rotation may end in pages of keys and values.
 //
 // A row's sums are taken in one order whatever stands beside it, so a row gives the same bits in every batch.
 
@@ -15,6 +15,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "append.h"
 #include "memory.h"
 
 namespace {
@@ -108,57 +109,133 @@ void norm(
     norm_rows<Single>(out, rows, beside, total, factors, float(eps));
 }
 
+template <typename Stored>
 struct Heads {  // (T, H, D), the last axis dense
-  const float* from;
-  float* to;
+  const Stored* from;
   int64_t heads, token, head;  // strides of what is read
 };
 
-Heads heads_of(const at::Tensor& out, const at::Tensor& x) {
-  return {x.const_data_ptr<float>(), out.mutable_data_ptr<float>(), x.size(1), x.stride(0), x.stride(1)};
+template <typename Form>
+Heads<typename Form::Stored> heads_of(const at::Tensor& x) {
+  return {static_cast<const typename Form::Stored*>(x.const_data_ptr()), x.size(1), x.stride(0), x.stride(1)};
 }
 
-void turn(const Heads& of, int64_t token, int64_t width, const float* cos, const float* sin, int64_t half) {
-  for (int64_t h = 0; h < of.heads; ++h) {
-    const float* from = of.from + token * of.token + h * of.head;
-    float* to = of.to + (token * of.heads + h) * width;
+// A token's heads turned by halves into `to`, whose heads are `step` apart; what follows the halves passes.
+template <typename Form, typename Stored = typename Form::Stored>
+void turn(
+    const Heads<Stored>& of, int64_t token, Stored* to, int64_t step, int64_t width, const float* cos,
+    const float* sin, int64_t half) {
+  for (int64_t h = 0; h < of.heads; ++h, to += step) {
+    const Stored* from = of.from + token * of.token + h * of.head;
     for (int64_t j = 0; j < half; ++j) {
-      const float first = from[j], second = from[j + half];
-      to[j] = first * cos[j] - second * sin[j];
-      to[j + half] = second * cos[j] + first * sin[j];
+      const float first = Form::wide(from[j]), second = Form::wide(from[j + half]);
+      to[j] = Form::narrow(first * cos[j] - second * sin[j]);
+      to[j + half] = Form::narrow(second * cos[j] + first * sin[j]);
     }
     std::copy(from + 2 * half, from + width, to + 2 * half);
   }
 }
 
-template <typename Index>
-bool rotate(
-    const Heads& q, const Heads& k, const at::Tensor& positions, const at::Tensor& cos, const at::Tensor& sin,
-    int64_t width) {
-  const Index* at = positions.const_data_ptr<Index>();
-  const int64_t tokens = positions.size(0), step = positions.stride(0), half = cos.size(1), last = cos.size(0);
-  for (int64_t i = 0; i < tokens; ++i)
-    if (at[i * step] < 0 || int64_t(at[i * step]) >= last) return false;
-  const float *cosines = cos.const_data_ptr<float>(), *sines = sin.const_data_ptr<float>();
-  each_row(tokens, (q.heads + k.heads) * width, [&](int64_t i) {
-    const int64_t row = int64_t(at[i * step]) * half;
-    turn(q, i, width, cosines + row, sines + row, half);
-    turn(k, i, width, cosines + row, sines + row, half);
+// The angles of each token, as the rows of the tables that its position names; false where they lack one.
+struct Angles {
+  Angles(const at::Tensor& positions, const at::Tensor& cos_in, const at::Tensor& sin_in)
+      : cos_table(cos_in.resolve_neg()), sin_table(sin_in.resolve_neg()), half(cos_table.size(1)),
+        cos(cos_table.const_data_ptr<float>()), sin(sin_table.const_data_ptr<float>()), starts(positions.size(0)) {
+    fits = positions.scalar_type() == at::kLong ? read(positions.const_data_ptr<int64_t>(), positions.stride(0))
+                                                : read(positions.const_data_ptr<int32_t>(), positions.stride(0));
+  }
+  template <typename Index>
+  bool read(const Index* at, int64_t step) {
+    for (size_t i = 0; i < starts.size(); ++i) {
+      const int64_t row = at[int64_t(i) * step];
+      if (row < 0 || row >= cos_table.size(0)) return false;
+      starts[i] = row * half;
+    }
+    return true;
+  }
+  at::Tensor cos_table, sin_table;
+  int64_t half;
+  const float *cos, *sin;
+  std::vector<int64_t> starts;  // where a token's angles begin
+  bool fits = false;
+};
+
+template <typename Form>
+void rotate(
+    const at::Tensor& q_out, const at::Tensor& k_out, const at::Tensor& q_in, const at::Tensor& k_in,
+    const Angles& angles) {
+  using Stored = typename Form::Stored;
+  const auto queries = heads_of<Form>(q_in), keys = heads_of<Form>(k_in);
+  auto* const q_to = static_cast<Stored*>(q_out.mutable_data_ptr());
+  auto* const k_to = static_cast<Stored*>(k_out.mutable_data_ptr());
+  const int64_t width = q_in.size(2);
+  each_row(q_in.size(0), (queries.heads + keys.heads) * width, [&](int64_t i) {
+    const float *cos = angles.cos + angles.starts[i], *sin = angles.sin + angles.starts[i];
+    turn<Form>(queries, i, q_to + i * queries.heads * width, width, width, cos, sin, angles.half);
+    turn<Form>(keys, i, k_to + i * keys.heads * width, width, width, cos, sin, angles.half);
   });
-  return true;
 }
 
 // q and k (T, H, D) turned by halves into dense outputs; False where the tables lack a position.
 bool rope(
     const at::Tensor& q_out, const at::Tensor& k_out, const at::Tensor& q_in, const at::Tensor& k_in,
-    const at::Tensor& positions, const at::Tensor& cos_in, const at::Tensor& sin_in) {
+    const at::Tensor& positions, const at::Tensor& cos, const at::Tensor& sin) {
   const at::Tensor q = q_in.resolve_neg(), k = k_in.resolve_neg();
-  const at::Tensor cos = cos_in.resolve_neg(), sin = sin_in.resolve_neg();
-  const Heads queries = heads_of(q_out, q), keys = heads_of(k_out, k);
-  const int64_t width = q.size(2);
+  const Angles angles(positions, cos, sin);
+  if (!angles.fits) return false;
   pybind11::gil_scoped_release release;
-  return positions.scalar_type() == at::kLong ? rotate<int64_t>(queries, keys, positions, cos, sin, width)
-                                              : rotate<int32_t>(queries, keys, positions, cos, sin, width);
+  if (q.scalar_type() == at::kBFloat16)
+    rotate<Brain>(q_out, k_out, q, k, angles);
+  else
+    rotate<Single>(q_out, k_out, q, k, angles);
+  return true;
+}
+
+template <typename Form>
+bool rotate_into(
+    const at::Tensor& q_out, const at::Tensor& q, const at::Tensor& k, const at::Tensor& k_cache,
+    const append::Target& values, const Angles& angles, const at::Tensor& slot_mapping, bool heads_first) {
+  using Stored = typename Form::Stored;
+  const auto queries = heads_of<Form>(q), keys = heads_of<Form>(k);
+  auto* const q_to = static_cast<Stored*>(q_out.mutable_data_ptr());
+  auto* const pool = static_cast<Stored*>(k_cache.mutable_data_ptr());
+  const int token = heads_first ? 2 : 1, head = heads_first ? 1 : 2;
+  const int64_t page_step = k_cache.stride(0), token_step = k_cache.stride(token), head_step = k_cache.stride(head);
+  const int64_t width = q.size(2), page_size = k_cache.size(token);
+  const int64_t bytes = keys.heads * width * int64_t(sizeof(Stored)) + values.heads * values.bytes;
+  // Queries first: with both in one loop a thousand tokens take a quarter longer than two kernels do.
+  {
+    pybind11::gil_scoped_release release;
+    each_row(q.size(0), queries.heads * width, [&](int64_t i) {
+      const float *cos = angles.cos + angles.starts[i], *sin = angles.sin + angles.starts[i];
+      turn<Form>(queries, i, q_to + i * queries.heads * width, width, width, cos, sin, angles.half);
+    });
+  }
+  const auto put = [&](int64_t row, int64_t page, int64_t at) {
+    const float *cos = angles.cos + angles.starts[row], *sin = angles.sin + angles.starts[row];
+    turn<Form>(keys, row, pool + page * page_step + at * token_step, head_step, width, cos, sin, angles.half);
+    append::write(values, row, page, at);
+  };
+  return append::put_all(slot_mapping, bytes, page_size, k_cache.size(0) * page_size, put);
+}
+
+// The same with the turned k and v written into the pools; False where a position or a slot does not fit.
+bool rope_append(
+    const at::Tensor& q_out, const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
+    const at::Tensor& positions, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& k_pool,
+    const at::Tensor& v_pool, const at::Tensor& slot_mapping, bool heads_first) {
+  const Angles angles(positions, cos, sin);
+  if (!angles.fits) return false;
+  const at::Tensor k_cache = append::plain(k_pool), v_cache = append::plain(v_pool);
+  const append::Span first(k_cache), second(v_cache);
+  const at::Tensor q = append::ready(q_in, q_out, first, second);
+  const at::Tensor k = append::ready(k_in, k_pool, first, second), v = append::ready(v_in, v_pool, first, second);
+  const append::Target values = append::target_of(v, v_cache, heads_first);
+  const bool done = q.scalar_type() == at::kBFloat16
+      ? rotate_into<Brain>(q_out, q, k, k_cache, values, angles, slot_mapping, heads_first)
+      : rotate_into<Single>(q_out, q, k, k_cache, values, angles, slot_mapping, heads_first);
+  if (done) append::note_changes({&k_pool, &v_pool});
+  return done;
 }
 
 }  // namespace
@@ -166,4 +243,5 @@ bool rope(
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("norm", reading(&norm));
   m.def("rope", reading(&rope));
+  m.def("rope_append", reading(&rope_append));
 }

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.native import load_module
-from layerzero.ops.rope.rope import validate_rope_values
+from layerzero.backends.native import load_module, refuse
 from layerzero.spec.kernel import Kernel
 
 
@@ -42,6 +41,10 @@ def _add_rms_norm() -> Callable[..., Any]:
     return add_rms_norm
 
 
+def _tables(cos: Tensor, sin: Tensor) -> list[Tensor]:
+    return [table.to(torch.float32).contiguous() for table in (cos, sin)]
+
+
 def _rope() -> Callable[..., Any]:
     native = load_module("layerzero_rows").rope
 
@@ -54,13 +57,26 @@ def _rope() -> Callable[..., Any]:
         else:
             flat = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (*outs, q, k)]
             positions = positions.reshape(-1)
-        tables = [table.to(torch.float32).contiguous() for table in (cos, sin)]
-        if not native(*flat, positions, *tables):
-            validate_rope_values(args)
-            raise AssertionError("the kernel refused positions that the op's guard accepts")
+        if not native(*flat, positions, *_tables(cos, sin)):
+            refuse("rope", args)
         return outs
 
     return rope
+
+
+def _rope_append() -> Callable[..., Any]:
+    native = load_module("layerzero_rows").rope_append
+
+    def rope_append_kv(*args: Any) -> Tensor:
+        """One pass a token: queries turned into the result, keys turned into their page, values copied."""
+        q, k, v, positions, cos, sin, k_cache, v_cache, slot_mapping, _, layout = args
+        out = torch.empty(q.shape, dtype=q.dtype)
+        pools = k_cache, v_cache, slot_mapping, layout == "HND"
+        if not native(out, q, k, v, positions, *_tables(cos, sin), *pools):
+            refuse("rope_append_kv", args)
+        return out
+
+    return rope_append_kv
 
 
 _kernel = functools.partial(
@@ -79,9 +95,13 @@ _kernel = functools.partial(
 _norm = functools.partial(
     _kernel, dtypes="float32 bfloat16", features="no_weight", contiguous=True, mixed_dtypes=True
 )
+_rotation = functools.partial(
+    _kernel, dtypes="float32 bfloat16", features="partial_rotary", last_stride1=True
+)
 
 KERNELS: tuple[Kernel, ...] = (
     _norm("native.rms_norm.rows", _rms_norm),
     _norm("native.add_rms_norm.rows", _add_rms_norm),
-    _kernel("native.rope.rows", _rope, dtypes="float32", features="partial_rotary", last_stride1=True),
+    _rotation("native.rope.rows", _rope),
+    _rotation("native.rope_append_kv.rows", _rope_append, layouts="NHD HND"),
 )

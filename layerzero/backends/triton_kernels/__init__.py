@@ -1,8 +1,9 @@
 """Triton kernels of this project, where no library has a good one, and the way for users to bring theirs.
 
 `rows` has the residual sum with its norm and rounding to eight bits, `paged` decodes over pages and
-`paged_rows` takes prompts beside that, `sampling` draws with a seed for each row, which libraries draw in
-other ways, `verify` has chains of drafted tokens; `user_kernel` makes a kernel of a user's Triton function.
+`paged_rows` takes prompts beside that, `append` and `rope_append` write pages, `sampling` draws with a seed
+for each row, which libraries draw in other ways, `verify` has chains of drafted tokens; `user_kernel` makes
+a kernel of a user's Triton function.
 """
 
 from __future__ import annotations
@@ -117,8 +118,13 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "triton.append_kv.codes", _from("append", "append_kv"), (0.05, 0.3, 22.0),
         "an estimate: one launch, as many bytes as rows have", layouts="NHD HND", sm_min=89,
-        features=f"{_CODES} {_KV_SCALES} kv_strided",
+        features=f"{_CODES} {_KV_SCALES}",
         only_with=_CODES, last_stride1=True,
+    ),
+    _kernel(
+        "triton.rope_append_kv.heads", _from("rope_append", "rope_append_kv"), (0.1, 0.4, 20.0),
+        "an estimate: one launch beside FlashInfer's two in benchmarks/results/rows_h200.json",
+        layouts="NHD HND", features="interleaved partial_rotary", last_stride1=True,
     ),
     _kernel(
         "triton.paged_attention.decode_codes", _from("paged", "paged_attention"), (0.1, 0.38, 29.0),

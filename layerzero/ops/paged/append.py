@@ -200,43 +200,53 @@ def work(spec: CallSpec) -> WorkEstimate:
 @dataclass(frozen=True, slots=True)
 class AppendBatching(BatchingRule):
     """Appends to one pool: rows and slot_mapping are concatenated; each caller gets its own
-    slot_mapping back."""
+    slot_mapping back.
+
+    `rows` are the positions of what has rows of tokens, `ids` of what has a number for each, slot_mapping
+    last.
+    """
+
+    rows: tuple[int, ...] = (0, 1)
+    ids: tuple[int, ...] = (4,)
 
     rowwise: ClassVar[bool] = True  # rows do not touch each other
 
     @property
     def concat_positions(self) -> Container[int]:
         """Rows and slot_mapping; never the pools."""
-        return (0, 1, 4)
+        return (*self.rows, *self.ids)
 
     def compatibility(self, args: Args) -> Hashable | None:
         """Dtype, device and shape of the rows."""
-        k, v = args[:2]
-        return k.dtype, k.device, k.shape[1:], v.shape[1:]
+        return tuple((args[row].dtype, args[row].device, args[row].shape[1:]) for row in self.rows)
 
     def batch_cost(self, args: Args) -> tuple[int, int]:
-        """Tokens, and the bytes of their keys and values."""
-        k, v = args[:2]
-        return k.shape[0], (k.numel() + v.numel()) * k.element_size()
+        """Tokens, and the bytes of their rows."""
+        return args[0].shape[0], sum(args[row].numel() * args[row].element_size() for row in self.rows)
 
     def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         """One write of everybody's tokens; callers that claim the same place are refused, all of them."""
-        rejected = slot_conflicts(calls)
+        rejected = slot_conflicts([args[self.ids[-1]] for args in calls])
         accepted = [args for caller, args in enumerate(calls) if caller not in rejected]
-        if len(accepted) == 1:
-            launch(accepted[0])
-        elif accepted:
-            k, v = (concat_rows([args[i] for args in accepted]) for i in (0, 1))
-            slot_mapping = concat_index_rows([args[4] for args in accepted])
-            launch((k, v, *accepted[0][2:4], slot_mapping, *accepted[0][5:]))
-        return [rejected.get(caller, args[4]) for caller, args in enumerate(calls)]
+        merged = list(calls[0])
+        if accepted:
+            for row in self.rows:
+                merged[row] = concat_rows([args[row] for args in accepted])
+            for ids in self.ids:
+                merged[ids] = concat_index_rows([args[ids] for args in accepted])
+        outs = iter(self.results(accepted, launch(tuple(merged))) if accepted else ())
+        return [rejected[caller] if caller in rejected else next(outs) for caller in range(len(calls))]
+
+    def results(self, calls: Sequence[Args], out: Any) -> list[Any]:
+        """What each call gets of a launch for all."""
+        return [args[self.ids[-1]] for args in calls]
 
 
-def slot_conflicts(calls: Sequence[Args]) -> dict[int, RejectedCall]:
-    """The calls that name a place another call names too; read on the CPU only."""
-    if calls[0][4].device.type != "cpu":
+def slot_conflicts(mappings: Sequence[Tensor]) -> dict[int, RejectedCall]:
+    """The callers whose slot_mapping names a place another's names too; read on the CPU only."""
+    if mappings[0].device.type != "cpu":
         return {}
-    slots_by_caller = [args[4].tolist() for args in calls]
+    slots_by_caller = [slot_mapping.tolist() for slot_mapping in mappings]
     if len(set().union(*slots_by_caller)) == sum(map(len, slots_by_caller)):
         return {}
     owner: dict[int, int] = {}

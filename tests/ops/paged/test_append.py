@@ -218,9 +218,9 @@ async def test_a_caller_with_a_wrong_slot_is_refused_alone() -> None:
 
 def test_three_callers_of_one_place_are_all_refused() -> None:
     """Also the first of them, whom the third one's claim comes too late for."""
-    calls = [(None, None, None, None, torch.tensor(own), "NHD") for own in ([1, 2], [3], [2], [4], [2, 5])]
-    assert sorted(slot_conflicts(calls)) == [0, 2, 4]
-    assert slot_conflicts(calls[1:2] + calls[3:]) == {}
+    places = [torch.tensor(own) for own in ([1, 2], [3], [2], [4], [2, 5])]
+    assert sorted(slot_conflicts(places)) == [0, 2, 4]
+    assert slot_conflicts(places[1:2] + places[3:4]) == {}
 
 
 def test_a_failed_append_is_never_repeated() -> None:
@@ -256,9 +256,9 @@ def test_a_failed_append_is_never_repeated() -> None:
 
 
 def test_the_table_says_what_is_written() -> None:
-    """`append_kv` alone changes operands, and says which."""
+    """The ops that write pools alone change operands, and say which."""
     impure = {name: table.get(name).writes for name in table.names() if not table.get(name).pure}
-    assert impure == {"append_kv": (2, 3, 6, 7)}
+    assert impure == {"append_kv": (2, 3, 6, 7), "rope_append_kv": (6, 7)}
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=[k.id for k in KERNELS])
