@@ -82,6 +82,8 @@ class InlineRuns:
             took_us = (time.perf_counter() - began_s) * 1e6
             self.used_us += took_us
             at_once.timed(key, costs, took_us)
+            if not costs.untimed:
+                driver.batcher.families.timed(key, at_once)
         else:
             value = run(call)
             self.used_us += costs.alone_us

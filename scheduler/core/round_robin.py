@@ -23,6 +23,7 @@ from layerzero.scheduler.core.pending_call import PendingCall
 
 if TYPE_CHECKING:
     from layerzero.scheduler.core.at_once import GroupCosts
+    from layerzero.scheduler.core.families import Family
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,11 @@ class BatchQueue:
     followers: dict[ProgramPoint, None] = field(default_factory=dict)  # places to which its callers went
     waits_in: int | None = None  # the round in which it began to wait for others of its callers
     costs: GroupCosts | None = None  # None until the first batch that is looked at
+    family: Family | None = None  # of queues whose calls differ in their weights alone
+    together: bool = False  # whether it is the one in which calls of a family wait
+    small: tuple[int, int] = (0, 0)  # batches since the last large one or the last look, and their calls
+    met: float = 0.0  # calls that its small batches have in the mean; 0 where they are not the rule
+    looked: int = 0  # the family's batches at the last look
     active_points: dict[ProgramPoint, None] = field(default_factory=dict)
     top: int = -1  # the last place in the order among those, as far as the sweep has seen them
     launched_at: float | None = None
@@ -255,7 +261,8 @@ class RoundRobin:
             self._remaining -= count
 
     def all_queues(self) -> list[BatchQueue]:
-        return [*self.queues.values(), *self.solo_queues.values()]
+        """Each queue once; several keys may lead to one."""
+        return list(dict.fromkeys([*self.queues.values(), *self.solo_queues.values()]))
 
     def _prune(self, keep: BatchQueue) -> None:
         """Drop the half of the idle slots used longest ago, and the groups that this leaves without any."""
