@@ -106,7 +106,7 @@ class BatchingRule:
         ]
 
     def family_key(self, args: Args) -> Hashable | None:
-        """`batch_key` without the memory of `weights`, only what they look like; None where there are none."""
+        """`batch_key` without the memory of `weights`, only what they look like; None without any."""
         compatibility, concat_positions = self.compatibility(args), self.concat_positions
         if compatibility is None or not self.weights:
             return None

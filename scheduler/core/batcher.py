@@ -50,8 +50,8 @@ class Batcher:
 
     __slots__ = (
         "_last_was_urgent", "_turn_due", "_urgent", "_waiting_for_room", "at_once", "deadlines",
-        "deferred_until", "draining", "expected_callers", "families", "inflight_batches", "limits", "mean_batch_s",
-        "queued", "queued_bytes", "round_robin", "running_calls", "stats",
+        "deferred_until", "draining", "expected_callers", "families", "inflight_batches", "limits",
+        "mean_batch_s", "queued", "queued_bytes", "round_robin", "running_calls", "stats",
     )  # fmt: skip
 
     def __init__(self, limits: BatchLimits | None = None) -> None:
@@ -63,14 +63,12 @@ class Batcher:
         self.families = Families(self.round_robin)
         # When `next_batch` may find what it held back; infinite where it held nothing.
         self.deferred_until = math.inf
-        self.queued = self.queued_bytes = 0
-        self.inflight_batches = self.running_calls = 0  # batches, pending calls
+        self.queued = self.queued_bytes = self.inflight_batches = self.running_calls = 0
         self.mean_batch_s = 0.0
         self.draining = False
         self._turn_due = False
         self._last_was_urgent = False
-        # A plain dict looks through all that it has lost for its first key.
-        self._waiting_for_room: OrderedDict[PendingCall, None] = OrderedDict()
+        self._waiting_for_room: OrderedDict[PendingCall, None] = OrderedDict()  # whose first key is found at once
         self._urgent: dict[PendingCall, None] = {}
         self.deadlines = Deadlines()
 
@@ -131,8 +129,8 @@ class Batcher:
         self._turn_due = False
 
     def next_batch(self, now_s: float) -> Batch | None:
-        """The next batch to run, or None: nothing waits, a turn is owed, enough is in flight, or all is held for
-        expected callers, until `deferred_until` or news of the device."""
+        """The next batch to run, or None: nothing waits, a turn is owed, enough is in flight, or all is
+        held for expected callers, until `deferred_until` or news of the device."""
         self.deferred_until = math.inf
         if not self.queued or self._turn_due or self.inflight_batches >= self.limits.max_inflight_batches:
             return None

@@ -1,10 +1,10 @@
-"""Calls that differ in their weights alone and wait in one queue: those of which few meet in a batch of their own.
+"""Calls that differ in their weights alone and wait in one queue: those of which few meet by themselves.
 
-An adapter of a few requests, an expert, models of one shape in another order for each caller: every weight's
-group is small, and each of its batches costs what a large one costs. Their calls run as one batch, in which the
-rows of each weight are a product of their own. For that the keys of these groups lead to one queue; a group
-whose batches are large keeps its own, and all get theirs back where the calls that meet share a weight anyway,
-or run by themselves for less.
+An adapter of a few requests, an expert, layers that each caller goes through in an order of its own: each
+weight's group is small, and each of its batches costs what a large one costs. Such calls run as one batch, in
+which the rows of each weight are a product of their own. For that the keys of these groups lead to one queue.
+A group whose batches are large keeps its own; all get theirs back where the calls that meet share a weight
+anyway, or are so few that they may cost less at once.
 
 Nothing here reads a clock.
 """
@@ -15,19 +15,20 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from layerzero.scheduler.core.at_once import BATCH_US, CALL_US
+from layerzero.scheduler.core.at_once import BATCH_US
 from layerzero.scheduler.core.pending_call import PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue, RoundRobin
 
 if TYPE_CHECKING:
     from layerzero.scheduler.core.at_once import AtOnce
 
-LARGE: Final = 16  # calls of a batch that needs no others
-WINDOW: Final = 32  # calls in small batches between two looks at a queue
+LARGE: Final = 16  # calls of a batch that needs no others, where none wait together
+WINDOW: Final = 32  # calls, in batches that may need others, between two looks at a queue
 MORE: Final = 3.0  # times as many callers as meet by themselves that need to be there
 APART: Final = 2.0  # weights of a batch in the mean, below which nothing is gained
 LOOK: Final = 8  # batches of a family's queue between two looks at it
 NEWEST: Final = 0.25  # weight of the newest in running means
+QUEUE_US: Final = 1.25  # what a call pays for its way through the queue, compiled, in a batch of many
 REST: Final = 256  # batches of a family after which it is tried again
 MAX_CALLERS: Final = 4096  # of a family that are told apart
 MAX_FAMILIES: Final = 1024
@@ -38,7 +39,7 @@ MAX_KEYS: Final = 4096  # that lead to one queue
 class Family:
     """Queues whose calls differ in their weights alone: `together` is the one in which they wait, if they do.
 
-    `callers` are those of small batches, each with the number of the family's batch that had it last.
+    `callers` are those of batches that were looked at, each with the number of the family's batch that had it.
     """
 
     key: Hashable
@@ -77,15 +78,17 @@ class Families:
         family, size = queue.family, len(calls)
         assert family is not None
         family.batches += 1
-        if queue.together:
-            self._look_at_all(family, calls, at_once)
-            return
-        if size >= LARGE:
+        if size >= LARGE and family.together is None:
             queue.small, queue.met = (0, 0), 0.0
+            return
+        if queue.together and family.batches % LOOK:
             return
         if len(family.callers) >= MAX_CALLERS:
             family.callers.clear()
         family.callers.update(dict.fromkeys([id(call.caller) for call in calls], family.batches))
+        if queue.together:
+            self._look_at_all(family, calls, at_once)
+            return
         batches, seen = queue.small[0] + 1, queue.small[1] + size
         queue.small = batches, seen
         if seen >= WINDOW:
@@ -131,8 +134,6 @@ class Families:
 
     def _look_at_all(self, family: Family, calls: list[PendingCall], at_once: AtOnce | None) -> None:
         """End it where calls that meet share a weight, or so few meet that they may cost less at once."""
-        if family.batches % LOOK:
-            return
         family.parts += NEWEST * (len({call.batch_key for call in calls}) - family.parts)
         family.size += NEWEST * (len(calls) - family.size)
         if family.parts < APART or (at_once is not None and family.size < LARGE):
@@ -156,4 +157,4 @@ def _pays(queue: BatchQueue, callers: int) -> bool:
     costs = queue.costs
     if costs is None or not costs.timed:  # its calls wait in any case
         return True
-    return costs.alone_us * (1.0 - 1.0 / queue.met) > CALL_US + BATCH_US / callers
+    return costs.alone_us * (1.0 - 1.0 / queue.met) > QUEUE_US + BATCH_US / callers
