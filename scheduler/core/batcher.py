@@ -68,7 +68,7 @@ class Batcher:
         self.draining = False
         self._turn_due = False
         self._last_was_urgent = False
-        self._waiting_for_room: OrderedDict[PendingCall, None] = OrderedDict()  # whose first key is found at once
+        self._waiting_for_room: OrderedDict[PendingCall, None] = OrderedDict()
         self._urgent: dict[PendingCall, None] = {}
         self.deadlines = Deadlines()
 

@@ -30,6 +30,7 @@ LOOK: Final = 8  # batches of a family's queue between two looks at it
 NEWEST: Final = 0.25  # weight of the newest in running means
 QUEUE_US: Final = 1.25  # what a call pays for its way through the queue, compiled, in a batch of many
 REST: Final = 256  # batches of a family after which it is tried again
+LIFE: Final = 8192  # and after which it is seen anew how many meet by themselves
 MAX_CALLERS: Final = 4096  # of a family that are told apart
 MAX_FAMILIES: Final = 1024
 MAX_KEYS: Final = 4096  # that lead to one queue
@@ -39,7 +40,7 @@ MAX_KEYS: Final = 4096  # that lead to one queue
 class Family:
     """Queues whose calls differ in their weights alone: `together` is the one in which they wait, if they do.
 
-    `callers` are those of batches that were looked at, each with the number of the family's batch that had it.
+    `callers` are those of batches that were looked at, each with the number of the family's batch.
     """
 
     key: Hashable
@@ -49,7 +50,8 @@ class Family:
     keys: int = 0  # that lead to `together`
     parts: float = 0.0  # weights of its batches, in the mean,
     size: float = 0.0  # and their calls
-    rests_until: int = 0
+    rests_until: int = 0  # batches
+    ends: int = 0
 
 
 class Families:
@@ -122,6 +124,7 @@ class Families:
         if family.together is None or queues.get(family.key) is not family.together:
             family.together = queues[family.key] = BatchQueue(family.key, False, family=family, together=True)
             family.keys, family.parts, family.size = 0, MORE, float(number)
+            family.ends = family.batches + LIFE
             joining = [
                 q for q in self._round_robin.all_queues() if q.family is family and q.met and _pays(q, number)
             ]
@@ -133,10 +136,14 @@ class Families:
                 at_once.groups.pop(own.key, None)
 
     def _look_at_all(self, family: Family, calls: list[PendingCall], at_once: AtOnce | None) -> None:
-        """End it where calls that meet share a weight, or so few meet that they may cost less at once."""
+        """End it where calls that meet share a weight, or so few meet that they may cost less at once.
+
+        And now and then: callers that wait in one queue are not held for those that are behind them.
+        """
         family.parts += NEWEST * (len({call.batch_key for call in calls}) - family.parts)
         family.size += NEWEST * (len(calls) - family.size)
-        if family.parts < APART or (at_once is not None and family.size < LARGE):
+        over = family.parts < APART or family.batches >= family.ends
+        if over or (at_once is not None and family.size < LARGE):
             self._part(family)
 
     def _part(self, family: Family) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from layerzero.scheduler.core.families import Family
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class BatchQueue:
     """The waiting pending calls of one compatibility class, one line a priority; a dict is an ordered set.
 
