@@ -342,8 +342,7 @@ class Batcher:
         return next((call for call in self._urgent if call.point.queue not in deferred), None)
 
     def _latest_start(self) -> float:
-        """When the queued pending call with the nearest deadline may not wait any longer; infinite without
-        one."""
+        """When the queued call with the nearest deadline may not wait any longer; infinite without one."""
         nearest = self.deadlines.nearest
         if nearest == math.inf:
             return math.inf
