@@ -76,7 +76,8 @@ def test_calls_of_several_weights_are_answered_without_python(runtime: lz.Runtim
         return [(torch.randn(1 + n % 2, WIDTH), own[n % 3], None) for n in (0, 1, 2, 4, 3, 6, 1, 5)]
 
     executed(executor, calls(), "linear")
-    assert known(executor, given := calls(), "linear")
+    given = calls()
+    assert known(executor, given, "linear")
     for (value, _), (x, weight, _) in zip(executed(executor, given, "linear"), given, strict=True):
         torch.testing.assert_close(value, torch.nn.functional.linear(x, weight))
     more = [*given, (torch.randn(9, WIDTH), own[0], None)]
