@@ -58,7 +58,7 @@ class BatchRuns:
         if driver.watch is not None:
             batch.record = driver.watch.launched(batch)
         if driver.readback is not None:
-            driver.readback.flush()
+            driver.readback.flush(None if batch.launch is None else batch.launch.number - 1)
         if batch.expected_us < driver.inline_limit_us:
             try:
                 outcomes = self._execute(batch)

@@ -17,8 +17,8 @@ class HostReader(Protocol):
         """Copy `tensor`, which `stream` writes; await what comes back for the copy, or what it raised."""
         ...
 
-    def flush(self) -> None:
-        """Launch the copies that were started and are not launched yet."""
+    def flush(self, launches: int | None = None) -> None:
+        """Launch the copies that were started and are not launched yet, behind so many batches or all."""
         ...
 
     def lose(self, error: Exception | None) -> None:

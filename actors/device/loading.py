@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from layerzero._util import log
 from layerzero._util.ending import ENDING
+from layerzero._util.garbage import freeze_again
 from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.worker import Worker
 from layerzero.observe.counters import Counters
@@ -146,6 +147,8 @@ class KernelLoader:
         finally:
             with self._lock:
                 self._underway.discard(kernel_id)
+            if not self.loading:
+                freeze_again()
             self._changed()
 
     def _load_shared(self, kernel_id: str, request: CallSpec | None) -> None:

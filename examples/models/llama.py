@@ -34,7 +34,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "data" / "generate"
 # Rows that a step is captured for: from some hundred rows on, rows of padding take the time of real ones.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 # The same for steps with prompts; larger ones take so long that launching op by op keeps up.
-PREFILL_BUCKETS = (*range(64, 513, 64), *range(640, 1025, 128))
+PREFILL_BUCKETS = (*range(64, 513, 64), *range(640, 1025, 128), 1280, 1536)
 T = TypeVar("T")
 Per = Literal["op", "layer", "step"]
 

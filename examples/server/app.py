@@ -14,7 +14,6 @@ from typing import Any
 import anyio
 import msgspec
 import uvicorn
-from models.llama import PREFILL_BUCKETS
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -299,12 +298,6 @@ def parse(arguments: list[str] | None) -> Options:
     for name in _COUNTS:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} needs to be at least 1, got {getattr(options, name)}")
-    if options.device == "cuda" and options.max_num_batched_tokens > PREFILL_BUCKETS[-1]:
-        # A step beyond runs op by op, which captured steps do not survive under load.
-        parser.error(
-            f"--max-num-batched-tokens needs to be at most {PREFILL_BUCKETS[-1]} on CUDA, "
-            f"got {options.max_num_batched_tokens}"
-        )
     if options.bundle_sha256 is not None and options.bundle is None:
         parser.error("--bundle-sha256 needs --bundle")
     return Options(**vars(options))

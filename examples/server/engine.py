@@ -19,7 +19,7 @@ from server.protocol import Sampling
 
 # Rows of a prompt that one step takes: longer prompts go in pieces, so that no next token waits long, and
 # beside as many rows that decode as a graph has, a step has room for one.
-PREFILL_CHUNK = 768
+PREFILL_CHUNK = 1024
 # In place of tokens that are not read yet: never twice the same, so that no two pages look alike.
 _PLACES = itertools.count(-1, -1)
 

@@ -53,7 +53,7 @@ class Options:
     load_format: str = "safetensors"
     max_requests: int = 256
     max_waiting_tokens: int = 1 << 17
-    max_num_batched_tokens: int = 1024
+    max_num_batched_tokens: int = 1536
     max_body: int = 4 << 20
     prompt_cache: int = 16 << 20
     strict: bool = False

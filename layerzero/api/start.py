@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from contextvars import Token
 from types import TracebackType
 from typing import Any
 
+from layerzero._util.garbage import begin_freezing, end_freezing
 from layerzero.actors.remote.pool import open_pool
 from layerzero.calls.scope import SCOPE, Scope
 from layerzero.runtime import Runtime, install, uninstall
@@ -50,11 +50,8 @@ class Started:
                 runtime.close()
                 raise
         self._runtime = runtime
-        if runtime.settings.freeze_gc and not gc.get_freeze_count():
-            gc.collect()
-            gc.freeze()
-            runtime.freezes_gc = True
-            runtime.on_close(gc.unfreeze)
+        if runtime.settings.freeze_gc and begin_freezing():
+            runtime.on_close(end_freezing)
         return runtime
 
     def __exit__(

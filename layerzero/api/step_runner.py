@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero._util import log
+from layerzero._util.garbage import freeze_again
 from layerzero.api.graphs import captured_steps, compile_within
 from layerzero.graphs.captured_steps import MAX_GRAPHS
 from layerzero.graphs.step import GraphedFunction
@@ -152,6 +153,7 @@ class StepRunner:
                 )
                 for rows in () if values else reversed(prompts):
                     self._capture_prefill(width, rows, ids)
+            freeze_again()
 
     @property
     def captures(self) -> int:

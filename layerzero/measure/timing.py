@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.planning import passing_captures
+from layerzero.ops.captures import passing_captures
 from layerzero.ops.op import Args
 from layerzero.perfdb.record import FEW_SAMPLES, LONG_US, MIN_SAMPLES, Cache, Launch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -16,6 +15,7 @@ import torch
 
 from layerzero._util import log
 from layerzero._util.clock import Clock, MonotonicClock
+from layerzero._util.garbage import freeze_again
 from layerzero.actors.device.loading import dispatch_table_for
 from layerzero.backends import load_builtin, load_plugins
 from layerzero.health import JsonQuarantineStore, QuarantineStore
@@ -68,7 +68,6 @@ class Runtime:
         self.closed = False
         self.started = False
         self.bundles: list[str] = []  # the digests of the warm-up bundles that were loaded
-        self.freezes_gc = False  # whether `start` has put what is alive out of the collector's way
         if store is None and self.settings.state_dir is not None:
             store = JsonQuarantineStore(self.settings.state_dir)
         self._store = store
@@ -121,10 +120,7 @@ class Runtime:
             local_device = self.devices.get(canonical)
             if local_device is None:
                 local_device = self.devices[canonical] = self._open(canonical)
-                if self.freezes_gc:
-                    # Opening imports the kernels' libraries: half as many objects again.
-                    gc.collect()
-                    gc.freeze()
+                freeze_again()  # opening imports the kernels' libraries: half as many objects again
             return local_device
 
     def default_device(self) -> torch.device:

@@ -68,7 +68,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         policy: path of the policy file; None has no file.
         state_dir: folder in which quarantined kernels are remembered; None forgets them with the process.
         perfdb: file of this machine's measurements; "auto" is one in `state_dir` or the user's cache.
-        freeze_gc: collect garbage when `start` opens the runtime; what lives then is left out afterwards.
+        freeze_gc: collect garbage when `start` opens the runtime; what lives then, or is loaded or captured
+            later, is left out afterwards.
     What it may do:
         strict: refuse implicit layout, dtype and contiguity transforms and unknown names in policy files.
         capabilities: file that takes away from what kernels claim to take; it cannot add to it.

@@ -5,7 +5,8 @@ would walk with them in two crowds, and each costs a pass of the weights. So a g
 while callers are expected that came from where its own calls come from:
 
 - while the device still runs their last batch: what is held would stand behind it in any case. Where most
-  callers have called it goes in time for the device not to pause: the few that are away run a batch later;
+  callers have called it goes in time for the device not to pause: the few that are away run a batch later.
+  So does a batch that is full: callers of a better class may come before it is needed;
 - for a grace after that, since they have to read the result, write to a socket, draw a breath. The grace is
   what each caller has been seen to need, as long as waiting costs less than a batch of its own would. A
   caller that stays away longer is not expected before its next call: it costs the others one grace, once.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Final
 
 from layerzero.scheduler.core.launch_reasons import (
@@ -41,20 +42,22 @@ LONG: Final = 2.0  # times a batch of the group usually runs
 MARGIN: Final = 1.5  # launches that a hold ends before the device runs dry
 TIMER_S: Final = 1e-3  # by so much an event loop's timer may be late
 _MAX_RUNNING: Final = 256
+_FOLLOWED: Final = 4  # of them, whose times add to when the device pauses: who runs further ahead asks nobody
 NEWEST: Final = 0.25  # weight of the newest in running means: about the last four count
 
 
 class Launch:
     """A batch that was handed to the device: its number, its group, when, and since when it is done.
 
-    `launched_at` is when the host began, `handed_at` when the device had all of it.
+    `launched_at` is when the host began, `handed_at` when the device had all of it; it has `tokens`.
     """
 
-    __slots__ = ("done_at", "group", "handed_at", "launched_at", "number")
+    __slots__ = ("done_at", "group", "handed_at", "launched_at", "number", "tokens")
 
-    def __init__(self, number: int, group: BatchQueue, launched_at: float) -> None:
+    def __init__(self, number: int, group: BatchQueue, launched_at: float, tokens: int) -> None:
         self.number = number
         self.group = group
+        self.tokens = tokens
         self.launched_at = self.handed_at = launched_at
         self.done_at: float | None = None
 
@@ -86,10 +89,10 @@ class ExpectedCallers:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def launched(self, tickets: Iterable[PendingCall], group: BatchQueue, now_s: float) -> Launch:
+    def launched(self, tickets: Sequence[PendingCall], group: BatchQueue, now_s: float) -> Launch:
         """A batch goes to the device; its callers are expected back."""
         self.launches += 1
-        launch = Launch(self.launches, group, now_s)
+        launch = Launch(self.launches, group, now_s, sum([ticket.tokens for ticket in tickets]))
         self._running.append(launch)
         if group.launched_at is not None:
             period_s = now_s - group.launched_at
@@ -124,9 +127,11 @@ class ExpectedCallers:
                 began_at = max(launch.handed_at, self._last_done_at)
                 group, run_s = launch.group, now_s - began_at
                 # Where nobody asked in time, it has been done for long.
-                usual_s = LONG * group.run_s if group.run_s else run_s
-                launch.done_at = began_at + min(run_s, usual_s)
-                group.run_s = _mean(group.run_s or run_s, min(run_s, usual_s))
+                usual_s = LONG * group.run_times.of(launch.tokens) or run_s
+                run_s = min(run_s, usual_s)
+                launch.done_at = began_at + run_s
+                group.run_times.add(launch.tokens, run_s)
+                group.run_s = _mean(group.run_s or run_s, run_s)
         self._last_done_at = now_s
 
     def handed_over(self, launch: Launch, now_s: float) -> None:
@@ -136,11 +141,11 @@ class ExpectedCallers:
         self.launch_s = _mean(self.launch_s or seconds, seconds)
 
     def busy_s(self, now_s: float) -> float:
-        """For about how many seconds the device still runs its newest batch; 0 where nothing is known."""
-        if not self._running:
-            return 0.0
-        last = self._running[-1]
-        return max(max(last.handed_at, self._last_done_at) + last.group.run_s - now_s, 0.0)
+        """For about how many seconds the device still runs its newest batches; 0 where nothing is known."""
+        until_s = self._last_done_at
+        for launch in list(self._running)[-_FOLLOWED:]:
+            until_s = max(until_s, launch.handed_at) + launch.group.run_times.of(launch.tokens)
+        return max(until_s - now_s, 0.0)
 
     def forget(self, caller: Caller) -> None:
         """A caller has ended."""
@@ -161,13 +166,20 @@ class ExpectedCallers:
         for caller in absent:
             by_source.setdefault(caller.last_queue, []).append(caller)
         for group in groups:
-            if group.solo or self._is_full(group):
+            if group.solo:
                 self.released[group] = LIMIT
                 continue
             sources = (source for source in group.points if source is not None and source in by_source)
             expected = [caller for source in sources for caller in by_source[source]]
             self.released[group] = NOBODY_EXPECTED
-            until = self._until(group, present[group], expected, now_s) if expected else now_s
+            until, is_full = now_s, self._is_full(group)
+            if expected and is_full:
+                until = self._pauses_at(now_s)
+                self.needs_device |= until > now_s  # it may end before it is expected to
+            elif expected:
+                until = self._until(group, present[group], expected, now_s)
+            if is_full:
+                self.released[group] = LIMIT
             if until > now_s:
                 held.add(group)
                 if group.hold is None:
@@ -213,14 +225,17 @@ class ExpectedCallers:
         Who waits for the result of the running batch comes after it, and after that comes the launch: the
         device stands still so long. Who is left behind runs with everybody in the batch after this one.
         """
-        busy_s = self.busy_s(now_s)
-        if not busy_s or not self.launch_s:
+        if not self.launch_s or not self.busy_s(now_s):
             return math.inf
         late_s = max((caller.late_s or 0.0 for caller in absent), default=0.0)
         pause_s = self.launch_s + late_s
         if len(absent) * group.run_s > present * pause_s:
             return math.inf
-        return now_s + busy_s - MARGIN * self.launch_s - TIMER_S
+        return self._pauses_at(now_s)
+
+    def _pauses_at(self, now_s: float) -> float:
+        """When the next batch has to be launched so that the device goes on without a pause."""
+        return now_s + self.busy_s(now_s) - MARGIN * self.launch_s - TIMER_S
 
     def _grace_s(self, caller: Caller, batch_s: float) -> float:
         """How long after its last batch it is worth waiting for `caller`."""

@@ -20,6 +20,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Final
 
 from layerzero.scheduler.core.pending_call import PendingCall
+from layerzero.scheduler.core.run_times import RunTimes
 
 if TYPE_CHECKING:
     from layerzero.scheduler.core.at_once import GroupCosts
@@ -32,7 +33,7 @@ class BatchQueue:
 
     A `solo` group serves an op's calls that batch with nothing: one pending call a batch. `busy` are its
     slots with tickets. Of its batches on a device that answers early: `launched_at` of the last, the time
-    between two, and how long one runs, in seconds.
+    between two, how long one runs, in seconds, and how long by its tokens.
     """
 
     key: Hashable
@@ -55,6 +56,7 @@ class BatchQueue:
     launched_at: float | None = None
     period_s: float = 0.0
     run_s: float = 0.0
+    run_times: RunTimes = field(default_factory=RunTimes)
     hold: tuple[str, float] | None = None  # what its calls wait for, and since when
 
 

@@ -197,8 +197,11 @@ class Readback:
         self._driver.fail(call, error)
         return True
 
-    def flush(self) -> None:
-        """Launch the copies that have been asked for: they do not wait for a batch that comes after them."""
+    def flush(self, launches: int | None = None) -> None:
+        """Launch the copies that have been asked for: they do not wait for a batch that comes after them.
+
+        They come behind the first `launches` batches; behind all, where not given.
+        """
         if not self._pending:
             return
         pending, self._pending = self._pending, []
@@ -211,7 +214,7 @@ class Readback:
             return
         # They hold the sources until the copies have ended.
         self._launched[id(pending)] = pending
-        launches, watch = self._driver.launches, self._driver.watch
+        launches, watch = self._driver.launches if launches is None else launches, self._driver.watch
         copied = None if watch is None else watch.copying(len(pending))
         self._worker.submit(lambda: self._wait(event, pending, blocks, hosts, launches, copied))
 

@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 import layerzero as lz
 import layerzero.sync
+from layerzero.kvcache import KVCacheSpec, PagedCache
 from layerzero.runtime import ACTIVE, current
 from tests.waiting import LIMIT_S
 
@@ -225,6 +226,43 @@ def test_freeze_gc_holds_while_the_runtime_is_open() -> None:
         assert not is_collected(device), "what a device brings with it is alive as long"
     assert is_collected(device)
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_is_loaded_and_captured_later_is_frozen_too() -> None:
+    """Kernels that load behind calls, and captured steps, are alive as long as the server."""
+    with lz.start(lz.Settings(freeze_gc=True)) as runtime:
+        loader, loaded, captured = runtime.device("cpu").loader, [object], [object]
+        assert is_collected(loaded) and is_collected(captured)
+        loader.load_now("torch.rms_norm.native")
+        assert not is_collected(loaded)
+        cache = PagedCache(KVCacheSpec(1, 4, dtype=torch.float32, device="cpu"), pages=8, page_size=4)
+        steps = lz.StepRunner(
+            lambda metadata, ids: ids[:, None].float(), cache, max_model_len=8, max_num_seqs=1, graphs=True
+        )
+        later = [object]
+        steps.capture(buckets=[1])
+        assert not is_collected(later)
+        steps.close()
+    assert is_collected(later)
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_the_interpreter_froze_itself_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 begins with 375 frozen objects; a server froze nothing there."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
+    seen = [object]
+    with lz.start(lz.Settings(freeze_gc=True)):
+        assert not is_collected(seen)
+    assert is_collected(seen)
+
+
+def test_nothing_is_frozen_unless_asked_for() -> None:
+    """A load, or a capture, freezes nothing by itself."""
+    before = gc.get_freeze_count()
+    with lz.start() as runtime:
+        runtime.device("cpu").loader.load_now("torch.rms_norm.native")
+        assert gc.get_freeze_count() <= before
 
 
 @pytest.mark.usefixtures("nothing_frozen")

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.backends.flashinfer.planning import MAX_PLANS, PlanKey, StreamWorkspaces, passing_captures
+from layerzero.backends.flashinfer.planning import MAX_PLANS, PlanKey, StreamWorkspaces
 from layerzero.measure.timing import QUICK, time_kernels
 from layerzero.ops import table
+from layerzero.ops.captures import passing_captures
 from layerzero.spec.errors import CudaGraphUnsafeError
 from tests.backends.test_vendors import BY_ID, loaded, near, paged_call, rand
 
@@ -30,6 +31,7 @@ class Card:
         self.stage = StreamWorkspaces(torch.zeros(1))
         self.planned: list[list[str]] = []
         patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
 
     def call(self, name: str, lengths: PlanKey) -> Any:

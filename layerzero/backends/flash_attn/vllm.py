@@ -19,6 +19,7 @@ from torch import Tensor
 from layerzero.backends.flash_attn.shared import FEATURES, HEAD_SIZES, THIRD, both, hopper, workspace_bytes
 from layerzero.ops.attention.adapters import Result, bounds, int32, takes
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
+from layerzero.ops.captures import keep_if_captured
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel, Tiling
@@ -99,6 +100,7 @@ def _uniform_cu_seqlens(batch: int, length: int, device: torch.device) -> Tensor
         # A copy from ordinary memory has arrived when it returns, for whichever stream reads it.
         cu_seqlens_q = (torch.arange(batch + 1, dtype=torch.int32, device="cpu") * length).to(device)
         _steps_of[key] = cu_seqlens_q
+    keep_if_captured(cu_seqlens_q)
     return cu_seqlens_q
 
 

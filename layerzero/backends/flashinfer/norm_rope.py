@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.flashinfer.common import ESTIMATE, LOAD_BYTES, SOURCE, compilation_of, kernel, module
+from layerzero.ops.captures import keep_if_captured
 from layerzero.ops.paged.append import copy_if_aliased
 from layerzero.ops.quantize.quantize import quantize_reference
 from layerzero.spec.call_spec import CallSpec
@@ -69,11 +70,15 @@ _TABLE = "_layerzero_flashinfer_table"
 
 
 def cos_sin_cache(cos: Tensor, sin: Tensor) -> Tensor:
-    """cos and sin side by side in float32, as FlashInfer reads them; made once for a pair of tables."""
+    """cos and sin side by side in float32, as FlashInfer reads them; made once for a pair of tables.
+
+    A graph keeps the one that it was captured with, whatever becomes of `cos` and `sin`.
+    """
     cached = getattr(cos, _TABLE, None)
     if cached is not None and not cos.is_inference() and not sin.is_inference():
         other, versions, table = cached
         if other() is sin and versions == (cos._version, sin._version):
+            keep_if_captured(table)
             return table  # type: ignore[no-any-return]
     cos_sin = torch.cat([cos, sin], -1).float().contiguous()
     if not cos.is_inference() and not sin.is_inference():
@@ -125,7 +130,10 @@ def _append() -> Callable[..., Any]:
     ) -> Tensor:
         """`append_paged_kv_cache` with the whole pool as one sequence, in which a slot is a position."""
         pages, size = k_cache.shape[0], k_cache.shape[1 if layout == "NHD" else 2]
-        ids, bounds, last, first = _whole_pool(pages, size, k.shape[0], k.device)
+        ids, bounds, last = _whole_pool(pages, size, k.device)
+        first = _zeros(_power_of_two(k.shape[0]), k.device)
+        keep_if_captured(ids, bounds, last, first)
+        first = first[: k.shape[0]]
         places = slot_mapping.to(torch.int32).contiguous()
         k, v = copy_if_aliased(k, k_cache, v_cache), copy_if_aliased(v, k_cache, v_cache)
         kernel(
@@ -136,14 +144,26 @@ def _append() -> Callable[..., Any]:
     return append_kv
 
 
+# Some pools of pages and numbers of rows; what graphs were captured with stays, however many others come.
 @functools.lru_cache(maxsize=64)
-def _whole_pool(pages: int, size: int, tokens: int, device: torch.device) -> tuple[Tensor, ...]:
-    """A pool as one sequence: page ids, their bounds, the last page's length, every token's sequence."""
+def _whole_pool(pages: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """A pool as one sequence: page ids, their bounds, the last page's length."""
     with torch.inference_mode(False):
-        ids = torch.arange(pages, dtype=torch.int32, device=device)
+        ids = torch.arange(pages, dtype=torch.int32, device="cpu").to(device)
         bounds = torch.tensor([0, pages], dtype=torch.int32, device=device)
-        last = torch.tensor([size], dtype=torch.int32, device=device)
-        return ids, bounds, last, torch.zeros(tokens, dtype=torch.int32, device=device)
+        return ids, bounds, torch.tensor([size], dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(count: int, device: torch.device) -> Tensor:
+    """The sequence of each of `count` tokens in a pool that is one: copied, so that every stream may read."""
+    with torch.inference_mode(False):
+        return torch.zeros(count, dtype=torch.int32, device="cpu").to(device)
+
+
+def _power_of_two(count: int) -> int:
+    """The least that is no smaller, so that steps of any number of rows share a few buffers."""
+    return 1 << max(count - 1, 0).bit_length()
 
 
 def _fp8_product() -> Callable[..., Any]:

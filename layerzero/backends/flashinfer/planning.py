@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,7 +27,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.common import WORKSPACE_BYTES
-from layerzero.ops import host_copies
+from layerzero.ops import captures, host_copies
 from layerzero.ops.attention.adapters import int32
 from layerzero.spec.errors import CudaGraphUnsafeError
 
@@ -39,21 +37,6 @@ MAX_PLANS = 16
 ROW_STATES_BYTES = 1 << 20
 
 Make = Callable[[Tensor], Any]
-
-_PASSING: ContextVar[bool] = ContextVar("passing", default=False)
-
-
-@contextmanager
-def passing_captures() -> Generator[None]:
-    """Captures inside make no claim on their plans: their graphs end before other lengths come.
-
-    For who measures: each claim would keep a wrapper's memory until `release`.
-    """
-    token = _PASSING.set(True)
-    try:
-        yield
-    finally:
-        _PASSING.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +98,12 @@ class StreamWorkspaces:
         self, kind: Hashable, plan_key: PlanKey, make: Make, plan: Callable[[Any], None]
     ) -> Any:
         key = (kind, plan_key.key)
-        cached, capturing = self.plans.get(key), torch.cuda.is_current_stream_capturing()
+        cached = self.plans.get(key)
         if cached is not None:
-            cached.captured = cached.captured or (capturing and not _PASSING.get())
+            cached.captured = cached.captured or captures.is_claiming()
             self.plans.move_to_end(key)
             return cached.wrapper
-        if capturing:
+        if torch.cuda.is_current_stream_capturing():
             raise CudaGraphUnsafeError(
                 f"FlashInfer {kind} needs a plan for these lengths that the capturing stream made before the "
                 "capture, and has none: lengths without a host copy (layerzero.ops.host_copies) are "
@@ -182,6 +165,7 @@ def release(device: torch.device | None = None) -> None:
         for by_stream in (_WORKSPACES, _ROW_STATES):
             for name in [n for n in by_stream if device is None or n[0] == (device.index or 0)]:
                 del by_stream[name]
+        captures.release(device)
 
 
 def query_starts(cu_seqlens_q: Tensor | None, batch: int) -> Tensor:
