@@ -39,12 +39,13 @@ def test_those_of_which_few_meet_wait_together(programs: list[Program], at_once:
     assert joined_s < apart_s
 
 
-def test_a_large_group_keeps_its_own_queue() -> None:
-    """64 callers of one model are one batch at every weight, and nothing is looked up in common."""
-    machine = Machine(at_once=True)
-    machine.run(together(of_one_shape(straight(50))))
+@pytest.mark.parametrize("callers", [12, 64])
+def test_callers_that_meet_by_themselves_keep_their_queues(callers: int) -> None:
+    """All callers of one model are one batch at every weight, and none waits with those of another."""
+    machine = Machine()
+    machine.run(together(of_one_shape(straight(50)[:callers])))
     assert not any(queue.together for queue in machine.lane.round_robin.all_queues())
-    assert machine.mean_batch == 64
+    assert machine.mean_batch == callers
 
 
 def test_a_family_ends_where_its_callers_go_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
