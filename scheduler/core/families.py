@@ -37,7 +37,7 @@ MAX_KEYS: Final = 4096  # that lead to one queue
 
 
 @dataclass(slots=True, eq=False)
-class Family:
+class WeightFamily:
     """Queues whose calls differ in their weights alone: `together` is the one in which they wait, if they do.
 
     `callers` are those of batches that were looked at, each with the number of the family's batch.
@@ -61,9 +61,9 @@ class Families:
 
     def __init__(self, round_robin: RoundRobin) -> None:
         self._round_robin = round_robin
-        self._families: dict[Hashable, Family] = {}
+        self._families: dict[Hashable, WeightFamily] = {}
 
-    def of(self, key: Hashable) -> Family | None:
+    def of(self, key: Hashable) -> WeightFamily | None:
         """The family of a group, by its key; None where the calls of every batch share their weights."""
         key = getattr(key, "family", None)
         if key is None:
@@ -72,7 +72,7 @@ class Families:
         if family is None:
             if len(self._families) >= MAX_FAMILIES:
                 self._families.clear()  # what is queued knows its own
-            family = self._families[key] = Family(key)
+            family = self._families[key] = WeightFamily(key)
         return family
 
     def batch_ran(self, queue: BatchQueue, calls: list[PendingCall], at_once: AtOnce | None) -> None:
@@ -109,7 +109,7 @@ class Families:
         there = set().union(*(other.costs.callers for other in others if other.costs is not None))
         self._look(queue.family, queue, there, at_once)
 
-    def _look(self, family: Family, queue: BatchQueue, there: set[int], at_once: AtOnce | None) -> None:
+    def _look(self, family: WeightFamily, queue: BatchQueue, there: set[int], at_once: AtOnce | None) -> None:
         """Let a family wait together where that pays for this queue of it, with these callers."""
         queues = self._round_robin.queues
         if family.batches < family.rests_until:
@@ -135,7 +135,7 @@ class Families:
             if at_once is not None:
                 at_once.groups.pop(own.key, None)
 
-    def _look_at_all(self, family: Family, calls: list[PendingCall], at_once: AtOnce | None) -> None:
+    def _look_at_all(self, family: WeightFamily, calls: list[PendingCall], at_once: AtOnce | None) -> None:
         """End it where calls that meet share a weight, or so few meet that they may cost less at once.
 
         And now and then: callers that wait in one queue are not held for those that are behind them.
@@ -146,7 +146,7 @@ class Families:
         if over or (at_once is not None and family.size < LARGE):
             self._part(family)
 
-    def _part(self, family: Family) -> None:
+    def _part(self, family: WeightFamily) -> None:
         """Give every group of a family its own queue back, for some time."""
         queues, together = self._round_robin.queues, family.together
         family.together, family.rests_until = None, family.batches + REST

@@ -24,7 +24,7 @@ from layerzero.scheduler.core.run_times import RunTimes
 
 if TYPE_CHECKING:
     from layerzero.scheduler.core.at_once import GroupCosts
-    from layerzero.scheduler.core.families import Family
+    from layerzero.scheduler.core.families import WeightFamily
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -46,7 +46,7 @@ class BatchQueue:
     followers: dict[ProgramPoint, None] = field(default_factory=dict)  # places to which its callers went
     waits_in: int | None = None  # the round in which it began to wait for others of its callers
     costs: GroupCosts | None = None  # None until the first batch that is looked at
-    family: Family | None = None  # of queues whose calls differ in their weights alone
+    family: WeightFamily | None = None  # of queues whose calls differ in their weights alone
     together: bool = False  # whether it is the one in which calls of a family wait
     small: tuple[int, int] = (0, 0)  # batches since the last large one or the last look, and their calls
     met: float = 0.0  # calls that its small batches have in the mean; 0 where they are not the rule
