@@ -96,9 +96,9 @@ class Families:
         if seen >= WINDOW:
             queue.small, queue.met = (0, 0), seen / batches
             if at_once is None or queue.key not in at_once.groups:  # those are timed first
-                there = {caller for caller, batch in family.callers.items() if batch > queue.looked}
+                callers = {caller for caller, batch in family.callers.items() if batch > queue.looked}
                 queue.looked = family.batches
-                self._look(family, queue, there, at_once)
+                self._look(family, queue, callers, at_once)
 
     def timed(self, key: Hashable, at_once: AtOnce) -> None:
         """It is known what a call takes of a group whose calls run at once."""
@@ -106,15 +106,17 @@ class Families:
         if queue is None or queue.family is None or queue.together or not queue.met:
             return
         others = [other for other in self._round_robin.all_queues() if other.family is queue.family]
-        there = set().union(*(other.costs.callers for other in others if other.costs is not None))
-        self._look(queue.family, queue, there, at_once)
+        callers = set().union(*(other.costs.callers for other in others if other.costs is not None))
+        self._look(queue.family, queue, callers, at_once)
 
-    def _look(self, family: WeightFamily, queue: BatchQueue, there: set[int], at_once: AtOnce | None) -> None:
+    def _look(
+        self, family: WeightFamily, queue: BatchQueue, callers: set[int], at_once: AtOnce | None
+    ) -> None:
         """Let a family wait together where that pays for this queue of it, with these callers."""
         queues = self._round_robin.queues
-        if family.batches < family.rests_until:
+        if family.batches < family.rests_until or queues.get(queue.key) is not queue:
             return
-        number = len(there if at_once is None else there & at_once.live)
+        number = len(callers if at_once is None else callers & at_once.live)
         if not _pays(queue, number):
             return
         if family.keys >= MAX_KEYS:
@@ -125,15 +127,14 @@ class Families:
             family.together = queues[family.key] = BatchQueue(family.key, False, family=family, together=True)
             family.keys, family.parts, family.size = 0, MORE, float(number)
             family.ends = family.batches + LIFE
-            joining = [
-                q for q in self._round_robin.all_queues() if q.family is family and q.met and _pays(q, number)
-            ]
-        for own in joining:
+            joining = [q for key, q in queues.items() if q.key == key and q.family is family and q.met]
+            joining = [q for q in joining if _pays(q, number)]
+        for member in joining:
             # The queue itself is its key until its calls wait there again.
-            queues[own], queues[own.key] = own, family.together
+            queues[member], queues[member.key] = member, family.together
             family.keys += 1
             if at_once is not None:
-                at_once.groups.pop(own.key, None)
+                at_once.groups.pop(member.key, None)
 
     def _look_at_all(self, family: WeightFamily, calls: list[PendingCall], at_once: AtOnce | None) -> None:
         """End it where calls that meet share a weight, or so few meet that they may cost less at once.
@@ -152,9 +153,10 @@ class Families:
         family.together, family.rests_until = None, family.batches + REST
         for key in [key for key, queue in queues.items() if queue is together and key is not family.key]:
             del queues[key]
-        for own in [key for key in queues if isinstance(key, BatchQueue) and key.family is family]:
-            own.small, own.met = (0, 0), 0.0
-            queues[own.key] = queues.pop(own)
+        for member in [key for key in queues if isinstance(key, BatchQueue) and key.family is family]:
+            member.small, member.met = (0, 0), 0.0
+            if member.key not in queues:
+                queues[member.key] = queues.pop(member)
 
 
 def _pays(queue: BatchQueue, callers: int) -> bool:
