@@ -72,7 +72,7 @@ class BatchExecutor:
                 else:
                     generation = self._device.snapshot
                     values = _run_batched(op.batching, calls, launch)
-                    if merged is not None and len(launch.launches) == 1:
+                    if merged is not None:
                         merged.remember(launch, generation)
         except Exception as error:
             failed = Failed(error)
@@ -123,11 +123,12 @@ class MergedCalls:
         return _pair_with_plan(self._batching.split(out, counts, NO_LEADS), plan)
 
     def remember(self, launch: _BatchLauncher, generation: DispatchState) -> None:
-        """Know from now on the one call that a batch became, unless not its plan's kernel answered."""
-        device, args, (_, plan) = self._device, launch.args, launch.launches[0]
-        op = plan.op
-        if device.plan(op, signature_of(op, args), args, device.mode()) is plan:
-            self._plans.remember(args, generation, plan)
+        """Know from now on each call that a batch became, unless not its plan's kernel answered."""
+        device = self._device
+        for args, (_, plan) in zip(launch.calls, launch.launches, strict=True):
+            op = plan.op
+            if device.plan(op, signature_of(op, args), args, device.mode()) is plan:
+                self._plans.remember(args, generation, plan)
 
 
 class StreamExecutor(BatchExecutor):
@@ -158,7 +159,7 @@ class StreamExecutor(BatchExecutor):
 class _BatchLauncher:
     """A launch that notes each result with the plan that made it."""
 
-    __slots__ = ("_device", "_op", "_snapshot", "_validates", "args", "launches")
+    __slots__ = ("_device", "_op", "_snapshot", "_validates", "calls", "launches")
 
     def __init__(self, device: LocalDevice, op: Op, snapshot: DispatchState | None) -> None:
         self._device = device
@@ -166,7 +167,7 @@ class _BatchLauncher:
         self._snapshot = snapshot
         self._validates = not op.validate_values_per_batch  # else the calls were, each when it was made
         self.launches: list[tuple[Any, Plan]] = []
-        self.args: Args = ()  # of the last one
+        self.calls: list[Args] = []  # that gave them
 
     @property
     def is_unconstrained(self) -> bool:
@@ -177,8 +178,8 @@ class _BatchLauncher:
         return not any(rule.concerns(self._op.name) for rule in rules)
 
     def __call__(self, args: Args, op: Op | None = None) -> Any:
-        self.args = args
         result = self._device.launch_planned(op or self._op, args, self._snapshot, guarded=self._validates)
+        self.calls.append(args)
         self.launches.append(result)
         return result[0]
 

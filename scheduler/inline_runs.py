@@ -67,6 +67,13 @@ class InlineRuns:
             restore(modes)
         return not driver.busy
 
+    def joins(self, key: Hashable, costs: GroupCosts) -> bool:
+        """Whether the current task, which is new to a group, may run its calls at once too; it is counted."""
+        if self._at_once is None:
+            return False
+        self._at_once.call_ran(key, costs, self._driver.caller_here())
+        return key in self.groups
+
     def run(self, call: PendingCall, run: Callable[[PendingCall], Any]) -> Any:
         """Run a call of `groups`; what it returns."""
         key = call.op if call.batch_key is None else call.batch_key
@@ -82,6 +89,8 @@ class InlineRuns:
             took_us = (time.perf_counter() - began_s) * 1e6
             self.used_us += took_us
             at_once.timed(key, costs, took_us)
+            if not costs.untimed:
+                driver.batcher.families.timed(key, at_once)
         else:
             value = run(call)
             self.used_us += costs.alone_us

@@ -212,12 +212,16 @@ def _is_plain_strided(args: Args) -> bool:
 
 
 class BatchKey:
-    """A compatibility class of calls, one object each, so that batchers compare and hash it as a pointer."""
+    """A compatibility class of calls, one object each, so that batchers compare and hash it as a pointer.
 
-    __slots__ = ("key",)
+    `family` is that of all calls which differ from these in their weights alone; None where there is none.
+    """
 
-    def __init__(self, key: Hashable) -> None:
+    __slots__ = ("family", "key")
+
+    def __init__(self, key: Hashable, family: BatchKey | None = None) -> None:
         self.key = key
+        self.family = family
 
     def __repr__(self) -> str:
         return f"BatchKey({self.key!r})"
@@ -238,7 +242,14 @@ def _batch_key(op: Op, args: Args, modes: Modes, snapshot: DispatchState | None)
     known = _BATCH_KEYS if snapshot is None else snapshot.batch_keys.setdefault(None, {})
     if len(known) >= _MAX_BATCH_KEYS:
         known.clear()  # calls that wait under the old objects run apart from later ones, nothing worse
-    return known.setdefault(key, BatchKey(key))
+    batch_key = known.get(key)
+    if batch_key is None:
+        rule, family = op.batching.family_key(args), None
+        if rule is not None:
+            any_weights = (op.name, rule, modes, "any weights")
+            family = known.setdefault(any_weights, BatchKey(any_weights))
+        batch_key = known.setdefault(key, BatchKey(key, family))
+    return batch_key
 
 
 def _batch_facts(op: Op, args: Args) -> BatchFacts:

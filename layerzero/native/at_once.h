@@ -12,14 +12,18 @@ bool may_go_on(PyObject* front, PyObject* inline_runs) {
   return PyList_CheckExact(inflight.get()) && PyList_GET_SIZE(inflight.get()) == 0;
 }
 
-// Whether the caller that submits now is one of those that share the group.
-bool shares(PyObject* front, PyObject* costs) {
+// Whether the caller that submits now is one of those that share the group, or may be from now on: `InlineRuns.joins` says.
+bool shares(PyObject* front, PyObject* inline_runs, PyObject* key, PyObject* costs) {
   Ref loop = in_front.loop.of(front), caller = caller_of(front, loop.get());
-  if (!caller) return false;
-  Ref number(PyLong_FromVoidPtr(caller.get())), callers = in_costs.callers.of(costs);
-  const int there = number ? PySet_Contains(callers.get(), number.get()) : -1;
-  if (there < 0) throw PythonError();
-  return there;
+  if (caller) {
+    Ref number(PyLong_FromVoidPtr(caller.get())), callers = in_costs.callers.of(costs);
+    const int there = number ? PySet_Contains(callers.get(), number.get()) : -1;
+    if (there < 0) throw PythonError();
+    if (there) return true;
+  }
+  Ref joins(PyObject_CallMethod(inline_runs, "joins", "OO", key, costs));
+  if (!joins) throw PythonError();
+  return joins.get() == Py_True;
 }
 
 void add_to(const Attribute& attribute, PyObject* object, double more) {
@@ -55,9 +59,11 @@ Ref costs_at_once(PyObject* front, PyObject* key) {
   if (PyDict_GET_SIZE(groups.get()) == 0) return Ref();
   Ref costs = looked_up(groups.get(), key);
   if (!has(in_costs.untimed, costs.get()) || in_costs.untimed.number(costs.get()) != 0) return Ref();
-  const long long calls = in_costs.until_anew.number(costs.get());
-  if (calls < 2 || !may_go_on(front, in_front.inline_runs.of(front).get()) || !shares(front, costs.get())) return Ref();
-  in_costs.until_anew.set(costs.get(), calls - 1);
+  Ref inline_runs = in_front.inline_runs.of(front);
+  if (in_costs.until_anew.number(costs.get()) < 3 || !may_go_on(front, inline_runs.get()) ||
+      !shares(front, inline_runs.get(), key, costs.get()))
+    return Ref();
+  in_costs.until_anew.set(costs.get(), in_costs.until_anew.number(costs.get()) - 1);
   Ref stats = in_lane.stats.of(in_front.lane.of(front).get());
   in_rest.ran_at_once.set(stats.get(), in_rest.ran_at_once.number(stats.get()) + 1);
   return costs;

@@ -43,23 +43,41 @@ bool present(BatchPlans* self) {
   return false;
 }
 
-// Whether the calls share the memory of every operand that is not joined; what is no tensor, their group says.
-bool share_the_rest(const BatchPlans* self, PyObject* calls, PyObject* first) {
+// The calls of a batch by the memory of every operand that is not joined, as lists of their places: calls of one list
+// share all of it. What is no tensor, their group says. Empty where an operand is no plain tensor.
+std::vector<std::vector<Py_ssize_t>> by_memory(const BatchPlans* self, PyObject* calls) {
+  PyObject* first = PyList_GET_ITEM(calls, 0);
+  std::vector<std::vector<Py_ssize_t>> parts(1);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(calls); ++i) parts[0].push_back(i);
   for (Py_ssize_t position = 0; position < PyTuple_GET_SIZE(first); ++position) {
     bool joined = false;
     for (const auto& [at, tail] : *self->operands) joined |= at == position;
-    PyObject* value = PyTuple_GET_ITEM(first, position);
-    if (joined || !is_tensor(value)) continue;
-    c10::TensorImpl* impl = plain(value);
-    if (impl == nullptr) return false;
-    for (Py_ssize_t i = 1; i < PyList_GET_SIZE(calls); ++i) {
-      PyObject* other = PyTuple_GET_ITEM(PyList_GET_ITEM(calls, i), position);
-      if (other == value) continue;
-      c10::TensorImpl* theirs = plain(other);
-      if (theirs == nullptr || theirs->data() != impl->data()) return false;
+    if (joined || !is_tensor(PyTuple_GET_ITEM(first, position))) continue;
+    std::vector<std::vector<Py_ssize_t>> finer;
+    for (const auto& part : parts) {
+      PyObject* same = PyTuple_GET_ITEM(PyList_GET_ITEM(calls, part[0]), position);
+      c10::TensorImpl* impl = plain(same);
+      if (impl == nullptr) return {};
+      const void* memory = impl->data();
+      std::unordered_map<const void*, size_t> places{{memory, finer.size()}};
+      finer.emplace_back();
+      for (const Py_ssize_t i : part) {
+        PyObject* other = PyTuple_GET_ITEM(PyList_GET_ITEM(calls, i), position);
+        size_t place = finer.size() - 1;
+        if (other != same) {
+          c10::TensorImpl* theirs = plain(other);
+          if (theirs == nullptr) return {};
+          place = places.try_emplace(theirs->data(), finer.size()).first->second;
+          if (place == finer.size()) finer.emplace_back();
+        } else {
+          place = places[memory];
+        }
+        finer[place].push_back(i);
+      }
     }
+    parts = std::move(finer);
   }
-  return true;
+  return parts;
 }
 
 // The outcomes of a batch from what its launch gave; (out, counts, plan) where Python has to take the output apart.
@@ -90,6 +108,76 @@ PyObject* outcomes_of(PyObject* out, PyObject* counts, PyObject* plan) {
   return outcomes.release();
 }
 
+// Calls of a batch that share their weights, as the one call that they become, and its plan.
+struct MergedCall {
+  Ref held[MAX_PARAMETERS], counts, plan;
+  PyObject* values[MAX_PARAMETERS];
+  Py_ssize_t size = 0;
+};
+
+// Whether the calls of `list` become a known call; nothing has run. Throws: PythonError.
+bool merged(const BatchPlans* self, PyObject* list, int mask, MergedCall& into) {
+  PyObject* first = PyList_GET_ITEM(list, 0);
+  into.size = PyTuple_GET_SIZE(first);
+  into.counts = Ref(PyList_New(PyList_GET_SIZE(list)));
+  if (!into.counts) throw PythonError();
+  for (Py_ssize_t i = 0; i < into.size; ++i) into.values[i] = PyTuple_GET_ITEM(first, i);
+  bool counted = false;
+  for (const auto& [position, tail] : *self->operands) {
+    if (position >= into.size) return false;
+    if (into.values[position] == Py_None) {
+      if (!counted) return false;
+      continue;
+    }
+    Ref joined(gathered(list, position, tail, counted ? nullptr : into.counts.get()));
+    if (!joined) throw PythonError();
+    if (joined.get() == Py_NotImplemented) return false;
+    into.values[position] = joined.get();
+    into.held[position] = std::move(joined);
+    counted = true;
+  }
+  Key key;
+  if (!counted || !merged_key(mask, into.values, into.size, key)) return false;
+  const auto found = self->known->find(key.view());
+  if (found == self->known->end()) return false;
+  into.plan = Ref::to(found->second.get());  // of our own: the kernel may run code that forgets the entry
+  return true;
+}
+
+// Its outcomes, as `outcomes_of`.
+PyObject* ran(BatchPlans* self, PyObject* device, MergedCall& call) {
+  Ref function(PyObject_GetAttr(call.plan.get(), known.call));
+  if (!function) return nullptr;
+  Ref out(PyObject_Vectorcall(function.get(), call.values, size_t(call.size), nullptr));
+  if (out) return outcomes_of(out.get(), call.counts.get(), call.plan.get());
+  Ref next = recovered_pair(self->recover, device, call.plan.get(), call.values, call.size);
+  if (!next) return nullptr;
+  return outcomes_of(PyTuple_GET_ITEM(next.get(), 0), call.counts.get(), PyTuple_GET_ITEM(next.get(), 1));
+}
+
+// The outcomes of a batch of several weights: a call for each, all known before the first of them runs.
+PyObject* ran_in_parts(BatchPlans* self, PyObject* device, PyObject* calls, int mask,
+                       const std::vector<std::vector<Py_ssize_t>>& parts) {
+  std::vector<MergedCall> merged_calls(parts.size());
+  for (size_t at = 0; at < parts.size(); ++at) {
+    Ref list(PyList_New(Py_ssize_t(parts[at].size())));
+    if (!list) return nullptr;
+    for (size_t i = 0; i < parts[at].size(); ++i)
+      PyList_SET_ITEM(list.get(), Py_ssize_t(i), Ref::to(PyList_GET_ITEM(calls, parts[at][i])).release());
+    if (!merged(self, list.get(), mask, merged_calls[at])) return not_ours();
+  }
+  Ref outcomes(PyList_New(PyList_GET_SIZE(calls)));
+  if (!outcomes) return nullptr;
+  for (size_t at = 0; at < parts.size(); ++at) {
+    Ref own(ran(self, device, merged_calls[at]));
+    if (!own) return nullptr;
+    if (!PyList_CheckExact(own.get())) return not_ours();  // Python runs all of it again, and takes it apart
+    for (size_t i = 0; i < parts[at].size(); ++i)
+      PyList_SET_ITEM(outcomes.get(), parts[at][i], Ref::to(PyList_GET_ITEM(own.get(), Py_ssize_t(i))).release());
+  }
+  return outcomes.release();
+}
+
 PyObject* run_batch(BatchPlans* self, PyObject* calls, int mask) {
   if (self->known->empty() || forward_level() || !present(self)) return not_ours();
   PyObject* first = PyList_GET_ITEM(calls, 0);
@@ -107,37 +195,12 @@ PyObject* run_batch(BatchPlans* self, PyObject* calls, int mask) {
     if (mask != ((here | INFERENCE) & ~GRAD) || here & INFERENCE) return not_ours();
     inference = std::make_unique<c10::InferenceMode>(true);
   }
-  if (!share_the_rest(self, calls, first)) return not_ours();
-  PyObject* values[MAX_PARAMETERS];
-  Ref held[MAX_PARAMETERS], counts(PyList_New(PyList_GET_SIZE(calls)));
-  if (!counts) return nullptr;
-  for (Py_ssize_t i = 0; i < count; ++i) values[i] = PyTuple_GET_ITEM(first, i);
-  bool counted = false;
-  for (const auto& [position, tail] : *self->operands) {
-    if (position >= count) return not_ours();
-    if (values[position] == Py_None) {
-      if (!counted) return not_ours();
-      continue;
-    }
-    held[position] = Ref(gathered(calls, position, tail, counted ? nullptr : counts.get()));
-    if (!held[position]) return nullptr;
-    if (held[position].get() == Py_NotImplemented) return not_ours();
-    values[position] = held[position].get();
-    counted = true;
-  }
-  Key key;
-  if (!counted || !merged_key(mask, values, count, key)) return not_ours();
-  const auto found = self->known->find(key.view());
-  if (found == self->known->end()) return not_ours();
-  // A reference of our own: the kernel may run code that forgets the entry.
-  Ref plan = Ref::to(found->second.get()), device = Ref::to(self->device);
-  Ref call(PyObject_GetAttr(plan.get(), known.call));
-  if (!call) return nullptr;
-  Ref out(PyObject_Vectorcall(call.get(), values, size_t(count), nullptr));
-  if (out) return outcomes_of(out.get(), counts.get(), plan.get());
-  Ref next = recovered_pair(self->recover, device.get(), plan.get(), values, count);
-  if (!next) return nullptr;
-  return outcomes_of(PyTuple_GET_ITEM(next.get(), 0), counts.get(), PyTuple_GET_ITEM(next.get(), 1));
+  const auto parts = by_memory(self, calls);
+  Ref device = Ref::to(self->device);
+  if (parts.empty()) return not_ours();
+  if (parts.size() > 1) return ran_in_parts(self, device.get(), calls, mask, parts);
+  MergedCall call;
+  return merged(self, calls, mask, call) ? ran(self, device.get(), call) : not_ours();
 }
 
 // run(calls, mask): the outcomes of a batch under plain modes, (out, counts, plan) where its output is nothing that

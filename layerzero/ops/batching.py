@@ -85,6 +85,7 @@ class BatchingRule:
     __slots__ = ()
 
     rowwise: ClassVar[bool] = False  # a kernel may look at several rows of a caller together
+    weights: tuple[int, ...] = ()  # operands in which calls of one batch may differ, a launch for each
 
     @property
     def concat_positions(self) -> Container[int]:
@@ -103,6 +104,17 @@ class BatchingRule:
         return compatibility, *[
             operand_identity(value) for position, value in enumerate(args) if position not in concat_positions
         ]
+
+    def family_key(self, args: Args) -> Hashable | None:
+        """`batch_key` without the memory of `weights`, only what they look like; None without any."""
+        compatibility, concat_positions = self.compatibility(args), self.concat_positions
+        if compatibility is None or not self.weights:
+            return None
+        return compatibility, *[
+            operand_identity(value)[1:] if position in self.weights and isinstance(value, Tensor)
+            else operand_identity(value)
+            for position, value in enumerate(args) if position not in concat_positions
+        ]  # fmt: skip
 
     def shared_operands(self, args: Args) -> tuple[int, ...]:
         """Positions of the tensors that must be the same memory for two calls to join."""
@@ -126,13 +138,15 @@ class RowBatching(BatchingRule):
 
     `trailing_axes` is how many trailing axes of those operands are not rows (1 for (..., C); 0 for ids
     (...)), one number for all or one for each; `output_trailing_axes` is the same for the outputs.
-    `accepts(args)` may refuse a call.
+    `accepts(args)` may refuse a call. `weights` are operands in which the calls of one batch may differ: the
+    rows of each weight are then joined by themselves.
     """
 
     row_operands: tuple[int, ...] = (0,)
     trailing_axes: int | tuple[int, ...] = 1
     output_trailing_axes: int | tuple[int, ...] = 1
     accepts: Callable[[Args], bool] | None = None
+    weights: tuple[int, ...] = ()
     trailing_axes_of: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -60,6 +60,10 @@ class Batching(Protocol):
         """The compatibility class of a call; None where it must run alone."""
         ...
 
+    def family_key(self, args: Args) -> Hashable | None:
+        """`batch_key` of a call and of those with other weights; None where calls of a batch share them."""
+        ...
+
     def shared_operands(self, args: Args) -> tuple[int, ...] | None:
         """Positions of the tensors whose address, beside the signature, decides the group.
 

@@ -49,7 +49,7 @@ class GroupCosts:
     queued: int = 0  # calls since the last look
     until_anew: int = FORGOTTEN
     _fastest_us: float = float("inf")
-    _timed: bool = False
+    timed: bool = False
     # What batches take of what is expected of their calls one by one, and how many did, by bits of size.
     _of_expected: dict[int, tuple[float, int]] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class GroupCosts:
             bits, share = size.bit_length(), took_us / one_by_one_us
             usual, seen = self._of_expected.get(bits, (share, 0))
             self._of_expected[bits] = usual + NEWEST * (min(share, OUTLIER * usual) - usual), seen + 1
-        if not self._timed:
+        if not self.timed:
             self.alone_us = min(self.alone_us, took_us)  # the most that one call can take
 
     def call_ran(self, took_us: float) -> None:
@@ -72,7 +72,7 @@ class GroupCosts:
         self.untimed -= 1
         self._fastest_us = min(self._fastest_us, took_us)
         if not self.untimed:
-            self.alone_us, self._fastest_us, self._timed = self._fastest_us, float("inf"), True
+            self.alone_us, self._fastest_us, self.timed = self._fastest_us, float("inf"), True
 
     def few_enough(self, live: set[int], limit_us: float) -> bool:
         """Whether so few of those that are there share the group that each call had better run at once."""
@@ -80,7 +80,7 @@ class GroupCosts:
         sharing, alone_us = len(self.callers), self.alone_us
         if alone_us >= limit_us:
             return False
-        if not self._timed:
+        if not self.timed:
             return sharing <= FEW
         # At best a batch of all of them takes as long as one call.
         return (sharing - 1) * alone_us <= sharing * CALL_US + BATCH_US

@@ -20,6 +20,7 @@ from layerzero.scheduler.core.at_once import AtOnce
 from layerzero.scheduler.core.batch_filling import as_many_as_fit, begin, in_order, land, takes_all
 from layerzero.scheduler.core.deadlines import Deadlines
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
+from layerzero.scheduler.core.families import Families
 from layerzero.scheduler.core.launch_reasons import launch_reason
 from layerzero.scheduler.core.limits import BatcherStats as BatcherStats
 from layerzero.scheduler.core.limits import BatchLimits as BatchLimits
@@ -49,8 +50,8 @@ class Batcher:
 
     __slots__ = (
         "_last_was_urgent", "_turn_due", "_urgent", "_waiting_for_room", "at_once", "deadlines",
-        "deferred_until", "draining", "expected_callers", "inflight_batches", "limits", "mean_batch_s",
-        "queued", "queued_bytes", "round_robin", "running_calls", "stats",
+        "deferred_until", "draining", "expected_callers", "families", "inflight_batches", "limits",
+        "mean_batch_s", "queued", "queued_bytes", "round_robin", "running_calls", "stats",
     )  # fmt: skip
 
     def __init__(self, limits: BatchLimits | None = None) -> None:
@@ -59,15 +60,14 @@ class Batcher:
         self.round_robin = RoundRobin(self.limits.max_program_points)
         self.expected_callers: ExpectedCallers | None = None  # of a device that answers before it has run
         self.at_once: AtOnce | None = None  # where a call may also run on its caller's thread
+        self.families = Families(self.round_robin)
         # When `next_batch` may find what it held back; infinite where it held nothing.
         self.deferred_until = math.inf
-        self.queued = self.queued_bytes = 0
-        self.inflight_batches = self.running_calls = 0  # batches, pending calls
+        self.queued = self.queued_bytes = self.inflight_batches = self.running_calls = 0
         self.mean_batch_s = 0.0
         self.draining = False
         self._turn_due = False
         self._last_was_urgent = False
-        # A plain dict looks through all that it has lost for its first key.
         self._waiting_for_room: OrderedDict[PendingCall, None] = OrderedDict()
         self._urgent: dict[PendingCall, None] = {}
         self.deadlines = Deadlines()
@@ -93,7 +93,7 @@ class Batcher:
 
     @property
     def retry_after_s(self) -> float:
-        """About how long the queue takes to drain by one batch from every waiting slot."""
+        """About how long the queue takes to drain."""
         return max(self.mean_batch_s * (len(self.round_robin.active_points) + 1), 1e-3)
 
     # -- events ------------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ class Batcher:
         self._turn_due = False
 
     def next_batch(self, now_s: float) -> Batch | None:
-        """The next batch to run, or None: nothing waits, a turn is owed, enough is in flight, or all that
-        waits is held for callers that are expected, until `deferred_until` or news of the device."""
+        """The next batch to run, or None: nothing waits, a turn is owed, enough is in flight, or all is
+        held for expected callers, until `deferred_until` or news of the device."""
         self.deferred_until = math.inf
         if not self.queued or self._turn_due or self.inflight_batches >= self.limits.max_inflight_batches:
             return None
@@ -182,8 +182,11 @@ class Batcher:
         self.inflight_batches -= 1
         self._turn_due = True
         took = max(now_s - batch.started, 0.0)
-        if self.at_once is not None and batch.queue is not None:
-            self.at_once.batch_ran(batch, batch.queue)
+        queue = batch.queue
+        if self.at_once is not None and queue is not None:
+            self.at_once.batch_ran(batch, queue)
+        if queue is not None and queue.family is not None:
+            self.families.batch_ran(queue, calls, self.at_once)
         mean_s = self.mean_batch_s
         self.mean_batch_s = mean_s + _NEWEST * (took - mean_s) if mean_s else took
 
@@ -261,7 +264,7 @@ class Batcher:
             key, queues = call.op, round_robin.solo_queues
         queue = queues.get(key)
         if queue is None:
-            queue = queues[key] = BatchQueue(key, solo)
+            queue = queues[key] = BatchQueue(key, solo, family=self.families.of(key))
         caller = call.caller
         if caller is None:
             caller = call.caller = Caller()
@@ -339,8 +342,7 @@ class Batcher:
         return next((call for call in self._urgent if call.point.queue not in deferred), None)
 
     def _latest_start(self) -> float:
-        """When the queued pending call with the nearest deadline may not wait any longer; infinite without
-        one."""
+        """When the queued call with the nearest deadline may not wait any longer; infinite without one."""
         nearest = self.deadlines.nearest
         if nearest == math.inf:
             return math.inf
@@ -351,8 +353,7 @@ class Batcher:
         return nearest - drains_s - call.expected_us * 1e-6
 
     def _take_batch(self, queue: BatchQueue, first: PendingCall | None, now_s: float) -> list[PendingCall]:
-        """The pending calls of `queue` that go into one batch, best class first, oldest first inside a
-        class."""
+        """The calls of `queue` that go into one batch, best class first, oldest first inside a class."""
         limits = self.limits
         if takes_all(queue, limits):
             calls = in_order(queue, limits, now_s)

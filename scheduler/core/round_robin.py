@@ -24,9 +24,10 @@ from layerzero.scheduler.core.run_times import RunTimes
 
 if TYPE_CHECKING:
     from layerzero.scheduler.core.at_once import GroupCosts
+    from layerzero.scheduler.core.families import WeightFamily
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class BatchQueue:
     """The waiting pending calls of one compatibility class, one line a priority; a dict is an ordered set.
 
@@ -45,6 +46,11 @@ class BatchQueue:
     followers: dict[ProgramPoint, None] = field(default_factory=dict)  # places to which its callers went
     waits_in: int | None = None  # the round in which it began to wait for others of its callers
     costs: GroupCosts | None = None  # None until the first batch that is looked at
+    family: WeightFamily | None = None  # of queues whose calls differ in their weights alone
+    together: bool = False  # whether it is the one in which calls of a family wait
+    small: tuple[int, int] = (0, 0)  # batches since the last large one or the last look, and their calls
+    met: float = 0.0  # calls that its small batches have in the mean; 0 where they are not the rule
+    looked: int = 0  # the family's batches at the last look
     active_points: dict[ProgramPoint, None] = field(default_factory=dict)
     top: int = -1  # the last place in the order among those, as far as the sweep has seen them
     launched_at: float | None = None
@@ -257,7 +263,8 @@ class RoundRobin:
             self._remaining -= count
 
     def all_queues(self) -> list[BatchQueue]:
-        return [*self.queues.values(), *self.solo_queues.values()]
+        """Each queue once; several keys may lead to one."""
+        return list(dict.fromkeys([*self.queues.values(), *self.solo_queues.values()]))
 
     def _prune(self, keep: BatchQueue) -> None:
         """Drop the half of the idle slots used longest ago, and the groups that this leaves without any."""

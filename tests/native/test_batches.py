@@ -67,6 +67,25 @@ def test_the_second_batch_is_answered_without_python(runtime: lz.Runtime) -> Non
         assert plan is first[0][1]
 
 
+def test_calls_of_several_weights_are_answered_without_python(runtime: lz.Runtime) -> None:
+    """In whatever order their weights come, of as many rows as each brings, and by no neighbour's weight."""
+    executor = executor_of(runtime)
+    own = [torch.randn(5, WIDTH) for _ in range(3)]
+
+    def calls() -> list[tuple[Any, ...]]:
+        return [(torch.randn(1 + n % 2, WIDTH), own[n % 3], None) for n in (0, 1, 2, 4, 3, 6, 1, 5)]
+
+    executed(executor, calls(), "linear")
+    given = calls()
+    assert known(executor, given, "linear")
+    for (value, _), (x, weight, _) in zip(executed(executor, given, "linear"), given, strict=True):
+        torch.testing.assert_close(value, torch.nn.functional.linear(x, weight))
+    more = [*given, (torch.randn(9, WIDTH), own[0], None)]
+    assert not known(executor, more, "linear")  # one product is new: nothing has run
+    for (value, _), (x, weight, _) in zip(executed(executor, more, "linear"), more, strict=True):
+        torch.testing.assert_close(value, torch.nn.functional.linear(x, weight))
+
+
 def test_several_operands_and_outputs_are_joined_and_taken_apart(runtime: lz.Runtime) -> None:
     """`add_rms_norm` joins x and residual, and gives a pair to each caller."""
     executor, weight = executor_of(runtime), torch.randn(WIDTH)

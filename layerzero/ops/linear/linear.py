@@ -87,6 +87,6 @@ LINEAR = register(
         operands=(0, 1, 2),
         exact_dims=frozenset({"C", "K"}),
         empty=_empty,
-        batching=RowBatching(),
+        batching=RowBatching(weights=(1, 2)),
     )
 )

@@ -114,6 +114,6 @@ MLP = register(
         work=_work,
         operands=(0, 1, 2, 3, 4),
         exact_dims=frozenset({"C", "F"}),
-        batching=RowBatching(),
+        batching=RowBatching(weights=(1, 2, 3, 4)),
     )
 )
