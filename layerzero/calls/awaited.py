@@ -239,10 +239,10 @@ def _batch_key(op: Op, args: Args, modes: Modes, snapshot: DispatchState | None)
     if rule is None:
         return None
     key = (op.name, rule, modes)
-    known = _BATCH_KEYS if snapshot is None else snapshot.batch_keys.setdefault(None, {})
+    known: dict[Any, Any] = _BATCH_KEYS if snapshot is None else snapshot.batch_keys.setdefault(None, {})
     if len(known) >= _MAX_BATCH_KEYS:
         known.clear()  # calls that wait under the old objects run apart from later ones, nothing worse
-    batch_key = known.get(key)
+    batch_key: BatchKey | None = known.get(key)
     if batch_key is None:
         rule, family = op.batching.family_key(args), None
         if rule is not None:

@@ -111,8 +111,7 @@ class BatchingRule:
         if compatibility is None or not self.weights:
             return None
         return compatibility, *[
-            operand_identity(value)[1:] if position in self.weights and isinstance(value, Tensor)
-            else operand_identity(value)
+            _looks_of(value) if position in self.weights else operand_identity(value)
             for position, value in enumerate(args) if position not in concat_positions
         ]  # fmt: skip
 
@@ -122,6 +121,12 @@ class BatchingRule:
         return tuple(
             p for p, value in enumerate(args) if isinstance(value, Tensor) and p not in concat_positions
         )
+
+
+def _looks_of(value: Any) -> Hashable:
+    """The identity of an operand without its memory."""
+    identity: Any = operand_identity(value)
+    return tuple(identity[1:]) if isinstance(value, Tensor) else operand_identity(value)
 
 
 def split_outputs(out: Any, counts: Sequence[int]) -> list[Any]:

@@ -41,8 +41,7 @@ from layerzero.scheduler.core.pending_call import (
 from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint, RoundRobin
 
 SAME_TIME_S = 1e-7  # what the times of calls may be later than the first one, together, to count as one time
-# Weight of the newest batch in the running mean of batch times: about the last eight count.
-_NEWEST = 0.125
+_NEWEST = 0.125  # weight of the newest batch in the running mean of batch times: about the last eight count
 
 
 class Batcher:
@@ -264,7 +263,8 @@ class Batcher:
             key, queues = call.op, round_robin.solo_queues
         queue = queues.get(key)
         if queue is None:
-            queue = queues[key] = BatchQueue(key, solo, family=self.families.of(key))
+            apart = self.expected_callers is not None  # where a group's callers are expected by themselves
+            queue = queues[key] = BatchQueue(key, solo, family=None if apart else self.families.of(key))
         caller = call.caller
         if caller is None:
             caller = call.caller = Caller()

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.backends.native import quantized
-from layerzero.backends.native.packed import PackedWeights
 from layerzero.formats import FORMATS, QuantizedTensor
 from layerzero.ops import table
+from layerzero.ops.linear.kept_weights import PackedWeights
 from layerzero.spec import tolerances
 from tests.backends.cases import COMPILED
 

@@ -297,7 +297,7 @@ def test_values_of_scales_that_are_none_are_refused_by_every_way_in(
     """A product, the experts' products and the tensor itself: by name, with a code."""
     weight, x = _weights()[form], torch.randn(2, 128)
     wrong = {**weight.arguments(), part: change(weight.arguments()[part])}
-    kept = {name: wrong.get(name) for name in ("zero_point", "tensor_scale")}
+    kept: dict[str, Any] = {name: wrong.get(name) for name in ("zero_point", "tensor_scale")}
     calls: list[Any] = [
         lambda: lz.sync.quantized_linear(x, **wrong),
         lambda: QuantizedTensor(weight.codes, wrong["scale"], form, **kept),
