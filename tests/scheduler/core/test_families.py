@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from layerzero.scheduler.core import families
 from layerzero.scheduler.core.batcher import Batcher, BatchLimits
+from layerzero.scheduler.core.expected_callers import ExpectedCallers
 from layerzero.scheduler.core.pending_call import Caller, PendingCall
 from tests.scheduler.test_traffic import Machine, Program, experts, own_orders, straight, together
 
@@ -99,3 +100,14 @@ def test_every_call_ends_once_whatever_is_joined_forgotten_and_closed(
         ended += batch.calls
     assert len(ended) == len(made) and set(map(id, ended)) == set(map(id, made))
     assert batcher.queued == batcher.unfinished == 0
+
+
+def test_a_device_that_answers_early_has_no_families() -> None:
+    """There each group is expected back by itself; elsewhere the same calls are of a family."""
+    for early in (False, True):
+        batcher = Batcher(BatchLimits())
+        batcher.expected_callers = ExpectedCallers(BatchLimits()) if early else None
+        for weight in range(3):
+            batcher.submit(PendingCall(Key(weight), (weight,), Key(weight), 1.0), 0.0)
+        families_of = {queue.family for queue in batcher.round_robin.all_queues()}
+        assert (families_of == {None}) == early
