@@ -189,6 +189,11 @@ class LocalDevice:
         """The number of the current snapshot; every change makes the next one."""
         return self.snapshot.version
 
+    @property
+    def captures_version(self) -> int:
+        """The number of the last snapshot in which a choice for graph captures may have changed."""
+        return max([state.captures for state in self._states()])
+
     def set_policy(self, policy: Policy) -> None:
         """Put another process-wide policy in force; calls that started before finish under the old one."""
         self.table_keeper.follow(policy)
@@ -209,10 +214,8 @@ class LocalDevice:
         with self._lock:
             version = self.snapshot.version + 1
             context = self._rules if keep else None
-            self._policy_states = {  # first: the next snapshot is kept with what is found here
-                digest: state.successor(version, state.policy, context)
-                for digest, state in self._policy_states.items()
-            }
+            states = self._policy_states.items()  # first: the next snapshot is kept with what is found here
+            self._policy_states = {d: s.successor(version, s.policy, context) for d, s in states}
             self.snapshot = self.snapshot.successor(version, policy, context)
         self._probe_timer.arm()
 
@@ -359,9 +362,8 @@ class LocalDevice:
         args = validated_args(plan.op, args, error)
         if snapshot is not None and snapshot.agreed_terms is not None:
             self.counters.add("failures", kernel=plan.kernel)
-            raised = f"{plan.kernel} raised {type(error).__name__}: {error}"
-            message = f"{raised}; no rank of a rank group falls back alone"
-            raise KernelExecutionError(message, kernel=plan.kernel) from error
+            why = f"{type(error).__name__}: {error}; no rank of a rank group falls back alone"
+            raise KernelExecutionError(f"{plan.kernel} raised {why}", kernel=plan.kernel) from error
         return self._recovery.recover(plan, args, error, snapshot)
 
     def callable_for(self, op: Op, selection: Selection, kernel_id: str) -> Callable[..., Any]:

@@ -226,4 +226,4 @@ def _count(name: str, device: torch.device) -> None:
 
 def _generation(device: torch.device) -> int:
     scope, local_device = SCOPE.get(), context_runtime().device(device)
-    return local_device.dispatch_version if scope is None else scope.generation(local_device)
+    return local_device.captures_version if scope is None else scope.generation(local_device)

@@ -53,6 +53,7 @@ class Binding:
 
     def _planned(self, full: Args) -> Plan:
         bits = self._device.mode()
+        self._device.table(self._op, self.snapshot).may_be_captured = True  # unguarded, it runs in any mode
         return self._device.plan(self._op, signature_of(self._op, full), full, bits, self.snapshot)
 
     def kernel(self) -> Kernel:

@@ -80,6 +80,7 @@ class FunctionChoices:
         """Add a call that a graph holds."""
         request = selection.request
         table = current().device(request.device).table(op)
+        table.may_be_captured = True  # its kernel is no call of ours in a graph of torch's
         call = _Held(op.name, request, kernel, table.fingerprint)
         if call not in self._held:  # as many layers make the same one
             self._held.append(call)
@@ -123,6 +124,7 @@ def _moved(call: _Held) -> tuple[_Held, str] | None:
     if _is_watched(device):
         return call, "every call is watched"
     table = device.table(op)
+    table.may_be_captured = True
     if table.fingerprint == call.fingerprint:
         return None
     selection = table.recompute(call.request)

@@ -271,6 +271,8 @@ class PlannedBlock:
         block = self._source if isinstance(self._source, Block) else trace(self._source, args, kwargs)
         placed = place(block, tensors)
         decision = self._decide(placed, making, tensors)
+        for table in decision.tables.values():
+            table.may_be_captured |= bool(making.bits & CAPTURE)
         state = context_snapshot(making.device, "", None)
         program = Program(placed, making.device, state, decision.solution, self._weights)
         held_bytes = sum(each.own_bytes for each in program.held)
@@ -327,9 +329,7 @@ class PlannedBlock:
             solution = chosen_before(saved, choices, placed, self._path)
         alone = search(choices.problem(frozenset()), self._beam)
         if solution is None:
-            raise NoKernelFoundError(
-                "no plan for the block: its kernels do not read what those before them write"
-            )
+            raise NoKernelFoundError("no plan for the block: kernels do not read what others write")
         return _decision(placed, choices, solution, alone.cost_us if alone else solution.cost_us, state)
 
     def _measured(

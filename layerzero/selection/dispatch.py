@@ -69,24 +69,9 @@ class PlanTable:
     """
 
     __slots__ = (
-        "_chooser",
-        "_compile",
-        "_context",
-        "_context_digest",
-        "_cost",
-        "_key_maker",
-        "_lock",
-        "_max_keys",
-        "_pending",
-        "_recent",
-        "_rehearsed_before",
-        "_timeout_s",
-        "by_key",
-        "by_signature",
-        "computed",
-        "fingerprint",
-        "op",
-        "version",
+        "_chooser", "_compile", "_context", "_context_digest", "_cost", "_key_maker", "_lock", "_max_keys",
+        "_pending", "_recent", "_rehearsed_before", "_timeout_s", "by_key", "by_signature", "computed",
+        "fingerprint", "may_be_captured", "op", "version",
     )  # fmt: skip
 
     def __init__(
@@ -113,6 +98,7 @@ class PlanTable:
         self.by_key: Recent[Hashable, Plan] = Recent(max_keys or _CAPTURED)
         self.version = version
         self.fingerprint = context.fingerprint(op.name)
+        self.may_be_captured = bool(rehearsed)  # whether graphs may hold its choices, or wait for one
         self.computed = 0
         self._context = context
         self._compile = compile_plan
@@ -128,6 +114,8 @@ class PlanTable:
 
         Raises: ValueError, TypeError: an argument is wrong. NoKernelFoundError: no kernel may and can.
         """
+        if bits & CAPTURE:
+            self.may_be_captured = True
         if foreign.has_transformed(args):
             return reference_plan(self.op, self.describe(args, bits))  # not kept: it is no choice
         if bits & FORWARD:
@@ -363,10 +351,11 @@ class DispatchState:
 
     `agreed_terms` are those of a rank group whose state this is; `rehearsed_plans` are for captures of ops
     whose table an earlier version had; `batch_keys` are those of awaited calls under this policy, by owner:
-    those of plans end with this state, those without an owner (None) are the next one's too.
+    those of plans end with this state, those without an owner (None) are the next one's too. `captures` is
+    the version in which a choice for captures may last have changed.
     """
 
-    __slots__ = ("agreed_terms", "batch_keys", "policy", "rehearsed_plans", "tables", "version")
+    __slots__ = ("agreed_terms", "batch_keys", "captures", "policy", "rehearsed_plans", "tables", "version")
 
     def __init__(
         self,
@@ -380,7 +369,7 @@ class DispatchState:
         self.agreed_terms = agreed_terms
         self.batch_keys: dict[Hashable, dict[Hashable, Hashable | None]] = {}
         self.rehearsed_plans = rehearsed_plans
-        self.version = version
+        self.version = self.captures = version
         self.policy = policy
         self.tables: dict[str, PlanTable] = tables if tables is not None else {}
 
@@ -395,6 +384,8 @@ class DispatchState:
                 tables[name] = table
             rehearsed[name] = table.rehearsed_plans()
         state = DispatchState(version, policy, tables, rehearsed_plans=rehearsed)
+        if all(name in tables or not table.may_be_captured for name, table in self.tables.items()):
+            state.captures = self.captures
         if policy is self.policy:
             state.batch_keys[None] = self.batch_keys.setdefault(None, {})
         return state

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Literal
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -256,6 +257,72 @@ def test_a_kernel_that_loads_between_rehearsal_and_capture_leaves_the_capture_it
     assert step.captures == 2 and set(RAN) == {"there" if fn is of_one_backend else "better"}
     step(x)
     assert step.captures == 2, "nothing has changed since"
+
+
+def change_limits(runtime: lz.Runtime) -> None:
+    """A bound of the batcher."""
+    runtime.reconfigure(msgspec.structs.replace(runtime.settings, max_batch_size=7))
+
+
+def load_for_another_op(runtime: lz.Runtime) -> None:
+    """A kernel that the step could not use."""
+    runtime.add_kernel(kernel("other.layer_norm"))
+
+
+@pytest.mark.parametrize("change", [change_limits, load_for_another_op])
+def test_what_concerns_no_op_of_a_step_leaves_it_captured(
+    captured: Callable[..., lz.Runtime], change: Callable[[lz.Runtime], None]
+) -> None:
+    """A server captures dozens of steps: it does not capture all of them again for a setting, or a kernel of
+    another op that has been loaded behind calls."""
+    runtime = captured(lambda _: None)
+    step, x = lz.compile(free, buckets=(2,)), torch.randn(2, 8)
+    step(x)
+    version = runtime.device("cpu").dispatch_version
+    change(runtime)
+    step(x)
+    assert runtime.device("cpu").dispatch_version > version
+    assert step.captures == 1
+
+
+def test_a_better_kernel_of_its_op_is_captured(captured: Callable[..., lz.Runtime]) -> None:
+    """Loaded behind calls, it takes the other's place in the next capture."""
+    runtime = captured(lambda _: None)
+    step, x = lz.compile(free, buckets=(2,)), torch.randn(2, 8)
+    step(x)
+    runtime.device("cpu").warm(["better.rms_norm"])
+    RAN.clear()
+    step(x)
+    assert step.captures == 2 and set(RAN) == {"better"}
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_bound_kernel_that_may_no_longer_run_is_captured_no_longer(
+    captured: Callable[..., lz.Runtime], guard: bool
+) -> None:
+    """A step over a bound callable follows what is denied, guarded or not."""
+    captured(lambda _: None)
+    bound = lz.bind("rms_norm", torch.randn(2, 8), WEIGHT, guard=guard)
+    step = lz.compile(lambda x: bound(x, WEIGHT), buckets=(2,))
+    step(torch.randn(2, 8))
+    captures = step.captures
+    lz.lock("rms_norm", "better.rms_norm")
+    step(torch.randn(2, 8))
+    assert step.captures == captures + 1
+
+
+def test_a_planned_block_that_would_be_another_is_captured_anew(captured: Callable[..., lz.Runtime]) -> None:
+    """A block's kernels are no calls of their own: its step follows what is locked all the same."""
+    captured(lambda _: None)
+    with torch.no_grad():
+        planned = lz.plan(free, torch.randn(2, 8))
+    step = lz.compile(lambda x: planned(x), buckets=(2,))
+    step(torch.randn(2, 8))
+    captures = step.captures
+    lz.lock("rms_norm", "better.rms_norm")
+    RAN.clear()
+    step(torch.randn(2, 8))
+    assert step.captures == captures + 1 and set(RAN) == {"better"}
 
 
 class Slow:

@@ -57,7 +57,7 @@ def test_a_rotation_is_one_step_with_the_write_of_its_keys(reads_keys: bool) -> 
         lz.sync.append_kv(k, v, k_cache, v_cache, slots)
         return (q, k) if reads_keys else (q,)
 
-    args = (*(torch.randn(3, heads, 16) for heads in (4, 2, 2)), torch.tensor([4, 0, 30]))
+    args: Any = (*(torch.randn(3, heads, 16) for heads in (4, 2, 2)), torch.tensor([4, 0, 30]))
     with lz.start(scoped=True), torch.no_grad():
         wanted = [*block(*args), k_cache.clone(), v_cache.clone()]
         planned = lz.plan(block, *args)

@@ -46,8 +46,7 @@ def _rope_append(
 ):  # fmt: skip
     """A program is one head of one token: of q, then of k, then of v."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    if head < Q_HEADS + K_HEADS:
-        angles = tl.load(positions_ptr + row * position_step).to(tl.int64) * HALF
+    angles = tl.load(positions_ptr + row * position_step).to(tl.int64) * HALF
     if head < Q_HEADS:
         _turn(
             q_ptr + row * q_row + head * q_head, out_ptr + (row * Q_HEADS + head) * WIDTH, cos_ptr + angles,
