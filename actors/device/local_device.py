@@ -99,8 +99,7 @@ class LocalDevice:
         self.event_thread = Worker(f"layerzero-reap-{self.device}")
         self._wire(cost)
         self.table_keeper.open(self.hardware, policy)
-        if self.device.type == "cpu":
-            # A look later, behind the first calls, would drop what they decided.
+        if self.device.type == "cpu":  # a look later, behind the first calls, would drop what they decided
             self.workspace_budget.refresh(settings)
         self.spans = self.kernel_calls.spans = self._live_checks.apply_settings(self)
         self._expiry.arm()
@@ -115,8 +114,8 @@ class LocalDevice:
         self.loader = KernelLoader(self.hardware, registry, counters, now, self.refresh, settings)
         self.table_keeper = TableKeeper(self._inputs, self.registry, self.loader, self.refresh)
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
-        refresh, again = self._refresh_budget_now, self._reconsidered
-        self._recovery = Recovery(self.kernel_calls, self.health, counters, self.hardware, refresh, again)
+        asked = self._refresh_budget_now, self._reconsidered
+        self._recovery = Recovery(self.kernel_calls, self.health, counters, self.hardware, *asked)
         self.compiler = PlanCompiler(self.kernel_calls, self.health, self.loader, self._recovery, counters)
         self._live_checks = LiveChecks(self.compiler, self._states, self.clock)
         self._probe_timer = ClockTimer(self.clock, self.health.next_change, self.health.tick)
@@ -209,6 +208,7 @@ class LocalDevice:
     def _drop_plans(self) -> None:
         """Make the next snapshot with nothing remembered but what was rehearsed for captures."""
         self._advance(self.snapshot.policy, keep=False)
+        self.snapshot.captures = self.snapshot.version
 
     def _advance(self, policy: Policy, keep: bool = True) -> None:
         with self._lock:
@@ -227,17 +227,18 @@ class LocalDevice:
             return state
         with self._lock:
             if len(self._policy_states) >= _MAX_POLICY_STATES:
-                self._policy_states = {}
-            return self._policy_states.setdefault(digest, DispatchState(self.snapshot.version, policy))
+                states, self._policy_states = self._policy_states.values(), {}
+                if any(s.may_be_captured for s in states):  # nobody would say when its choices change
+                    self._drop_plans()
+            new_state = DispatchState(self.snapshot.version, policy, captures=0)
+            return self._policy_states.setdefault(digest, new_state)
 
     def reset_after_fork(self) -> None:
         """Start anew in a forked child: fresh locks, no timers or threads, an empty snapshot."""
         self._lock = threading.RLock()
-        self._probe_timer.reset_after_fork()
-        self._live_checks.outputs.reset_after_fork()
-        self._expiry.reset_after_fork()
-        self.loader.reset_after_fork()
-        self.table_keeper.reset_after_fork()
+        waiting = self._probe_timer, self._expiry, self.loader, self.table_keeper, self._live_checks.outputs
+        for part in waiting:
+            part.reset_after_fork()
         self._costs_loading = None
         self._policy_states = {}
         self.snapshot = DispatchState(self.snapshot.version + 1, self.snapshot.policy)
@@ -362,8 +363,8 @@ class LocalDevice:
         args = validated_args(plan.op, args, error)
         if snapshot is not None and snapshot.agreed_terms is not None:
             self.counters.add("failures", kernel=plan.kernel)
-            why = f"{type(error).__name__}: {error}; no rank of a rank group falls back alone"
-            raise KernelExecutionError(f"{plan.kernel} raised {why}", kernel=plan.kernel) from error
+            why = f"raised {type(error).__name__}: {error}; no rank of a rank group falls back alone"
+            raise KernelExecutionError(f"{plan.kernel} {why}", kernel=plan.kernel) from error
         return self._recovery.recover(plan, args, error, snapshot)
 
     def callable_for(self, op: Op, selection: Selection, kernel_id: str) -> Callable[..., Any]:
@@ -386,8 +387,7 @@ class LocalDevice:
 
     def close(self) -> None:
         """Stop the threads and timers; every later call raises RuntimeClosedError."""
-        self.loader.stop()
-        for waiting in (self._probe_timer, self._expiry, self.table_keeper):
+        for waiting in (self.loader, self._probe_timer, self._expiry, self.table_keeper):
             waiting.stop()
         with self._lock:
             self.closed = True

@@ -365,13 +365,20 @@ class DispatchState:
         *,
         agreed_terms: AgreedTerms | None = None,
         rehearsed_plans: Mapping[str, RehearsedPlans] = _EMPTY,
+        captures: int | None = None,
     ) -> None:
         self.agreed_terms = agreed_terms
         self.batch_keys: dict[Hashable, dict[Hashable, Hashable | None]] = {}
         self.rehearsed_plans = rehearsed_plans
-        self.version = self.captures = version
+        self.version = version
+        self.captures = version if captures is None else captures
         self.policy = policy
         self.tables: dict[str, PlanTable] = tables if tables is not None else {}
+
+    @property
+    def may_be_captured(self) -> bool:
+        """Whether graphs may hold a choice of it."""
+        return any(table.may_be_captured for table in self.tables.values())
 
     def successor(
         self, version: int, policy: Policy, context: Callable[[str, Policy], SelectionContext] | None

@@ -269,7 +269,14 @@ def load_for_another_op(runtime: lz.Runtime) -> None:
     runtime.add_kernel(kernel("other.layer_norm"))
 
 
-@pytest.mark.parametrize("change", [change_limits, load_for_another_op])
+def call_in_a_block(runtime: lz.Runtime) -> None:
+    """A call under a policy of its own, beside the step, and a setting."""
+    with lz.prefer("there", op="rms_norm"):
+        lz.sync.rms_norm(torch.randn(3, 8), WEIGHT)
+    change_limits(runtime)
+
+
+@pytest.mark.parametrize("change", [change_limits, load_for_another_op, call_in_a_block])
 def test_what_concerns_no_op_of_a_step_leaves_it_captured(
     captured: Callable[..., lz.Runtime], change: Callable[[lz.Runtime], None]
 ) -> None:
@@ -283,6 +290,22 @@ def test_what_concerns_no_op_of_a_step_leaves_it_captured(
     step(x)
     assert runtime.device("cpu").dispatch_version > version
     assert step.captures == 1
+
+
+def test_a_step_under_a_policy_that_is_forgotten_is_captured_anew(
+    captured: Callable[..., lz.Runtime],
+) -> None:
+    """Of many policies in blocks some are forgotten, and with them what would tell of their changes."""
+    captured(lambda _: None)
+    step, x = lz.compile(preferring, buckets=(2,)), torch.randn(2, 8)
+    step(x)
+    for number in range(70):
+        with lz.prefer("there", op=f"linear_{number}*"):
+            lz.sync.rms_norm(torch.randn(3, 8), WEIGHT)
+    step(x)
+    assert step.captures == 2
+    step(x)
+    assert step.captures == 2
 
 
 def test_a_better_kernel_of_its_op_is_captured(captured: Callable[..., lz.Runtime]) -> None:
