@@ -228,7 +228,7 @@ class LocalDevice:
         with self._lock:
             if len(self._policy_states) >= _MAX_POLICY_STATES:
                 states, self._policy_states = self._policy_states.values(), {}
-                if any(s.may_be_captured for s in states):  # nobody would say when its choices change
+                if any(s.may_be_captured for s in states):  # its changes would not be counted
                     self._drop_plans()
             new_state = DispatchState(self.snapshot.version, policy, captures=0)
             return self._policy_states.setdefault(digest, new_state)

@@ -270,10 +270,10 @@ def load_for_another_op(runtime: lz.Runtime) -> None:
 
 
 def call_in_a_block(runtime: lz.Runtime) -> None:
-    """A call under a policy of its own, beside the step, and a setting."""
+    """A setting, and behind it a call under a policy of its own, beside the step."""
+    change_limits(runtime)
     with lz.prefer("there", op="rms_norm"):
         lz.sync.rms_norm(torch.randn(3, 8), WEIGHT)
-    change_limits(runtime)
 
 
 @pytest.mark.parametrize("change", [change_limits, load_for_another_op, call_in_a_block])
