@@ -167,11 +167,12 @@ def test_what_was_checked_is_what_is_read(runtime: Runtime, way: str, op: str) -
 def test_every_op_that_reads_indices_has_a_guard(op: str) -> None:
     """And no op without one takes whole numbers as tensors, the codes of quantized rows aside.
 
-    The guards of attention and of quantize look at scales alone.
+    The guards of attention, of quantize and of products of codes look at scales and zero points alone.
     """
     assert table.get(op).validate_values is not None
     guarded = {name for name in table.FILES if table.get(name).validate_values is not None}
-    assert guarded - {"attention", "quantize"} == set(GOOD) == set(BAD)
+    of_scales = {"attention", "quantize", "quantized_linear", "fused_experts"}
+    assert guarded - of_scales == set(GOOD) == set(BAD)
 
 
 def test_torchs_compiler_sees_one_program(runtime: Runtime) -> None:

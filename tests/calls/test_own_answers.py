@@ -72,8 +72,8 @@ ROUNDED: Call = {"format": "int8", "granularity": "group", "group_size": 4}
 E4M3 = torch.tensor([[0.5, 2.0]] * 3).to(torch.float8_e4m3fn)
 EXPERTS: Call = {
     "x": draw(3, 8), "experts": torch.tensor([[0, 1], [2, 3], [3, 0]]), "scores": draw(3, 2).abs(),
-    "w_up": codes(4, 12, 8), "w_down": codes(4, 8, 6), "up_scale": draw(4, 12, 1) / 100,
-    "down_scale": draw(4, 8, 1) / 100, "activation": "swiglu", "gate": "first", "weighed": "outputs",
+    "w_up": codes(4, 12, 8), "w_down": codes(4, 8, 6), "up_scale": draw(4, 12, 1).abs() / 100,
+    "down_scale": draw(4, 8, 1).abs() / 100, "activation": "swiglu", "gate": "first", "weighed": "outputs",
     "first_expert": 0, "shared": 0, "inputs": "float",
 }  # fmt: skip
 
@@ -127,7 +127,10 @@ CALLS: list[tuple[str, Call, Call]] = [
     ),
     (
         "quantized_linear",
-        {"x": draw(3, 8), "weight": codes(5, 8), "scale": draw(5, 1), "bias": draw(5), "inputs": "float"},
+        {
+            "x": draw(3, 8), "weight": codes(5, 8), "scale": draw(5, 1).abs(), "bias": draw(5),
+            "inputs": "float",
+        },
         {"weight": codes(5, 8), "inputs": "dynamic"},
     ),
     (
@@ -170,7 +173,8 @@ CALLS: list[tuple[str, Call, Call]] = [
         {"weight": ..., "scale": ..., "format": ..., "tensor_scale": torch.tensor(0.03)},
     ),
     (
-        "quantized_linear", {"x": draw(3, 16), "weight": codes(4, 16), "scale": draw(2, 8), "block_size": 2},
+        "quantized_linear",
+        {"x": draw(3, 16), "weight": codes(4, 16), "scale": draw(2, 8).abs(), "block_size": 2},
         {"weight": ..., "block_size": ...},
     ),
     (
@@ -207,16 +211,16 @@ CALLS: list[tuple[str, Call, Call]] = [
         {
             "x": draw(3, 16), "experts": EXPERTS["experts"], "scores": EXPERTS["scores"], "format": "nvfp4",
             "w_up": nibbles(4, 32, 8), "w_down": nibbles(4, 16, 8), "up_scale": E4M3[:1, :1].expand(4, 32, 1),
-            "down_scale": E4M3[:1, :1].expand(4, 16, 1), "up_tensor_scale": draw(4), "down_tensor_scale":
-            draw(4),
+            "down_scale": E4M3[:1, :1].expand(4, 16, 1), "up_tensor_scale": draw(4).abs(),
+            "down_tensor_scale": draw(4).abs(),
         },
         {"up_scale": ..., "down_scale": ...},
     ),
     (
         "fused_experts",
         {
-            **EXPERTS, "w_up": codes(4, 12, 8), "w_down": codes(4, 8, 6), "up_scale": draw(4, 6, 4) / 100,
-            "down_scale": draw(4, 4, 3) / 100, "block_size": 2,
+            **EXPERTS, "w_up": codes(4, 12, 8), "w_down": codes(4, 8, 6),
+            "up_scale": draw(4, 6, 4).abs() / 100, "down_scale": draw(4, 4, 3).abs() / 100, "block_size": 2,
         },
         {"block_size": ...},
     ),
@@ -388,7 +392,7 @@ def pairs() -> Iterator[Any]:
             if name in others:
                 other = others[name]
             elif isinstance(call[name], Tensor) and call[name].dtype.is_floating_point:
-                other = draw(*call[name].shape).abs() if name == "scale" else draw(*call[name].shape)
+                other = draw(*call[name].shape).abs() if name.endswith("scale") else draw(*call[name].shape)
             else:
                 continue
             if other is not ...:
