@@ -142,10 +142,14 @@ def test_the_oldest_events_are_dropped_and_counted(tmp_path: Path, caplog: pytes
             await asyncio.gather(*(lz.rms_norm(X) for _ in range(16)))
 
     # Calls that run at once, as times that were learned before may have them, are fewer events.
-    with lz.start(lz.Settings(max_inline_us=0), scoped=True), caplog.at_level(logging.INFO, "layerzero"):
-        with lz.timeline(path, max_events=MIN_EVENTS) as timeline:
-            asyncio.run(crowd())
-            lz.sync.layer_norm(X)
+    settings = lz.Settings(max_inline_us=0)
+    with (
+        caplog.at_level(logging.INFO, "layerzero"),
+        lz.start(settings, scoped=True),
+        lz.timeline(path, max_events=MIN_EVENTS) as timeline,
+    ):
+        asyncio.run(crowd())
+        lz.sync.layer_norm(X)
     trace = read_trace(path)
     timed = [event for event in trace["traceEvents"] if event["ph"] != "M"]
     assert 0 < len(timed) <= MIN_EVENTS
