@@ -22,8 +22,8 @@ _IN_TORCH = frozenset({"torch", "reference"})
 _COMPILES_ITSELF = frozenset({"torch.attention.flex"})
 # Passes over rows: fused with what is around them they cost less than the fastest kernel called from a graph.
 _FUSABLE = frozenset({"add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm", "rope"})
-# What an operator in a graph costs the CPU beside torch's kernel in it: 11 us a call with warm caches, 34
-# with cold ones (2 shared cores with AVX2, torch 2.13); a GPU works meanwhile.
+# An estimate of what an operator in a graph costs the CPU beside torch's kernel in it, caches being neither
+# warm nor cold; a GPU works meanwhile.
 _OPERATOR_US = 30.0
 _CHOSEN = "compile.chosen"
 

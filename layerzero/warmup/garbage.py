@@ -1,7 +1,6 @@
 """What lives for long, left out of full collections: a server's requests would wait for them.
 
-Libraries, models and captured steps are most of a server's objects, and most of them come after its start: a
-full collection of them takes a fifth of a second.
+Libraries, models and captured steps are most of a server's objects, and most of them come after its start.
 """
 
 from __future__ import annotations
