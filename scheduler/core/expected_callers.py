@@ -6,7 +6,7 @@ while callers are expected that came from where its own calls come from:
 
 - while the device still runs their last batch: what is held would stand behind it in any case. Where most
   callers have called it goes in time for the device not to pause: the few that are away run a batch later.
-  So does a batch that is full: callers of a better class may come before it is needed;
+  So does a batch that is full, while it runs theirs: callers of a better class may come before it is needed;
 - for a grace after that, since they have to read the result, write to a socket, draw a breath. The grace is
   what each caller has been seen to need, as long as waiting costs less than a batch of its own would. A
   caller that stays away longer is not expected before its next call: it costs the others one grace, once.
@@ -173,13 +173,13 @@ class ExpectedCallers:
             expected = [caller for source in sources for caller in by_source[source]]
             self.released[group] = NOBODY_EXPECTED
             until, is_full = now_s, self._is_full(group)
-            if expected and is_full:
-                until = self._pauses_at(now_s)
-                self.needs_device |= until > now_s  # it may end before it is expected to
-            elif expected:
-                until = self._until(group, present[group], expected, now_s)
             if is_full:
                 self.released[group] = LIMIT
+                if any(self._is_running(caller) for caller in expected):
+                    until = self._pauses_at(now_s)
+                    self.needs_device |= until > now_s  # it may end before it is expected to
+            elif expected:
+                until = self._until(group, present[group], expected, now_s)
             if until > now_s:
                 held.add(group)
                 if group.hold is None:
@@ -188,6 +188,11 @@ class ExpectedCallers:
                 self.until = min(self.until, until)
                 self.needs_device |= until == math.inf
         return held
+
+    def _is_running(self, caller: Caller) -> bool:
+        """Whether the device still runs the batch that `caller` is expected from."""
+        launch = self._waiting.get(caller)
+        return launch is not None and launch.number > self._done
 
     def _until(
         self, group: BatchQueue, present: Set[Caller | None], absent: Collection[Caller], now_s: float

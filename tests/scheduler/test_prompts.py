@@ -154,3 +154,37 @@ def test_what_was_read_tells_nothing_of_the_batch_behind_it(worker: Worker) -> N
 
     busy_s, left_s = run_virtually(main())
     assert left_s > 0.9 * step_s(8) and busy_s == pytest.approx(left_s, rel=0.25)
+
+
+def test_a_full_batch_waits_for_no_other_models_batches(worker: Worker) -> None:
+    """One caller has gone elsewhere, and another model keeps the device at work: prompts that fill a batch go
+    when the device has run what that caller is expected from, not when it pauses, which it never does."""
+
+    async def main() -> float:
+        server, over = Server(worker), False
+
+        async def gone() -> None:
+            for _ in range(3):
+                await server.step(8)
+            await asyncio.sleep(100.0)
+
+        async def other() -> None:
+            reading: Any = None
+            while not over:
+                call: PendingCall = PENDING_CALL.cls(OP, (torch.ones(8),), "other", 1.0, tokens=8)
+                out = await server.front.submit(call)
+                if reading is not None:
+                    await reading
+                reading = server.readback.start(out, HERE)
+
+        others = [asyncio.ensure_future(task()) for task in (gone, other, other)]
+        await asyncio.sleep(0.2)
+        began = server.loop.time()
+        await asyncio.gather(*(server.step(600) for _ in range(4)))
+        took, over = server.loop.time() - began, True
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        return took
+
+    assert run_virtually(main()) < 6 * step_s(1200)
