@@ -11,8 +11,10 @@ coroutines that read one token behind.
 decode, prefill, whole requests; and the same again with every token streamed from the actor to this process.
 `loss` (one GPU): a second device on that GPU is refused; the actor, which has taken a warm-up bundle, is
 killed under streams: until when they continue, and whether its next process has the bundle.
-`fleet` (two GPUs): two replicas, each with as many requests as the one beside which they are put.
+`fleet` (two GPUs or four): a replica on each, with as many requests on each as on the one beside them.
 `group` (two GPUs): a tensor-parallel group of Ray actors beside the same in processes of torchrun's kind.
+`lost` (two GPUs or four): the process of one replica is killed under streams of all of them.
+`served` (two GPUs or four): the example server with a replica on each GPU, behind HTTP, beside one replica.
 
 Each part is a process of its own and writes its rows as it goes; one that fails or takes too long costs its
 own rows alone. FOLDER/fleet_cuda.json holds what all have found, also those of an earlier call of the same
@@ -54,7 +56,9 @@ PARTS = {
     "actor": (1, 60.0, 240.0),
     "loss": (1, 60.0, 200.0),
     "fleet": (2, 50.0, 200.0),
-    "group": (2, 60.0, 240.0),
+    "group": (2, 60.0, 200.0),
+    "lost": (2, 60.0, 150.0),
+    "served": (2, 120.0, 260.0),
 }
 
 
@@ -69,6 +73,8 @@ def run_part(name: str, options: argparse.Namespace, seconds: float) -> dict[str
         str(options.layers),
         "--requests",
         str(options.requests),
+        "--gpus",
+        str(options.gpus),
         "--until",
         str(until - 10.0),
     ]
@@ -107,6 +113,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--layers", type=int, default=32, help="of Llama 3 8B's 32")
     parser.add_argument("--requests", type=int, default=64, help="at once, on each replica")
+    parser.add_argument("--gpus", type=int, default=2, help="logical ones of a rehearsal")
     parser.add_argument("--as", dest="part", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--node", default="", help=argparse.SUPPRESS)
@@ -118,7 +125,7 @@ def main() -> int:
 
         return be(options)
     begin = time.time()
-    gpus = 2 if options.device == "cpu" else torch.cuda.device_count()
+    gpus = options.gpus if options.device == "cpu" else torch.cuda.device_count()
     done = options.out / "fleet_cuda.json"
     here = environment(("layerzero-runtime", "ray", "torch", "triton", "flashinfer-python"))
     before = json.loads(done.read_text()) if done.exists() else {}

@@ -17,7 +17,8 @@ parts have found so far, also those of an earlier call; FOLDER/PART.RANKS.rankN.
 On four GPUs every part runs with two ranks and with four; parts of two ranks stand on a pair of GPUs each.
 
 The other parts: `speculate` a draft of one layer beside plain decoding; `stages` the layers shared out;
-`agree` plans and messages; `reordered` and `other_choice` a rank that differs, caught before its sum is used.
+`agree` plans and messages; `reordered` and `other_choice` every other rank differs, caught before a sum of it
+is used; `alone` the whole model on one GPU; `grid` stages of two ranks each, beside the bound of the slowest.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ PARTS = {
     "agree": 12.0,
     "speculate": 30.0,
     "other_choice": 12.0,
+    "alone": 20.0,
+    "grid": 40.0,
 }
 
 
@@ -66,8 +69,10 @@ class Run(NamedTuple):
 # What runs at the same time on four GPUs, and its seconds at most. Parts that are timed share no GPU with a
 # part that keeps one busy; agreement is between processors.
 ON_FOUR = (
-    (150.0, (Run("stages", 2), Run("decode", 2, 2))),
-    (150.0, (Run("decode", 4),)),
+    (100.0, (Run("alone", 1), Run("decode", 2, 2))),
+    (120.0, (Run("decode", 4),)),
+    (100.0, (Run("grid", 4),)),
+    (100.0, (Run("stages", 2), Run("grid", 2, 2))),
     (45.0, (Run("stages", 4), Run("agree", 2))),
     (35.0, (Run("reordered", 2), Run("reordered", 4), Run("other_choice", 2), Run("other_choice", 4))),
     (60.0, (Run("speculate", 2), Run("agree", 4))),
@@ -75,11 +80,13 @@ ON_FOUR = (
 # On two, what matters most comes first: the last part has what the others leave.
 ON_TWO = (
     (400.0, (Run("decode", 2),)),
+    (80.0, (Run("alone", 1),)),
+    (80.0, (Run("grid", 2),)),
     (75.0, (Run("speculate", 2),)),
     (32.0, (Run("reordered", 2), Run("other_choice", 2), Run("agree", 2))),
     (50.0, (Run("stages", 2),)),
 )
-ALONE_S = {"stages": 50.0, "decode": 400.0, "agree": 35.0, "speculate": 80.0}
+ALONE_S = {"stages": 50.0, "decode": 400.0, "agree": 35.0, "speculate": 80.0, "alone": 60.0, "grid": 80.0}
 
 
 def port() -> int:
@@ -152,12 +159,13 @@ class Running:
 
 def be(options: argparse.Namespace) -> int:
     """Run one part as one rank."""
-    from benchmarks.ganging import agreeing, decoding, generation, speculation
+    from benchmarks.ganging import agreeing, decoding, generation, grid, speculation
     from benchmarks.ganging.rank import Rank
 
     parts = {
         "decode": decoding.decode, "stages": generation.stages, "speculate": speculation.speculate,
         "agree": agreeing.agree, "reordered": agreeing.reordered, "other_choice": agreeing.other_choice,
+        "alone": grid.alone, "grid": grid.grid,
     }  # fmt: skip
     own: Any = parts[options.part]
     assert inspect.iscoroutinefunction(own)
@@ -199,7 +207,7 @@ def main() -> int:
     ranks = options.ranks or (2 if options.rehearse else gpus)
     if not options.rehearse and not 2 <= ranks <= gpus:
         parser.error(f"ranks needs 2 to {gpus} GPUs of this machine, got {ranks}; try --rehearse")
-    alone = tuple((ALONE_S.get(part, 30.0), (Run(part, ranks),)) for part in PARTS)
+    alone = tuple((ALONE_S.get(part, 30.0), (Run(part, 1 if part == "alone" else ranks),)) for part in PARTS)
     waves = ON_TWO if ranks == 2 else alone
     if options.ranks is None and (gpus >= 4 or options.all):
         waves = ON_FOUR

@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from gang_cuda import port
 
 import layerzero as lz
-from fleeting import hosted, ranks
+from fleeting import hosted, ranks, served
 from fleeting.hosted import Load
 from layerzero.actors.remote.gpu_claims import GpuClaim
 
 SCRIPT = Path(__file__).resolve().parents[1] / "fleet_cuda.py"
-WANTED = {"actor_over_in_process": 0.97, "two_over_one": 1.9, "actors_over_processes": 0.97}
+WANTED = {"actor_over_in_process": 0.97, 2: 1.9, 4: 3.7, "actors_over_processes": 0.97}
 ROUNDS = 5
 
 
@@ -37,6 +38,7 @@ class Part:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.rows = options, list[dict[str, Any]]()
         tiny = options.device == "cpu"
+        self.gpus = options.gpus if tiny else torch.cuda.device_count()
         self.load = (
             Load("cpu", 2, 4, 16, 12) if tiny else Load("cuda", options.layers, options.requests, 1024, 64)
         )
@@ -227,35 +229,87 @@ async def killed(part: Part, pool: Any, digest: str) -> None:
 
 
 async def fleet(part: Part) -> None:
-    """One replica with its requests, and two with as many each."""
-    load = part.load
-    with part.cluster(2):
-        async with lz.start(part.settings(2)) as runtime:
+    """One replica with its requests, and one on every GPU with as many each."""
+    load, gpus = part.load, part.gpus
+    with part.cluster(gpus):
+        async with lz.start(part.settings(gpus)) as runtime:
             pool = runtime.device_pool
             names = list(pool.devices)
             part.row(what="setting", load=repr(load), built=await pool.prepare(hosted.build, load))
+            counts = sorted({1, 2, gpus})
             found: dict[str, list[float]] = {}
             for turn in range(part.rounds + 1):
                 if turn > 2 and part.left_s < 15:
                     break
-                one = [(await pool.run(hosted.decode, load, on=names[turn % 2]))[0]]
-                both = [
-                    each[0]
-                    for each in await asyncio.gather(*(pool.run(hosted.decode, load, on=n) for n in names))
-                ]
-                tokens = {"one": sum(load.requests / ms * 1e3 for ms in one),
-                          "two": sum(load.requests / ms * 1e3 for ms in both),
-                          "one streamed": await streamed(pool, load, [names[turn % 2]]),
-                          "two streamed": await streamed(pool, load, [*names])}  # fmt: skip
-                for name, value in tokens.items() if turn else ():
-                    found.setdefault(name, []).append(round(value, 2))
+                for count in counts:
+                    on = [names[(turn + number) % gpus] for number in range(count)]
+                    decoded = await asyncio.gather(*(pool.run(hosted.decode, load, on=name) for name in on))
+                    speeds = {
+                        f"{count}": sum(load.requests / step_ms * 1e3 for step_ms, _ in decoded),
+                        f"{count} streamed": await streamed(pool, load, [*on]),
+                    }
+                    for name, value in speeds.items() if turn else ():
+                        found.setdefault(name, []).append(round(value, 2))
             medians = {name: statistics.median(each) for name, each in found.items()}
+            for count in counts[1:]:
+                part.row(
+                    what="fleet", replicas=count, wanted=WANTED.get(count),
+                    over_one=round(medians[f"{count}"] / medians["1"], 4),
+                    over_one_streamed=round(medians[f"{count} streamed"] / medians["1 streamed"], 4),
+                )  # fmt: skip
+            part.row(what="tokens a second", medians=medians, rounds=found)
+
+
+async def lost(part: Part) -> None:
+    """A replica is killed while all stream: every stream has its whole text, and the replica serves again."""
+    load, gpus = part.load, part.gpus
+    requests = load.requests * gpus
+    with part.cluster(gpus):
+        async with lz.start(part.settings(gpus)) as runtime:
+            pool = runtime.device_pool
+            await pool.prepare(hosted.build, load)
+            texts: list[list[list[int]]] = []
+            times: list[float] = []
+            struck = 0.0
+            victim = pool.facts[-1]
+            for strike in (False, True):
+                got: list[list[int]] = [[] for _ in range(requests)]
+                texts.append(got)
+
+                async def one(seed: int, got: list[list[int]] = got) -> None:
+                    stream = pool.stream(hosted.generation, load, seed, load.tokens, resume=True)
+                    async for token in stream:
+                        got[seed].append(token)
+                        times.append(time.perf_counter())
+
+                tasks = [asyncio.ensure_future(one(seed)) for seed in range(requests)]
+                if strike:
+                    while min(map(len, got)) < load.tokens // 4:  # noqa: ASYNC110  under load, all of them
+                        await asyncio.sleep(0.01)
+                    os.kill(victim.pid, signal.SIGKILL)
+                    struck = time.perf_counter()
+                ended = await asyncio.gather(*tasks, return_exceptions=True)
+            errors = [f"{type(e).__name__}: {e}"[:300] for e in ended if isinstance(e, BaseException)]
+            whole_s = time.perf_counter() - struck
+            after = sorted([struck, *(at for at in times if at > struck)])
+            await pool.run(hosted.decode, load, 4, on=victim.name)
+            back_s = time.perf_counter() - struck
+            whole, cut = texts
+            same = sum(
+                a == b for one_, two in zip(whole, cut, strict=True) for a, b in zip(one_, two, strict=False)
+            )
             part.row(
-                what="fleet", wanted=WANTED["two_over_one"],
-                two_over_one=round(medians["two"] / medians["one"], 4),
-                two_over_one_streamed=round(medians["two streamed"] / medians["one streamed"], 4),
-                tokens_per_s=medians, rounds=found,
+                what="lost", replicas=gpus, requests=requests, errors=errors,
+                tokens_wanted=requests * load.tokens, tokens=sum(map(len, cut)),
+                complete=sum(len(each) == load.tokens for each in cut),
+                tokens_alike=same / requests / load.tokens,
+                longest_pause_s=round(max(b - a for a, b in itertools.pairwise(after)), 3),
+                all_texts_after_s=round(whole_s, 2), replica_serves_again_after_s=round(back_s, 2),
+                new_process=next(f for f in pool.facts if f.name == victim.name).pid != victim.pid,
+                health=[f"{each.name} {each.state.value} {each.restarts}" for each in await pool.health()],
             )  # fmt: skip
+            if errors or sum(map(len, cut)) != requests * load.tokens:
+                raise RuntimeError(f"streams ended with {errors[:1]}, {sum(map(len, cut))} tokens")
 
 
 async def group(part: Part) -> None:
@@ -286,7 +340,10 @@ async def group(part: Part) -> None:
             )  # fmt: skip
 
 
-OWN = {"actor": actor, "loss": loss, "fleet": fleet, "group": group, "second": second}
+OWN = {
+    "actor": actor, "loss": loss, "fleet": fleet, "group": group, "second": second, "lost": lost,
+    "served": served.served,
+}  # fmt: skip
 
 
 def be(options: argparse.Namespace) -> int:

@@ -26,12 +26,14 @@ from layerzero.parallel import TensorGroup
 
 Point = tuple[int, int]  # requests, context
 ROUNDS = 3
+BATCHES = 3  # that are under way in a grid of two stages: one more than stages
 
 
 def points(me: Rank) -> list[Point]:
     """How many requests at which context: those whose pages fit beside the weights.
 
-    Where a part decodes only, a rank has its share of the pages; elsewhere one has all of them too.
+    Where a part decodes only, a rank has its share of the pages; elsewhere one has all of them too. In a grid
+    there are as many for each of its batches.
     """
     if me.rehearse:
         return [(2, 16), (4, 32)]
@@ -40,9 +42,12 @@ def points(me: Rank) -> list[Point]:
     token = (
         2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * me.like.element_size()
     )
-    if me.part.startswith("decode"):
+    if me.part.startswith(("decode", "grid")):
         token //= me.ranks
-    room = 0.55 * torch.cuda.get_device_properties(me.device).total_memory
+    if me.part.startswith("grid"):
+        token *= BATCHES
+    total = torch.cuda.get_device_properties(me.device).total_memory
+    room = total - 22e9 if me.part.startswith("alone") else 0.55 * total  # beside the weights
     return [(n, context) for n, context in wanted if n * context * token < room]
 
 

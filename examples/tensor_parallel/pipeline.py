@@ -4,11 +4,12 @@
     torchrun --nproc-per-node 4 examples/tensor_parallel/run.py --stages 2     # of two ranks each
 
 What a stage chooses does not depend on its rank: its ops see whole heads and whole columns, or those of its
-share where several ranks are one stage.
+share where several ranks are one stage. On CUDA a stage's part of a step that decodes is one captured graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from models.llama import BLOCKING, GetWeight, LlamaConfig, run_sync, sample_toke
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.kvcache import AttentionMetadata
 from layerzero.parallel import Layout, Pipeline, stage_weights
 from tensor_parallel.llama import PAGES, TensorParallelLlama, same_checkpoint
 
@@ -31,12 +33,16 @@ class PipelineLlama(TensorParallelLlama):
         member: Any,
         like: Tensor,
         pages: int = PAGES,
+        buckets: Several[int] | None = None,
+        graphs: bool | None = None,
         *,
         tp: int = 1,
         sequence: bool = False,
+        batches: int = 0,
     ) -> None:
-        """`tp` ranks share each stage; the others as for `TensorParallelLlama`.
+        """`tp` ranks share each stage; `batches` is `Pipeline`'s, the others are `TensorParallelLlama`'s.
 
+        Where ranks share rows (`sequence`), a stage's rows are not its sequences, and nothing is captured.
         Raises: ConsistencyError: another rank has another checkpoint. ValueError: there are fewer layers than
             stages, or the ranks of a stage divide no size.
         """
@@ -48,8 +54,11 @@ class PipelineLlama(TensorParallelLlama):
         stage = replace(config, num_hidden_layers=len(layout.layers(layers)))
         self.share_out(stage, get, layout.tensor, like, pages, vocabulary=sequence, of_stage=of_stage)
         self._like, self._words = like, config.vocab_size
-        self.pipeline = Pipeline(layout)
+        self.pipeline = Pipeline(layout, batches=batches)
+        self._buckets, self._graphs = buckets, False if sequence else graphs
         self.attach(member)
+        # Made here, so that the rows of padding have the same pages on every rank.
+        self._greedy_runner, self._logits_runner = self.runners
         self._batched_logits = self.pipeline.batched(
             self._logits_on_stage,
             name="stage logits",
@@ -85,12 +94,7 @@ class PipelineLlama(TensorParallelLlama):
         pages: list[list[int]],
         counts: list[int],
     ) -> Tensor:
-        metadata = self.cache.attention_metadata(self._ranges(spans, firsts, starts, pages, counts))
-        x = run_sync(self.embed(BLOCKING, ids)) if x is None else x
-        normed = lz.sync.rms_norm(x, self.input_norm, eps=self.config.rms_norm_eps)
-        for layer in self.layers:
-            normed, x = run_sync(layer.forward(BLOCKING, normed, x, metadata))
-        return run_sync(self.head(BLOCKING, normed, metadata)) if self.layout.last else x
+        return self._run(self._logits_runner, self._ranges(spans, firsts, starts, pages, counts), ids, x)
 
     def _tokens_on_stage(
         self,
@@ -104,10 +108,29 @@ class PipelineLlama(TensorParallelLlama):
         greedy: list[bool],
         counts: list[int],
     ) -> Tensor:
-        out = self._logits_on_stage(x, ids, spans, firsts, starts, pages, counts)
-        if self.layout.last and all(greedy):
-            return lz.sync.sample(out, temperature=0.0, seed=0)
-        return out
+        runner = self._greedy_runner if all(greedy) else self._logits_runner
+        return self._run(runner, self._ranges(spans, firsts, starts, pages, counts), ids, x)
+
+    def _run(self, runner: lz.StepRunner, ranges: list[Any], ids: Tensor, x: Tensor | None) -> Tensor:
+        """This stage's part of a step: by a graph where each sequence has one row."""
+        before = [] if x is None else [x]
+        if x is not None and len(x) != len(ranges):  # prompts: rows that no sequence has alone
+            forward = self.greedy_step if runner is self._greedy_runner else self.logits_step
+            return forward(self.cache.attention_metadata(ranges), ids, *before)
+        return runner(ranges, ids, *before)
+
+    def logits_step(self, metadata: AttentionMetadata, ids: Tensor, *before: Tensor) -> Tensor:
+        """The rows (T, C) for the next stage, after what `before` passed on; the last gives logits."""
+        x = before[0] if before else run_sync(self.embed(BLOCKING, ids))
+        normed = lz.sync.rms_norm(x, self.input_norm, eps=self.config.rms_norm_eps)
+        for layer in self.layers:
+            normed, x = run_sync(layer.forward(BLOCKING, normed, x, metadata))
+        return run_sync(self.head(BLOCKING, normed, metadata)) if self.layout.last else x
+
+    def greedy_step(self, metadata: AttentionMetadata, ids: Tensor, *before: Tensor) -> Tensor:
+        """The same; the last stage gives the likeliest token (B,) of each sequence."""
+        out = self.logits_step(metadata, ids, *before)
+        return lz.sync.sample(out, temperature=0.0, seed=0) if self.layout.last else out
 
     def _drawn(self, results: Tensor, *columns: Any) -> Tensor:
         draws, greedy = columns[5:7]

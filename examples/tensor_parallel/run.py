@@ -155,6 +155,7 @@ async def serve(options: argparse.Namespace, device: torch.device) -> dict[str, 
         "plan": member.plan_digest,
         "layers": config.num_hidden_layers,
         "channels": config.hidden_size,
+        "captures": sum(runner.captures for runner in model.runners),
     }
     print(tokenizer.decode(token_lists[0]))
     return compare(record, options, token_lists, expected, speeds)
@@ -165,15 +166,19 @@ def _part(options: argparse.Namespace, member: Any, like: Tensor) -> TensorParal
 
     Raises: ValueError: the stages do not divide the ranks. What the models raise.
     """
+    captured = options.captured or options.collectives == "nccl"
+    buckets = sorted({1, options.requests}) if captured else None
+    weights = config_and_weights(options, like)
     if options.stages:
         stages = member.ranks if options.stages < 0 else options.stages
         if member.ranks % stages:
             raise ValueError(f"--stages needs a divisor of the {member.ranks} ranks, got {stages}")
-        tp, weights = member.ranks // stages, config_and_weights(options, like)
-        return PipelineLlama(*weights, member, like, tp=tp, sequence=options.sequence)
-    captured = options.captured or options.collectives == "nccl"
-    buckets = sorted({1, options.requests}) if captured else None
-    weights = config_and_weights(options, like)
+        # Requests are spread over as many batches as there are stages.
+        buckets = buckets and sorted({*buckets, -(-options.requests // stages)})
+        return PipelineLlama(
+            *weights, member, like, buckets=buckets, graphs=captured, tp=member.ranks // stages,
+            sequence=options.sequence,
+        )  # fmt: skip
     return TensorParallelLlama(
         *weights, member, like, buckets=buckets, graphs=captured, sequence=options.sequence
     )

@@ -26,9 +26,13 @@ from layerzero.parallel import TensorGroup
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel" / "run.py"
 
 
-def right(out: Path, ranks: int) -> None:
-    """Check what a run wrote: every text is that of one process, over the collectives that there are."""
+def right(out: Path, ranks: int, *, captured: bool = False) -> None:
+    """Check what a run wrote: every text is that of one process, over the collectives that there are.
+
+    With `captured` rank 0's steps were captured ones.
+    """
     said = json.loads(out.read_text())
+    assert said["captures"] > 0 or not captured, said
     assert (said["ranks"], said["requests"], said["texts_as_one_device"]) == (ranks, 8, 8)
     assert said["collectives"] == ("nccl" if torch.cuda.device_count() >= ranks else "gloo")
 
@@ -38,6 +42,7 @@ def right(out: Path, ranks: int) -> None:
     [
         pytest.param(3, ["--stages"], id="stages", marks=pytest.mark.slow),
         pytest.param(4, ["--stages", "2", "--sequence"], id="both"),
+        pytest.param(4, ["--stages", "2", "--captured"], id="captured stages"),
     ],
 )
 def test_sharded_texts_are_those_of_one_process(ranks: int, how: list[str], tmp_path: Path) -> None:
@@ -46,7 +51,7 @@ def test_sharded_texts_are_those_of_one_process(ranks: int, how: list[str], tmp_
     arguments = [str(EXAMPLE), "--tokens", "8", "--json", str(out), *how]
     ended = forked.run_ranks(ranks, arguments, tmp_path, 170)
     assert [each.returncode for each in ended] == [0] * ranks, ended
-    right(out, ranks)
+    right(out, ranks, captured="--captured" in how)
 
 
 def test_torchrun_starts_ranks_that_replay_captured_steps(tmp_path: Path) -> None:
@@ -66,7 +71,7 @@ def test_torchrun_starts_ranks_that_replay_captured_steps(tmp_path: Path) -> Non
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    right(out, 2)
+    right(out, 2, captured=True)
 
 
 def test_ranks_with_a_gpu_each_meet_through_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

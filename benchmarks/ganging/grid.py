@@ -1,0 +1,137 @@
+"""One GPU by itself, and stages of several ranks each beside the bound that the slowest stage sets."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from generating.captured import Whole
+from models.llama import Llama, kv_pool
+from tensor_parallel.pipeline import PipelineLlama
+from torch import Tensor
+
+import layerzero as lz
+from benchmarks.ganging.decoding import SKIPPED, crowd
+from benchmarks.ganging.generation import BATCHES, ROUNDS, compared, pages_of, points, tokens_of, warmed
+from benchmarks.ganging.rank import Rank, compiled, libraries
+
+NEEDS = 0.9
+PAGE = 16
+
+
+async def alone(me: Rank) -> None:
+    """Steps of the whole model on one GPU, captured and read behind: what several GPUs are compared with."""
+    async with lz.start(me.settings) as runtime:
+        kernel = warmed(me, runtime, 1)
+        me.row(what="setting", attention=kernel, libraries=libraries(), awaited_path=await compiled())
+        for n, context in points(me):
+            limit = context + tokens_of(me) + 8
+            pool = kv_pool(me.config, me.device, me.like.dtype, (n + 2) * (-(-limit // PAGE) + 1), PAGE)
+            whole: Any = Whole(Llama(me.config, me.weights(), pool), limit, n)
+            taken = []
+            for turn in range((1 if me.rehearse else ROUNDS) + 1):
+                step_ms, _ = await crowd(whole, n, context, tokens_of(me), behind=True)
+                taken += [round(step_ms, 4)] if turn else []
+            whole.close()
+            del whole, pool
+            if me.device.type == "cuda":
+                torch.cuda.empty_cache()
+            me.row(
+                what="alone", requests=n, context=context, step_ms=statistics.median(taken), rounds=taken,
+                tokens_per_s=round(n / statistics.median(taken) * 1e3, 1),
+            )  # fmt: skip
+
+
+class TimedStage(PipelineLlama):
+    """A stage that keeps what its part of each step took on its device."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self.spans: list[tuple[Any, Any]] = []
+        super().__init__(*args, **named)
+
+    def _run(self, runner: lz.StepRunner, ranges: list[Any], ids: Tensor, x: Tensor | None) -> Tensor:
+        cuda = self.cache.device.type == "cuda"
+        begin = _now(cuda)
+        out = super()._run(runner, ranges, ids, x)
+        self.spans.append((begin, _now(cuda)))
+        return out
+
+    def taken(self, numbers: list[int]) -> list[list[float]]:
+        """Milliseconds a step of each rank's part since the last call, for every caller."""
+        cuda = self.cache.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(self.cache.device)
+        spans, self.spans = self.spans[SKIPPED:], []
+        took = [begin.elapsed_time(end) if cuda else (end - begin) * 1e3 for begin, end in spans]
+        mine = torch.tensor([statistics.mean(took) if took else 0.0], device=self.cache.device)
+        ranks = [torch.empty_like(mine) for _ in range(self._member.ranks)]
+        dist.all_gather(ranks, mine)
+        said = [round(float(each), 4) for each in ranks]
+        return [said for _ in numbers]
+
+
+def _now(cuda: bool) -> Any:
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+async def grid(me: Rank) -> None:
+    """Stages of two ranks each where there are four: tokens a second, and how much of the bound that is.
+
+    The bound is the slowest stage, busy all the time. One batch more than stages is under way, so that the
+    time between a result and the next step of its requests is not the device's.
+    """
+    tp = 2 if me.ranks >= 4 else 1
+    stages = me.ranks // tp
+    batches = BATCHES
+    async with lz.start(me.settings) as runtime:
+        kernel = warmed(me, runtime, tp)
+        async with lz.rank_group(timeout_s=120.0) as member:
+            rows = sorted({n for n, _ in points(me)})
+            stage = TimedStage(
+                me.config, me.weights(), member, me.like, pages_of(me) * batches, rows, True,
+                tp=tp, batches=batches,
+            )  # fmt: skip
+            take = member.batched(stage.taken, name="taken")
+            if member.rank:
+                await member.follow()
+                return
+            me.row(
+                what="setting", tp=tp, stages=stages, batches=batches, layers=me.config.num_hidden_layers,
+                attention=kernel, libraries=libraries(), awaited_path=await compiled(),
+            )  # fmt: skip
+            pages = pages_of(me) if me.rehearse else 64 * (-(-(1024 + 128) // PAGE) + 1)
+            whole = Llama(me.config, me.weights(), kv_pool(me.config, me.device, me.like.dtype, pages, PAGE))
+            with me.trying(what="grid logits"):  # while the pages of both are as they were made
+                me.row(what="grid logits", **await compared(me, stage, whole))
+            del whole
+            if me.device.type == "cuda":
+                torch.cuda.empty_cache()
+            numbers = itertools.count()
+            for n, context in points(me):
+                if me.left_s < 15 and not me.rehearse:
+                    me.row(what="grid", requests=n * batches, context=context, error="no time left")
+                    continue
+                with me.trying(what="grid", requests=n * batches, context=context):
+                    found: list[dict[str, Any]] = []
+                    for turn in range((1 if me.rehearse else ROUNDS) + 1):
+                        await take(next(numbers), 0)
+                        step_ms, _ = await crowd(stage, n * batches, context, tokens_of(me), behind=True)
+                        said = await take(next(numbers), 0)
+                        of_bound = round(batches * max(said) / step_ms, 4)
+                        found += (
+                            [{"step_ms": step_ms, "stages_ms": said, "of_bound": of_bound}] if turn else []
+                        )
+                    median = sorted(found, key=lambda each: each["of_bound"])[len(found) // 2]
+                    me.row(
+                        what="grid", requests=n * batches, rows=n, context=context, needs=NEEDS, **median,
+                        tokens_per_s=round(n * batches / median["step_ms"] * 1e3, 1), rounds=found,
+                        captures=sum(runner.captures for runner in stage.runners),
+                    )  # fmt: skip
