@@ -214,7 +214,7 @@ def main() -> int:
     settings = settings_of(options)
     try:
         with lz.start(settings) as runtime, torch.inference_mode():
-            device_side.deny_for_graphs(record.found)
+            record.found["denied"] = device_side.deny_for_graphs()
             for kernel_id in options.deny:
                 lz.add_policy(deny=kernel_id)
             measure(options, record, runtime, peer)

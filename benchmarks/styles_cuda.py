@@ -401,7 +401,7 @@ def main() -> int:
     record = begin(options, RESULTS, compared={}, where={}, by_hand={}, layer=[])
     settings = settings_of(options)
     with lz.start(settings) as runtime, torch.inference_mode():
-        device_side.deny_for_graphs(record.found)
+        record.found["denied"] = device_side.deny_for_graphs()
         measure(options, record, runtime)
     found = record.found
     show(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from generating import models
 from generating.captured import Whole
-from generating.device_side import flashinfer_is_built
+from generating.device_side import deny_for_graphs
 from models.llama import LlamaConfig, SampleArgs
 from torch import Tensor
 
@@ -72,7 +72,7 @@ _BUILT: dict[Load, Whole] = {}
 def allow_captured() -> str:
     """Leave out what no graph can take or what compiles for minutes; the attention that is planted."""
     if libraries()["flashinfer"] is not None:
-        lz.add_policy(deny="flashinfer.*attention.*" if flashinfer_is_built() else "flashinfer.*")
+        deny_for_graphs()
     return plant_attention(current())
 
 

@@ -37,7 +37,7 @@ def points(me: Rank) -> list[Point]:
     """
     if me.rehearse:
         return [(2, 16), (4, 32)]
-    wanted = [(64, 1024), (128, 3072), (1, 512)]
+    wanted = [(64, 1024), (128, 3072), (64, 8192) if me.part.startswith("grid") else (1, 512)]
     config = me.config
     token = (
         2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * me.like.element_size()

@@ -47,11 +47,19 @@ async def alone(me: Rank) -> None:
 
 
 class TimedStage(PipelineLlama):
-    """A stage that keeps what its part of each step took on its device."""
+    """A stage that keeps what its part of each step took on its device, with a captured step a point."""
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(self, me: Rank, member: Any, **named: Any) -> None:
         self.spans: list[tuple[Any, Any]] = []
-        super().__init__(*args, **named)
+        super().__init__(me.config, me.weights(), member, me.like, pages_of(me) * BATCHES, [1], True, **named)
+        # Tables as wide as a point needs them, made before any sequence: padding has the same pages.
+        self.by_point = {
+            (n, context): lz.StepRunner(
+                self.greedy_step, self.cache, max_model_len=context + tokens_of(me) + 8, max_num_seqs=n,
+                buckets=(n,), graphs=True,
+            )
+            for n, context in points(me)
+        }  # fmt: skip
 
     def _run(self, runner: lz.StepRunner, ranges: list[Any], ids: Tensor, x: Tensor | None) -> Tensor:
         cuda = self.cache.device.type == "cuda"
@@ -60,8 +68,9 @@ class TimedStage(PipelineLlama):
         self.spans.append((begin, _now(cuda)))
         return out
 
-    def taken(self, numbers: list[int]) -> list[list[float]]:
-        """Milliseconds a step of each rank's part since the last call, for every caller."""
+    def taken(self, n: list[int], context: list[int]) -> list[list[float]]:
+        """Milliseconds a step of each rank's part since the last call; the next ones are of this point."""
+        self._greedy_runner = self.by_point[n[0], context[0]]
         cuda = self.cache.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self.cache.device)
@@ -71,7 +80,7 @@ class TimedStage(PipelineLlama):
         ranks = [torch.empty_like(mine) for _ in range(self._member.ranks)]
         dist.all_gather(ranks, mine)
         said = [round(float(each), 4) for each in ranks]
-        return [said for _ in numbers]
+        return [said for _ in n]
 
 
 def _now(cuda: bool) -> Any:
@@ -90,21 +99,16 @@ async def grid(me: Rank) -> None:
     """
     tp = 2 if me.ranks >= 4 else 1
     stages = me.ranks // tp
-    batches = BATCHES
     async with lz.start(me.settings) as runtime:
         kernel = warmed(me, runtime, tp)
         async with lz.rank_group(timeout_s=120.0) as member:
-            rows = sorted({n for n, _ in points(me)})
-            stage = TimedStage(
-                me.config, me.weights(), member, me.like, pages_of(me) * batches, rows, True,
-                tp=tp, batches=batches,
-            )  # fmt: skip
+            stage = TimedStage(me, member, tp=tp, batches=BATCHES)
             take = member.batched(stage.taken, name="taken")
             if member.rank:
                 await member.follow()
                 return
             me.row(
-                what="setting", tp=tp, stages=stages, batches=batches, layers=me.config.num_hidden_layers,
+                what="setting", tp=tp, stages=stages, batches=BATCHES, layers=me.config.num_hidden_layers,
                 attention=kernel, libraries=libraries(), awaited_path=await compiled(),
             )  # fmt: skip
             pages = pages_of(me) if me.rehearse else 64 * (-(-(1024 + 128) // PAGE) + 1)
@@ -117,21 +121,21 @@ async def grid(me: Rank) -> None:
             numbers = itertools.count()
             for n, context in points(me):
                 if me.left_s < 15 and not me.rehearse:
-                    me.row(what="grid", requests=n * batches, context=context, error="no time left")
+                    me.row(what="grid", requests=n * BATCHES, context=context, error="no time left")
                     continue
-                with me.trying(what="grid", requests=n * batches, context=context):
+                with me.trying(what="grid", requests=n * BATCHES, context=context):
                     found: list[dict[str, Any]] = []
                     for turn in range((1 if me.rehearse else ROUNDS) + 1):
-                        await take(next(numbers), 0)
-                        step_ms, _ = await crowd(stage, n * batches, context, tokens_of(me), behind=True)
-                        said = await take(next(numbers), 0)
-                        of_bound = round(batches * max(said) / step_ms, 4)
+                        await take(next(numbers), n, context)
+                        step_ms, _ = await crowd(stage, n * BATCHES, context, tokens_of(me), behind=True)
+                        said = await take(next(numbers), n, context)
+                        of_bound = round(BATCHES * max(said) / step_ms, 4)
                         found += (
                             [{"step_ms": step_ms, "stages_ms": said, "of_bound": of_bound}] if turn else []
                         )
                     median = sorted(found, key=lambda each: each["of_bound"])[len(found) // 2]
                     me.row(
-                        what="grid", requests=n * batches, rows=n, context=context, needs=NEEDS, **median,
-                        tokens_per_s=round(n * batches / median["step_ms"] * 1e3, 1), rounds=found,
-                        captures=sum(runner.captures for runner in stage.runners),
+                        what="grid", requests=n * BATCHES, rows=n, context=context, needs=NEEDS, **median,
+                        tokens_per_s=round(n * BATCHES / median["step_ms"] * 1e3, 1), rounds=found,
+                        captures=stage.by_point[n, context].captures,
                     )  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from generating.device_side import flashinfer_is_built
+from generating.device_side import deny_for_graphs
 from models.llama import LlamaConfig
 from tensor_parallel.run import LLAMA_3_8B, config_and_weights
 from torch import Tensor
@@ -52,7 +52,9 @@ class Rank:
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
         self.like = torch.empty(0, device=self.device, dtype=torch.bfloat16 if cuda else torch.float32)
         self.config = (
-            replace(LLAMA_3_8B, num_hidden_layers=self.layers, max_position_embeddings=4096) if cuda else TINY
+            replace(LLAMA_3_8B, num_hidden_layers=self.layers, max_position_embeddings=4096 * 4)
+            if cuda
+            else TINY
         )
 
     @property
@@ -73,12 +75,7 @@ class Rank:
         """Leave out what of FlashInfer is not built ahead, or no graph can take; what that is, and why."""
         if libraries()["flashinfer"] is None:
             return "FlashInfer is missing: torch's kernels and Triton's"
-        built = flashinfer_is_built()
-        denied = "flashinfer.*attention.*" if built else "flashinfer.*"
-        lz.add_policy(deny=denied)
-        return f"{denied}: " + (
-            "planned on the host" if built else "not built ahead, it compiles for minutes"
-        )
+        return deny_for_graphs()
 
     def weights(self) -> Any:
         """How to get the whole random weights of the model, the same on every rank."""

@@ -12,6 +12,8 @@ import torch
 import layerzero as lz
 from generating.crowd import Span
 from generating.where import Where
+from layerzero.runtime import current
+from layerzero.spec.call_spec import CallSpec
 
 CUDA = torch.cuda.is_available()
 
@@ -140,16 +142,19 @@ def flashinfer_is_built() -> bool:
     return any((folder / "rope" / "rope.so").exists() for folder in folders)
 
 
-def deny_for_graphs(found: dict[str, Any]) -> None:
-    """Leave out FlashInfer's attention, which no graph can take; all of it where it is not built ahead."""
-    built = not CUDA or flashinfer_is_built()
-    denied, why = (
-        ("flashinfer.*attention.*", "planned on the host, so that no graph holds it")
-        if built
-        else ("flashinfer.*", "its modules are not built ahead, and take minutes")
-    )
-    found["denied"] = f"{denied}: {why}"
-    lz.add_policy(deny=denied)
+def deny_for_graphs() -> str:
+    """Leave out what of FlashInfer no graph can take, and what would compile for minutes; what, and why."""
+    if CUDA and not flashinfer_is_built():
+        lz.add_policy(deny="flashinfer.*")
+        return "flashinfer.*: its modules are not built ahead, and take minutes"
+    said = ["flashinfer.*attention.*: planned on the host, so that no graph holds it"]
+    lz.add_policy(deny="flashinfer.*attention.*")
+    for kernel in current().device().kernels() if CUDA else ():
+        compiles = kernel.backend == "flashinfer" and kernel.on_disk is not None
+        if compiles and "attention" not in kernel.op and not kernel.on_disk(CallSpec(op=kernel.op)):
+            lz.add_policy(deny=kernel.id)
+            said.append(f"{kernel.id}: not built ahead")
+    return "; ".join(said)
 
 
 def planted() -> dict[str, Callable[[], bool]]:

@@ -135,13 +135,17 @@ class RankLlama(Llama):
         pages = span.sequence.pages
         first = pages[0]
         new = [] if self._known_pages.get(first) is pages else pages
-        if not self._member.holds(ids):
-            host = ids if ids.is_cpu else await lz.to_host(ids)
-            ids = to_device_with_host_copy(host, self.cache.device)
-        result = await step(first, ids, span, first, span.start, new, *draw)
+        result = await step(first, await self._input_ids(ids), span, first, span.start, new, *draw)
         if new:
             self._known_pages[first] = new
         return result
+
+    async def _input_ids(self, ids: Tensor) -> Tensor:
+        """`ids` as a step takes them: rows that every rank has, or on the device with what the host knows."""
+        if self._member.holds(ids):
+            return ids
+        host = ids if ids.is_cpu else await lz.to_host(ids)
+        return to_device_with_host_copy(host, self.cache.device)
 
     def _logits_on_rank(
         self,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.kvcache import AttentionMetadata
+from layerzero.ops.host_copies import to_device_with_host_copy
 from layerzero.parallel import Layout, Pipeline, stage_weights
 from tensor_parallel.llama import PAGES, TensorParallelLlama, same_checkpoint
 
@@ -75,6 +76,10 @@ class PipelineLlama(TensorParallelLlama):
             unsent=("spans", "draws"),
         )
 
+    async def _input_ids(self, ids: Tensor) -> Tensor:
+        """`ids` on the host, where a step message takes them; the first stage moves all rows at once."""
+        return ids if ids.is_cpu else await lz.to_host(ids)
+
     def _carried(self, rows: int) -> Tensor:
         """The residual stream of so many rows, or a rank's own of them."""
         return self._like.new_empty(self.shares.share_of_rows(rows), self.config.hidden_size)
@@ -82,7 +87,9 @@ class PipelineLlama(TensorParallelLlama):
     def _returned(self, ids: Tensor, *columns: Any, counts: list[int]) -> Tensor:
         """Tokens (B,) where all of them are greedy, else logits (B, V)."""
         greedy = columns[5] if len(columns) > 5 else [False]
-        return ids.new_empty(len(counts)) if all(greedy) else self._like.new_empty(len(counts), self._words)
+        if all(greedy):
+            return self._like.new_empty(len(counts), dtype=ids.dtype)
+        return self._like.new_empty(len(counts), self._words)
 
     def _logits_on_stage(
         self,
@@ -113,6 +120,8 @@ class PipelineLlama(TensorParallelLlama):
 
     def _run(self, runner: lz.StepRunner, ranges: list[Any], ids: Tensor, x: Tensor | None) -> Tensor:
         """This stage's part of a step: by a graph where each sequence has one row."""
+        if ids.device != self.cache.device:
+            ids = to_device_with_host_copy(ids, self.cache.device)
         before = [] if x is None else [x]
         if x is not None and len(x) != len(ranges):  # prompts: rows that no sequence has alone
             forward = self.greedy_step if runner is self._greedy_runner else self.logits_step
@@ -133,8 +142,9 @@ class PipelineLlama(TensorParallelLlama):
         return lz.sync.sample(out, temperature=0.0, seed=0) if self.layout.last else out
 
     def _drawn(self, results: Tensor, *columns: Any) -> Tensor:
+        """The tokens on the host, where the next step of each sequence begins."""
         draws, greedy = columns[5:7]
         if all(greedy):
-            return results
+            return results.cpu()
         with self._member.using_model("draw"):  # which no other rank chooses for
-            return sample_tokens(results, draws)
+            return sample_tokens(results, draws).cpu()
