@@ -39,6 +39,7 @@ from server.split import SplitService, engine_process, linked
 # Requests beyond those being answered that may be on their way in or out.
 WAITING = 64
 MAX_FRONTS = 64
+SHARED = (socket.SO_REUSEADDR, getattr(socket, "SO_REUSEPORT", socket.SO_REUSEADDR))
 STREAM_START = {
     "type": "http.response.start",
     "status": 200,
@@ -336,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run_front(options: Options, port: int, numbers: Any, row: int, line: socket.socket) -> None:
     """Serve as one of several fronts, in a process of its own."""
     app = application(options, Counts(numbers, row), line)
-    sys.exit(_answer_http(options, app, [processes.bound(options.host, port, shared=True)]))
+    sys.exit(_answer_http(options, app, [processes.bound(options.host, port, *SHARED)]))
 
 
 def _answer_http(options: Options, app: Starlette, sockets: list[socket.socket] | None = None) -> int:

@@ -101,18 +101,22 @@ def serve(options: Options, run_front: Callable[..., None]) -> int:
 
     `run_front(options, numbers, row, line)` is what each front runs.
     """
-    with reserved(options) as port_socket:
-        port = int(port_socket.getsockname()[1])
+    try:
+        reservation = reserved(options)
+    except OSError as error:
+        log.error("server.not_started", why=f"{options.host}:{options.port}: {error}")
+        return 3
+    with reservation:
+        port = int(reservation.getsockname()[1])
         return asyncio.run(_Server(options, port, run_front).run())
 
 
-def bound(host: str, port: int, *, shared: bool) -> socket.socket:
-    """A socket at an address, which further sockets of this user may have as well if it is `shared`."""
+def bound(host: str, port: int, *flags: int) -> socket.socket:
+    """A socket at an address; `flags` say who may have it as well, as SO_REUSEPORT: any of this user's."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
+        for flag in flags:
+            found.setsockopt(socket.SOL_SOCKET, flag, 1)
         found.bind((host, port))
     except OSError:
         found.close()
@@ -125,9 +129,9 @@ def reserved(options: Options) -> socket.socket:
 
     Raises: OSError: another server has it, one with several fronts too.
     """
-    with bound(options.host, options.port, shared=False) as alone:
+    with bound(options.host, options.port, socket.SO_REUSEADDR) as alone:  # refused where others listen
         port = alone.getsockname()[1]
-    return bound(options.host, port, shared=True)
+    return bound(options.host, port, socket.SO_REUSEPORT)  # refuses those that look before it listens
 
 
 class _Server:

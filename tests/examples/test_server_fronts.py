@@ -220,7 +220,7 @@ def test_an_address_that_another_server_has_is_refused() -> None:
         port = first.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
             processes.reserved(Options(port=port))
-        processes.bound("127.0.0.1", port, shared=True).close()
+        processes.bound("127.0.0.1", port, *app.SHARED).close()
 
 
 def test_counts_are_those_of_all_rows() -> None:
