@@ -24,8 +24,10 @@ from tests.examples.test_server_fronts import (  # noqa: E402
     streams,
     told,
     wait_for_fronts,
+    wait_until_gone,
 )
 from tests.examples.test_server_split import served  # noqa: E402
+from tests.waiting import LIMIT_S  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
@@ -46,3 +48,12 @@ def test_streams_of_all_fronts_reach_the_replicas_and_go_on_behind_the_next_rout
             assert [each["state"] for each in said["replicas"].values()] == ["running", "running"]
         assert numbers(server, "replicas") == {2} and numbers(server, "requests_in_flight") == {0}
         assert numbers(server, "generated_tokens_total") == {(4 + MANY) * 100}
+
+        children = server.children()
+        stopped = [engine_of(server), server.process.pid]  # as a service manager does to all of a group
+        texts = asyncio.run(
+            streams(server, 4, lambda: [os.kill(pid, signal.SIGTERM) for pid in stopped], max_tokens=100)
+        )
+        assert texts == alone
+        assert server.process.wait(LIMIT_S) == 0
+        wait_until_gone(children)
