@@ -6,10 +6,13 @@ import asyncio
 import ipaddress
 import os
 import secrets
+import signal
 import socket
 import sys
+import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from layerzero._util import log
@@ -184,12 +187,13 @@ def join(settings: Settings) -> Cluster:
     local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
         _check_listening(address)
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            configure_logging=False,
-            **local,
-        )
+        with _own_sigterm():
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                configure_logging=False,
+                **local,
+            )
     except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
         raise ConfigurationError(
             f"cluster={address!r} cannot be joined: {error}; start one with `ray start --head` and see that "
@@ -202,6 +206,17 @@ def join(settings: Settings) -> Cluster:
         ray.shutdown()
         raise
     return Cluster(settings, owns_ray=True)
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the program's handler of SIGTERM, as of a server that drains: Ray's own exits at once."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _check_listening(address: str) -> None:

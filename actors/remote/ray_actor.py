@@ -236,12 +236,10 @@ class DeviceActor:
         connection = self._connection(envelope)
         if connection is None:
             raise RuntimeError("a stream needs the side channel of its client, which has ended")
-        count = 0
 
         async def emit(item: Any) -> None:
-            nonlocal count
-            connection.notify("item", (envelope.number, count, item))
-            count += 1
+            connection.send_item(envelope.number, item)
+            await asyncio.sleep(0)  # written before the generator goes on: it may end this process
             await connection.writable()
 
         return await host.emit(fn, args, kwargs, emit)

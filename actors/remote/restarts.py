@@ -85,11 +85,12 @@ class ActorIncarnation:
         """The request was answered."""
         self._ended.discard(number)
 
-    def note_item(self, body: tuple[int, int, Any], _: Connection) -> None:
-        """An item of a stream has come."""
-        sink = self._sinks.get(body[0])
-        if sink is not None:
-            sink.add(body[2])
+    def note_items(self, body: list[tuple[int, Any]], _: Connection) -> None:
+        """Items of streams have come: what one turn of the device's loop has sent."""
+        for number, item in body:
+            sink = self._sinks.get(number)
+            if sink is not None:
+                sink.add(item)
 
     def sink(self, number: int) -> Items:
         """Where the items of a request go."""

@@ -23,6 +23,7 @@ from layerzero.actors.rpc.channel import connect
 from layerzero.actors.rpc.client import DeviceFacts, DeviceState
 from layerzero.actors.rpc.connection import Handler
 from layerzero.actors.rpc.frames import Address
+from layerzero.actors.rpc.message_stream import ITEMS
 from layerzero.actors.rpc.settling import result_of
 from layerzero.spec.errors import (
     ConfigurationError,
@@ -221,7 +222,7 @@ class SupervisedDevice:
         handlers: dict[str, Handler] = {
             "begin": incarnation.begin,
             "ended": incarnation.note_ended,
-            "item": incarnation.note_item,
+            ITEMS: incarnation.note_items,
         }
         hang_s = self._spec.settings.hang_s
         channel = await connect(

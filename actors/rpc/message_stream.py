@@ -12,10 +12,12 @@ from typing import Any
 import msgspec
 
 from layerzero._util import log
-from layerzero.actors.rpc.frames import UNREADABLE, RpcResponse, decode, encode
+from layerzero.actors.rpc.frames import UNREADABLE, Notification, RpcResponse, decode, encode
 from layerzero.actors.rpc.sockets import LENGTH, frame_bytes
 
 MAX_FRAME = 16 << 20
+ITEMS = "items"  # the kind of a note with items of streams: pairs of a stream's number and an item
+_NOTE = 32  # bytes around the items of a note, at most
 _PREFIX = LENGTH.size
 _SPIN_MS = 1  # the finest that poll counts in; select is finer, and costs a fifth of a round trip
 _CHUNK = 1 << 16
@@ -37,6 +39,8 @@ class MessageStream(asyncio.Protocol):
         self._closed_here = False  # this end wants nothing more of it
         self._poll: Any = None  # tells whether something has come; None where only the transport may read
         self._reading = False
+        self._items: list[msgspec.Raw] = []  # of this turn of the loop
+        self._items_size = 0
         self.peer = ""
         self.refused = ""
 
@@ -177,12 +181,36 @@ class MessageStream(asyncio.Protocol):
         await self._writable.wait()
 
     def close(self) -> None:
-        """End the channel; what has come and was not read is dropped."""
+        """End the channel behind what was sent; what has come and was not read is dropped."""
         self._closed_here = True
         if self._transport is not None:
+            self._flush()
             self._transport.close()
 
+    def send_item(self, number: int, item: Any) -> None:
+        """Send an item of stream `number` with the others of this turn of the loop: one frame, one write.
+
+        Raises: ValueError, TypeError: it cannot travel, or needs more than a frame; the others go.
+        """
+        data = encode((number, item))
+        if len(data) > MAX_FRAME - _NOTE:
+            raise ValueError(f"an item of a stream needs at most {MAX_FRAME - _NOTE} bytes, got {len(data)}")
+        if self._items_size + len(data) > MAX_FRAME - _NOTE:
+            self._flush()
+        if not self._items:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._items.append(msgspec.Raw(data))
+        self._items_size += len(data)
+
+    def _flush(self) -> None:
+        if self._items:
+            note = Notification(ITEMS, self._items)
+            self._items, self._items_size = [], 0
+            self._write(note)
+
     def _write(self, message: msgspec.Struct) -> None:
+        if self._items:  # frames do not overtake one another
+            self._flush()
         if self._transport.is_closing():
             return
         data = encode(message)

@@ -6,6 +6,8 @@ import argparse
 import json
 import math
 import signal
+import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,16 +26,20 @@ from starlette.types import Receive, Scope, Send
 import layerzero as lz
 from layerzero.integrations import uvicorn as bounded
 from layerzero.integrations.starlette import install, lifespan
+from server import processes
 from server.answers import ChatFormat, CompletionFormat, Format, Piece, error_body
+from server.counts import Counts
 from server.fields import BadRequest, UnknownModel
 from server.front import KV_FORMATS, LOAD_FORMATS, Front, Full
 from server.front import Options as Options
 from server.protocol import Ask, read
-from server.service import Service, settings_of
-from server.split import SplitService, engine_process
+from server.service import open_service, settings_of
+from server.split import SplitService, engine_process, linked
 
 # Requests beyond those being answered that may be on their way in or out.
 WAITING = 64
+MAX_FRONTS = 64
+SHARED = (socket.SO_REUSEADDR, getattr(socket, "SO_REUSEPORT", socket.SO_REUSEADDR))
 STREAM_START = {
     "type": "http.response.start",
     "status": 200,
@@ -193,8 +199,12 @@ async def server_failure(request: Request, error: Exception) -> JSONResponse:
     return failure(500, "the server failed to answer this request", kind="server_error")
 
 
-def application(options: Options) -> Starlette:
-    """The server as an ASGI application; its lifespan opens the runtime, and drains it at the end."""
+def application(options: Options, counts: Counts | None = None, line: Any = None) -> Starlette:
+    """The server as an ASGI application; its lifespan opens the runtime, and drains it at the end.
+
+    One of several fronts has the `counts` of all, and a `line` that brings its connections.
+    """
+    counts = counts or Counts()
 
     # Where tokens are drawn elsewhere, this process has no use for the device.
     settings = lz.Settings.load(device="cpu", freeze_gc=True) if options.is_split else settings_of(options)
@@ -202,16 +212,12 @@ def application(options: Options) -> Starlette:
     @asynccontextmanager
     async def served(app: Starlette, runtime: lz.Runtime) -> AsyncIterator[None]:
         if options.is_split:
-            async with engine_process(options) as engine:
-                app.state.service = SplitService(options, engine)
+            joined = engine_process(options, counts) if line is None else linked(line, counts)
+            async with joined as engine:
+                app.state.service = SplitService(options, engine, counts)
                 yield
             return
-        if settings.cluster is None:
-            app.state.service = Service(options, runtime)
-        else:
-            from server.fleet import FleetService
-
-            app.state.service = await FleetService.open(options, runtime)
+        app.state.service = await open_service(options, runtime)
         yield
 
     def service() -> Any:
@@ -286,6 +292,9 @@ def parse(arguments: list[str] | None) -> Options:
     parser.add_argument("--cluster", help="replicas on devices of a Ray cluster: auto, local, or its address")
     parser.add_argument("--replicas", type=int, help="how many; without it one for each GPU of the cluster")
     parser.add_argument(
+        "--fronts", type=int, help="processes that answer HTTP on one port (Options says more)"
+    )
+    parser.add_argument(
         "--engine-process",
         action=argparse.BooleanOptionalAction,
         default=defaults.engine_process,
@@ -300,14 +309,40 @@ def parse(arguments: list[str] | None) -> Options:
             parser.error(f"--{name.replace('_', '-')} needs to be at least 1, got {getattr(options, name)}")
     if options.bundle_sha256 is not None and options.bundle is None:
         parser.error("--bundle-sha256 needs --bundle")
+    if options.fronts is not None:
+        _need_fronts(parser, options)
     return Options(**vars(options))
+
+
+def _need_fronts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse a number of fronts that cannot be."""
+    if not 1 <= options.fronts <= MAX_FRONTS:
+        parser.error(f"--fronts needs to be in [1, {MAX_FRONTS}], got {options.fronts}")
+    if options.fronts == 1:
+        return
+    if options.engine_process is False and options.cluster is None:
+        parser.error(f"--fronts {options.fronts} needs an engine process, got --no-engine-process")
+    if not hasattr(socket, "SO_REUSEPORT"):
+        parser.error(f"--fronts {options.fronts} needs a system with SO_REUSEPORT, got {sys.platform}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, and return 0 after a drain."""
     options = parse(arguments)
+    if options.front_count > 1:
+        return processes.serve(options, run_front)
+    return _answer_http(options, application(options))
+
+
+def run_front(options: Options, port: int, numbers: Any, row: int, line: socket.socket) -> None:
+    """Serve as one of several fronts, in a process of its own."""
+    app = application(options, Counts(numbers, row), line)
+    sys.exit(_answer_http(options, app, [processes.bound(options.host, port, *SHARED)]))
+
+
+def _answer_http(options: Options, app: Starlette, sockets: list[socket.socket] | None = None) -> int:
     config = bounded.config(
-        application(options),
+        app,
         host=options.host,
         port=options.port,
         log_level="warning",
@@ -317,5 +352,5 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     server = uvicorn.Server(config)
-    server.run()
+    server.run(sockets)
     return 0 if server.started else 3  # uvicorn has said why

@@ -1,4 +1,7 @@
-"""The process that draws tokens for a front in another one: HTTP takes no time from its event loop."""
+"""The process that draws tokens for fronts in others: HTTP takes no time from its event loop.
+
+With a cluster it sends requests to replicas, which draw; the fronts see no difference.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -13,71 +17,91 @@ from prometheus_client import generate_latest
 
 import layerzero as lz
 from layerzero.health.device_faults import lost_device
-from server.front import Options
-from server.pipe import End, Pipe, Query, Ready, Reply, Start, Stop, ToEngine, Token
-from server.service import LOG, Service, settings_of
+from server.fleet import FleetService
+from server.front import Choice, Front, Options
+from server.pipe import End, Pipe, Query, Ready, Reply, Start, Stop, ToEngine, Token, connections
+from server.service import LOG, open_service, settings_of
 
 EXIT_AFTER_FAULT = 70
 
 
-def run(options: Options, connection: socket.socket) -> None:
-    """Serve the other end of `connection` until it is closed."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # a terminal sends them to every process of the group
-        signal.signal(number, signal.SIG_IGN)
-    asyncio.run(_serve(options, connection))
+def run(options: Options, line: socket.socket) -> None:
+    """Serve the fronts whose connections come over `line`, until its other end is closed."""
+    # A terminal sends them to every process of the group. What this process starts does not inherit handlers.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    asyncio.run(_serve(options, line))
 
 
-async def _serve(options: Options, connection: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
+async def _serve(options: Options, line: socket.socket) -> None:
     async with lz.start(settings_of(options)) as runtime:
-        server = _Server(Service(options, runtime))
-        _, server.pipe = await loop.connect_accepted_socket(server.connect, connection)
-        server.pipe.send(Ready(server.service.max_model_len))
-        await server.closed.wait()
-        await server.cancel_all()
+        service = await open_service(options, runtime)
+        fronts: set[_Server] = set()
+        async for connection in connections(line):
+            front = _Server(service, fronts.discard)
+            fronts.add(front)
+            await front.open(connection)
+        await asyncio.gather(*(front.cancel_all() for front in fronts))
 
 
 class _Server:
-    """The requests of one front."""
+    """The requests of one front; `gone` is called when it has ended."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        self.closed = asyncio.Event()
+    def __init__(self, service: Front, gone: Callable[[Any], None] = lambda _: None) -> None:
+        self.service, self._gone = service, gone
         self.pipe: Pipe
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def connect(self) -> Pipe:
-        return Pipe(ToEngine, self._receive, self.closed.set)
+    async def open(self, connection: socket.socket) -> None:
+        """Serve the front at the other end."""
+        _, self.pipe = await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: Pipe(ToEngine, self._receive, self._lost), connection
+        )
+        self.pipe.send(Ready(self.service.max_model_len))
+
+    def _lost(self) -> None:
+        """Nobody wants what the front has left behind."""
+        self._gone(self)
+        for task in self._tasks.values():
+            task.cancel()
 
     def _receive(self, message: Start | Stop | Query) -> None:
-        if isinstance(message, Start):
-            self._tasks[message.number] = asyncio.ensure_future(self._draw(message))
-        elif isinstance(message, Stop):
+        if isinstance(message, Stop):
             task = self._tasks.get(message.number)
             if task is not None:
                 task.cancel()
         else:
-            self.pipe.send(Reply(message.number, self._answer(message.what)))
+            work = self._draw(message) if isinstance(message, Start) else self._answer(message)
+            self._tasks[message.number] = asyncio.ensure_future(work)
 
-    def _answer(self, what: str) -> Any:
-        if what == "metrics":
-            return generate_latest(self.service.registry).decode()
-        return {**self.service.state(), "captures": self.service.captures}
+    async def _answer(self, query: Query) -> None:
+        body: Any
+        try:
+            if query.what == "metrics":
+                body = generate_latest(await self.service.exposed()).decode()
+            else:
+                body = await self.service.state()
+            self.pipe.send(Reply(query.number, body))
+        finally:
+            del self._tasks[query.number]
 
     async def _draw(self, start: Start) -> None:
         """Draw the tokens of one choice, and say how that ended."""
         number, send, service = start.number, self.pipe.send, self.service
         try:
-            tokens = service.engine.generate(
-                start.prompt, start.sampling, start.max_tokens, user=start.user,
-                grammar=await service.grammar(start.constraint), ignore_eos=start.ignore_eos,
-                patient=start.patient, so_far=start.so_far,
+            grammar = None if isinstance(service, FleetService) else await service.grammar(start.constraint)
+            choice = Choice(
+                start.prompt, start.sampling, start.max_tokens, start.user, start.constraint,
+                start.ignore_eos, start.patient, grammar,
             )  # fmt: skip
+            tokens = service.generate(choice, start.so_far)
             async with aclosing(tokens):
                 async for drawn in tokens:
                     send(Token(number, *drawn))
         except lz.OverloadedError as overloaded:
             send(End(number, ("OverloadedError", str(overloaded), overloaded.retry_after)))
+        except lz.DeviceLostError as lost:  # no replica is left; this process can go on
+            send(End(number, (type(lost).__name__, str(lost), 0.0)))
         except Exception as error:
             LOG.exception("a request failed")
             if lost_device(error) is not None:  # no call of this process reaches the device any more

@@ -79,15 +79,18 @@ class FleetService(Front):
                     tasks.start_soon(ask, name)
         return {"requests": self.active, "tokenizer": self.tokenizer.identity.digest, "replicas": said}
 
-    async def generate(self, choice: Choice) -> AsyncGenerator[Drawn, None]:
+    async def generate(self, choice: Choice, so_far: Sequence[int] = ()) -> AsyncGenerator[Drawn, None]:
         """The tokens of one choice, wherever they are drawn; a replica compiles the grammar anew.
 
         Raises: DeviceLostError: no replica serves. What a replica raises.
         """
-        tokens = list(choice.prompt)
+        tokens = [*choice.prompt, *so_far]
         sent = replace(choice, grammar=None)
+        before = [(token, None, (), False, True) for token in so_far]
         with self.router.open(choice.prompt) as placed:
-            items = self.pool.stream(replica.generate, sent, on=partial(self._place, placed), resume=True)
+            items = self.pool.stream(
+                replica.generate, sent, on=partial(self._place, placed), resume=True, so_far=before
+            )
             try:
                 async with aclosing(items):  # type: ignore[type-var]
                     async for token, logprob, likeliest, ends, is_text in items:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +15,13 @@ from typing import Any
 import anyio
 import torch
 from models.llama import FOLDER, LlamaConfig, Per
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily
 
 import layerzero as lz
 from layerzero.api import metrics
 from server.answers import ChoiceText, Piece, Usage
+from server.counts import OUTCOMES, Counts
 from server.engine import Drawn, Grammar
 from server.fields import BadRequest, OtherTokenizer
 from server.protocol import Ask, Constraint, Sampling
@@ -32,6 +34,9 @@ _SEEDS = 1 << 63
 KV_FORMATS = {"": None, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 
+# Fronts that a fleet on CUDA has by default, at most.
+FRONTS = 4
+
 # Where weights come from: the folder, or nowhere: random ones, for measurements.
 LOAD_FORMATS = ("safetensors", "dummy")
 
@@ -41,7 +46,8 @@ class Options:
     """How the server runs; `kv_format` is one of `KV_FORMATS`, `load_format` one of `LOAD_FORMATS`.
 
     With `cluster` there are replicas on `replicas` devices of that Ray cluster, by default on all. With
-    `engine_process` tokens are drawn in a process of their own; None: on CUDA.
+    `engine_process` tokens are drawn in a process of their own; None: on CUDA. `fronts` is how many processes
+    answer HTTP; None: one, with a cluster on CUDA as many as replicas, at most `FRONTS`.
     """
 
     model: Path = FOLDER
@@ -65,24 +71,38 @@ class Options:
     cluster: str | None = None
     replicas: int | None = None
     engine_process: bool | None = None
+    fronts: int | None = None
+
+    @property
+    def front_count(self) -> int:
+        """How many processes answer HTTP."""
+        if self.fronts is not None:
+            return self.fronts
+        spread = self.cluster is not None and self.device == "cuda" and hasattr(socket, "SO_REUSEPORT")
+        return min(self.replicas or FRONTS, FRONTS) if spread else 1
 
     @property
     def is_split(self) -> bool:
-        """Whether tokens are drawn in another process than this one, which is not a replica's."""
+        """Whether tokens are drawn, or sent to replicas, in another process than one that answers HTTP."""
         wanted = self.device == "cuda" if self.engine_process is None else self.engine_process
-        return wanted and self.cluster is None
+        return self.front_count > 1 or (wanted and self.cluster is None)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a request, in the model's terms; for `patient` see `Engine.generate`."""
+    """One answer to a request, in the model's terms; for `patient` see `Engine.generate`.
+
+    `grammar` is `constraint` compiled, where tokens are drawn in this process.
+    """
 
     prompt: list[int]
     sampling: Sampling
     max_tokens: int
-    ask: Ask
-    grammar: Grammar | None
+    user: str
+    constraint: Constraint | None
+    ignore_eos: bool
     patient: bool
+    grammar: Grammar | None = None
 
 
 class Full(Exception):
@@ -97,37 +117,47 @@ class Front(ABC):
     """The tokenizer, the limits and the counts of requests; `generate` is where their tokens come from."""
 
     def __init__(
-        self, options: Options, runtime: lz.Runtime | None, config: LlamaConfig, capacity: int
+        self,
+        options: Options,
+        runtime: lz.Runtime | None,
+        config: LlamaConfig,
+        capacity: int,
+        counts: Counts | None = None,
     ) -> None:
         """`capacity` is how many tokens one request may have for want of pages.
 
         /metrics has what `runtime` counts; None where tokens are drawn by the runtime of another process.
+        `counts` are those of all fronts, where there are several.
         """
         self.options, self.config = options, config
+        self.counts = Counts() if counts is None else counts
         self.name = options.model.resolve().name
         self.prompts = lz.PromptCache(options.prompt_cache)
         self.tokenizer = lz.Tokenizer(options.model, cache=self.prompts)
         self.tokenizer.require(vocabulary=config.vocab_size)
         self._grammars: Any = None
+        self._hits = 0  # of the prompt cache, that are counted
         # How many tokens a prompt and its answer may have together.
         self.max_model_len = min(config.max_position_embeddings, capacity)
         # No prompt of more characters can fit, so none is taken apart.
         longest = max(len(self.tokenizer.token_bytes(token)) for token in self.tokenizer.ids)
         self.max_prompt_characters = self.max_model_len * longest
-        self.active = 0
         self.started = int(time.time())
         self.registry = CollectorRegistry()
         if runtime is not None:
             self.registry.register(metrics.collector(runtime))
         self.registry.register(self)
-        self.requests = Counter("requests", "requests by how they ended", ["outcome"], registry=self.registry)
-        self.tokens = Counter("generated_tokens", "tokens drawn", registry=self.registry)
         for name, (what, value) in self.gauges().items():
             Gauge(name, what, registry=self.registry).set_function(value)
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         """What /metrics reads off, by name."""
         return {"requests_in_flight": ("requests being answered", lambda: self.active)}
+
+    @property
+    def active(self) -> int:
+        """Requests being answered, by all fronts."""
+        return self.counts.total("active")
 
     async def exposed(self) -> CollectorRegistry:
         """What /metrics shows."""
@@ -138,41 +168,54 @@ class Front(ABC):
         return []
 
     @abstractmethod
+    async def state(self) -> dict[str, Any]:
+        """What is going on, for /health."""
+
+    @abstractmethod
     def counted(self) -> Iterable[tuple[str, str, float]]:
         """What has been counted where tokens are drawn: a name, what it is, a number."""
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """The counts for /metrics."""
-        hits = self.prompts.stats().hits
-        for family in (*self.counted(), ("prompt_cache_hits", "prompts found tokenized", hits)):
+        requests = CounterMetricFamily("requests", "requests by how they ended", labels=["outcome"])
+        for outcome in OUTCOMES:
+            requests.add_metric([outcome], self.counts.total(outcome))
+        yield requests
+        for family in (
+            *self.counted(),
+            ("generated_tokens", "tokens drawn", self.counts.total("tokens")),
+            ("prompt_cache_hits", "prompts found tokenized", self.counts.total("prompt_cache_hits")),
+        ):
             yield CounterMetricFamily(*family)
 
     @abstractmethod
-    def generate(self, choice: Choice) -> AsyncGenerator[Drawn, None]:
-        """The tokens of one choice; see `Engine.generate`."""
+    def generate(self, choice: Choice, so_far: Sequence[int] = ()) -> AsyncGenerator[Drawn, None]:
+        """The tokens of one choice behind those that were drawn `so_far`; see `Engine.generate`."""
 
     async def answer(self, ask: Ask, emit: Emit) -> Usage:
         """Give the answer's pieces to `emit` as they come, choices in any order; the counts at the end.
 
         Raises: Full: too many requests, or a full batcher or queue. BadRequest: the request does not fit.
         """
-        if self.active >= self.options.max_requests:
-            self.requests.labels("rejected").inc()
-            raise Full(f"{self.active} requests are being answered, and no more at once")
-        self.active += 1
+        self.counts.add("active")  # before the look: two fronts never take the last place both
         outcome = "cancelled"
         try:
+            if (others := self.active - 1) >= self.options.max_requests:
+                outcome = "rejected"
+                raise Full(f"{others} requests are being answered, and no more at once")
             usage = await self._choices(ask, emit)
             outcome = "done"
         except lz.OverloadedError as error:
             outcome = "rejected"
             raise Full(str(error), error.retry_after) from error
+        except Full:
+            raise
         except Exception:
             outcome = "failed"
             raise
         finally:
-            self.active -= 1
-            self.requests.labels(outcome).inc()
+            self.counts.add("active", -1)
+            self.counts.add(outcome)
         return usage
 
     async def _choices(self, ask: Ask, emit: Emit) -> Usage:
@@ -213,12 +256,15 @@ class Front(ABC):
     ) -> None:
         sampling = replace(ask.sampling, seed=(ask.sampling.seed + _SEEDS + index) % (2 * _SEEDS) - _SEEDS)
         text = ChoiceText(index, lz.IncrementalDetokenizer(self.tokenizer, ask.stop))
-        tokens = self.generate(Choice(prompt, sampling, max_tokens, ask, grammar, patient=index > 0))
+        choice = Choice(
+            prompt, sampling, max_tokens, ask.user, ask.constraint, ask.ignore_eos, index > 0, grammar
+        )  # fmt: skip
+        tokens = self.generate(choice)
         reason = "length"
         async with aclosing(tokens):
             async for drawn in tokens:
                 usage.drawn += 1
-                self.tokens.inc()
+                self.counts.add("tokens")
                 piece = text.feed(drawn)
                 if piece is not None:
                     await emit(piece)
@@ -250,6 +296,8 @@ class Front(ABC):
         tokens = await lz.tokenize(
             text, self.tokenizer, special_tokens=not ask.is_chat, parse_special=ask.is_chat
         )
+        hits, self._hits = self.prompts.stats().hits - self._hits, self.prompts.stats().hits
+        self.counts.add("prompt_cache_hits", hits)
         ids = tokens.as_list()
         if not ids:
             raise BadRequest(f"{param} needs at least one token", param)

@@ -7,7 +7,8 @@ write and one read, however many requests they belong to.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import socket
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -128,3 +129,34 @@ class Pipe(asyncio.Protocol):
         if self._unsent:
             self._flush()
         self._transport.close()
+
+
+async def readable(file: Any) -> None:
+    """Wait until a file or descriptor has something to read, or its end."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(file, lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(file)
+
+
+def hand(line: socket.socket, connection: socket.socket) -> None:
+    """Hand a connection over to the process at the other end of `line`; this one's copy is to be closed."""
+    socket.send_fds(line, [b"+"], [connection.fileno()])
+
+
+async def connections(line: socket.socket) -> AsyncIterator[socket.socket]:
+    """The connections that `hand` sends, until the other end of `line` is closed."""
+    while True:
+        await readable(line)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(line, 1, 1)
+        except ConnectionResetError:  # ended with something unread
+            return
+        if not data:
+            return
+        connection = socket.socket(fileno=descriptors[0])
+        connection.setblocking(False)
+        yield connection

@@ -45,7 +45,7 @@ async def generate(
     before = [Drawn(*item) for item in so_far or ()]
     if len(before) >= choice.max_tokens or (before and before[-1].ends):
         return
-    grammar = await service.grammar(choice.ask.constraint)
+    grammar = await service.grammar(choice.constraint)
     tokens = service.generate(replace(choice, grammar=grammar), tuple(drawn.token for drawn in before))
     async with aclosing(tokens):
         async for drawn in tokens:
@@ -55,5 +55,4 @@ async def generate(
 async def state() -> dict[str, Any]:
     """What `/health` says of this replica."""
     (service,) = _OPENED
-    said: dict[str, Any] = {**service.state(), "captures": service.captures}
-    return said | ({"bundle_refused": _REFUSED[-1]} if _REFUSED else {})
+    return await service.state() | ({"bundle_refused": _REFUSED[-1]} if _REFUSED else {})

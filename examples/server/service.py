@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class Service(Front):
         """How many steps have been captured."""
         return sum(runner.captures for runner in self.model.runners) if self.options.device == "cuda" else 0
 
-    def state(self) -> dict[str, int | str]:
+    async def state(self) -> dict[str, Any]:
         """What is going on, for /health."""
         pages = self.model.cache.allocator
         brought = {"bundle": self._bundle} if self._bundle else {}
@@ -111,11 +111,21 @@ class Service(Front):
             "pages": pages.total,
             "pages_free": pages.free_pages,
             "tokenizer": self.tokenizer.identity.digest,
+            "captures": self.captures,
             **brought,
         }
 
-    def generate(self, choice: Choice, so_far: tuple[int, ...] = ()) -> AsyncGenerator[Drawn, None]:
+    def generate(self, choice: Choice, so_far: Sequence[int] = ()) -> AsyncGenerator[Drawn, None]:
         return self.engine.generate(
-            choice.prompt, choice.sampling, choice.max_tokens, user=choice.ask.user, grammar=choice.grammar,
-            ignore_eos=choice.ask.ignore_eos, patient=choice.patient, so_far=so_far,
+            choice.prompt, choice.sampling, choice.max_tokens, user=choice.user, grammar=choice.grammar,
+            ignore_eos=choice.ignore_eos, patient=choice.patient, so_far=so_far,
         )  # fmt: skip
+
+
+async def open_service(options: Options, runtime: lz.Runtime) -> Front:
+    """What draws tokens from this process: its own model, or replicas on the devices of a cluster."""
+    if options.cluster is None:
+        return Service(options, runtime)
+    from server.fleet import FleetService
+
+    return await FleetService.open(options, runtime)

@@ -1,4 +1,4 @@
-"""A front whose tokens are drawn in a process of their own: HTTP and texts here, the model's steps there.
+"""A front whose tokens come from another process: HTTP and texts here, the model's steps or replicas there.
 
 The interpreter of one process runs one thread at a time. With hundreds of streams, writing events takes as
 long as launching steps, and each would wait for the other.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
+import os
+import signal
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,18 +22,19 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import layerzero as lz
-from layerzero._util import log
 from server import engine_process as worker
+from server.counts import Counts
 from server.engine import Drawn
 from server.front import Choice, Front, Options
-from server.pipe import End, Pipe, Query, Ready, Reply, Start, Stop, ToFront, Token
+from server.pipe import End, Pipe, Query, Ready, Reply, Start, Stop, ToFront, Token, connections, hand
+from server.processes import KeptProcess
 
 # A request that was under way at so many deaths of the process may be what ends it.
 MAX_LOSSES = 2
 RETURN_S = 120.0  # that a request waits for the next process
 QUERY_S = 5.0
-CLOSE_S = 10.0
-_BACKOFF_S = (0.0, 1.0, 5.0, 30.0)
+_AGAIN_S = 0.1
+_LOST = End(-1, (lz.DeviceLostError.__name__, "the engine's process has ended", 0.0))
 
 
 class _Stream:
@@ -57,84 +59,99 @@ class _Stream:
 
 
 @asynccontextmanager
-async def engine_process(options: Options) -> AsyncIterator[EngineProcess]:
-    """An engine in a process of its own, whose model is loaded; it ends with the context."""
-    engine = EngineProcess(options)
+async def engine_process(options: Options, counts: Counts) -> AsyncIterator[EngineLink]:
+    """The link to an engine in a process of its own, which ends with the context.
+
+    Raises: RuntimeError: it ended before its model was loaded.
+    """
+    link = EngineLink()
+
+    async def join() -> None:
+        here, there = socket.socketpair()
+        with there:
+            assert process.line is not None
+            hand(process.line, there)
+        here.setblocking(False)
+        await link.attach(here)
+
+    process = KeptProcess("engine", worker.run, (options,), join, lambda: counts.add("engine_restarts"))
+    keeper: asyncio.Task[None] | None = None
     try:
-        await engine.open()
-        yield engine
+        await process.start()
+        if not await link.opened():
+            raise RuntimeError(f"the engine's process ended while it loaded the model: {process.exit()}")
+        keeper = asyncio.ensure_future(process.keep())
+        yield link
     finally:
-        await engine.close()
+        if keeper is not None:
+            keeper.cancel()
+        link.shut()
+        await process.close()
 
 
-class EngineProcess:
-    """The process, started again when it ends; requests under way continue in the next one.
+@asynccontextmanager
+async def linked(line: socket.socket, counts: Counts) -> AsyncIterator[EngineLink]:
+    """The link of one of several fronts: its connections come over `line`, whose end is this process's."""
+    link = EngineLink()
+
+    async def follow() -> None:
+        async for connection in connections(line):
+            await link.attach(connection)
+        link.shut()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    following = asyncio.ensure_future(follow())
+    try:
+        while not link.serves:
+            if not await link.opened():
+                if link.closing:
+                    raise RuntimeError("the server ended before this front was ready")
+                await asyncio.sleep(_AGAIN_S)
+        counts.add("ready")
+        yield link
+    finally:
+        following.cancel()
+        link.shut()
+
+
+class EngineLink:
+    """This end of the connection to the process that draws; requests under way continue in the next one.
 
     A stream that no client reads keeps its tokens here, at most as many as its answer may have.
     """
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self) -> None:
         self._pipe: Pipe | None = None
-        self._process: Any = None
         self._streams: dict[int, _Stream] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._serving = asyncio.Event()
-        self._ready = asyncio.Event()  # the first start has come to an end, good or bad
+        self._opened = asyncio.Event()  # the first connection has come to an end, or to its use
         self._gone = asyncio.Event()
-        self._keeper: asyncio.Task[None] | None = None
-        self._closing = False
+        self._gone.set()
+        self.closing = False
         self.capacity = 0
-        self.restarts = 0
 
-    # -- the process -----------------------------------------------------------------------------------
-
-    async def open(self) -> None:
-        """Start it, and wait until its model is loaded. Raises: RuntimeError: it ended before that."""
-        await self._start()
-        await self._ready.wait()
-        if not self.serves:
-            raise RuntimeError(f"the engine's process ended while it loaded the model: {self._exit()}")
-        self._keeper = asyncio.ensure_future(self._keep())
-
-    async def _start(self) -> None:
-        here, there = socket.socketpair()
-        spawn = multiprocessing.get_context("spawn")
-        arguments = (self._options, there)
-        self._process = spawn.Process(target=worker.run, args=arguments, name="engine", daemon=True)
+    async def attach(self, connection: socket.socket) -> None:
+        """Use a connection, once the one before has ended."""
+        await self._gone.wait()
         self._gone.clear()
-        await asyncio.to_thread(self._process.start)
-        there.close()
-        here.setblocking(False)
-        loop = asyncio.get_running_loop()
-        _, self._pipe = await loop.connect_accepted_socket(
-            lambda: Pipe(ToFront, self._receive, self._lost), here
+        self._opened.clear()
+        _, self._pipe = await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: Pipe(ToFront, self._receive, self._lost), connection
         )
 
-    async def _keep(self) -> None:
-        """Start it again whenever it has ended."""
-        for delay_s in itertools.chain(_BACKOFF_S, itertools.repeat(_BACKOFF_S[-1])):
-            await self._gone.wait()
-            log.error("server.engine_lost", status=self._exit(), restarts=self.restarts)
-            await asyncio.sleep(delay_s)
-            self.restarts += 1
-            await self._start()
+    async def opened(self) -> bool:
+        """Wait until a process serves, or has ended; whether it serves."""
+        await self._opened.wait()
+        return self.serves
 
-    def _exit(self) -> str:
-        self._process.join(CLOSE_S)
-        return f"exit status {self._process.exitcode}"
-
-    async def close(self) -> None:
-        """End the process: what is under way there is cancelled."""
-        self._closing = True
-        if self._keeper is not None:
-            self._keeper.cancel()
+    def shut(self) -> None:
+        """Want nothing more of it: requests under way end."""
+        self.closing = True
+        self._opened.set()
         if self._pipe is not None:
             self._pipe.close()
-        await asyncio.to_thread(self._process.join, CLOSE_S)
-        if self._process.is_alive():
-            self._process.kill()
 
     @property
     def serves(self) -> bool:
@@ -151,17 +168,17 @@ class EngineProcess:
         elif isinstance(message, Ready):
             self.capacity = message.capacity
             self._serving.set()
-            self._ready.set()
+            self._opened.set()
         elif (waiting := self._queries.pop(message.number, None)) is not None and not waiting.done():
             waiting.set_result(message.body)
 
     def _lost(self) -> None:
         self._serving.clear()
         self._gone.set()
-        self._ready.set()
+        self._opened.set()
         streams, self._streams = self._streams, {}
-        for number, stream in streams.items():
-            stream.put(End(number, (lz.DeviceLostError.__name__, "the engine's process has ended", 0.0)))
+        for stream in streams.values():
+            stream.put(_LOST)
         queries, self._queries = self._queries, {}
         for waiting in queries.values():
             waiting.cancel()
@@ -180,13 +197,13 @@ class EngineProcess:
         finally:
             self._queries.pop(number, None)
 
-    async def generate(self, choice: Choice) -> AsyncGenerator[Drawn, None]:
-        """The tokens of one choice, in order.
+    async def generate(self, choice: Choice, before: Sequence[int] = ()) -> AsyncGenerator[Drawn, None]:
+        """The tokens of one choice, in order, behind those drawn `before`.
 
         Raises: OverloadedError. RuntimeError: the request failed there. DeviceLostError: the process ended
             twice meanwhile, does not serve again in time, or is closed.
         """
-        so_far: list[int] = []
+        so_far = list(before)
         for _ in range(MAX_LOSSES):
             with anyio.move_on_after(RETURN_S):
                 await self._serving.wait()
@@ -204,7 +221,7 @@ class EngineProcess:
                             if message.error is None:
                                 return
                             number = -1
-                            if message.error[0] != lz.DeviceLostError.__name__ or self._closing:
+                            if message is not _LOST or self.closing:
                                 raise _error(*message.error)
                         else:
                             so_far.append(message.token)
@@ -226,10 +243,9 @@ class EngineProcess:
 
 
 def _start(number: int, choice: Choice, so_far: list[int]) -> Start:
-    ask = choice.ask
     return Start(
-        number, choice.prompt, choice.sampling, choice.max_tokens, ask.user, ask.constraint, ask.ignore_eos,
-        choice.patient or bool(so_far), list(so_far),
+        number, choice.prompt, choice.sampling, choice.max_tokens, choice.user, choice.constraint,
+        choice.ignore_eos, choice.patient or bool(so_far), list(so_far),
     )  # fmt: skip
 
 
@@ -242,12 +258,12 @@ def _error(kind: str, message: str, retry_after: float) -> Exception:
 
 
 class SplitService(Front):
-    """A front over one engine in a process of its own."""
+    """A front over one engine in a process of its own, of which there may be several."""
 
-    def __init__(self, options: Options, engine: EngineProcess) -> None:
+    def __init__(self, options: Options, engine: EngineLink, counts: Counts) -> None:
         self.engine = engine
         self._families: list[Metric] = []
-        super().__init__(options, None, LlamaConfig.read(options.model), engine.capacity)
+        super().__init__(options, None, LlamaConfig.read(options.model), engine.capacity, counts)
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         return {
@@ -256,7 +272,9 @@ class SplitService(Front):
         }
 
     def counted(self) -> Iterable[tuple[str, str, float]]:
-        yield "engine_restarts", "times that the engine's process was started again", self.engine.restarts
+        for process in ("engine", "front"):
+            name = f"{process}_restarts"
+            yield name, f"times that a process was started again: {process}", self.counts.total(name)
 
     def collect(self) -> Iterator[Any]:
         yield from super().collect()
@@ -277,7 +295,8 @@ class SplitService(Front):
     async def state(self) -> dict[str, Any]:
         """What is going on, for /health."""
         said = await self.engine.query("state") or {"engine": "starting"}
-        return {**said, "requests": self.active, "engine_restarts": self.engine.restarts}
+        said |= {name: self.counts.total(name) for name in ("engine_restarts", "front_restarts")}
+        return {**said, "requests": self.active, "fronts": self.options.front_count}
 
-    def generate(self, choice: Choice) -> AsyncGenerator[Drawn, None]:
-        return self.engine.generate(choice)
+    def generate(self, choice: Choice, so_far: Sequence[int] = ()) -> AsyncGenerator[Drawn, None]:
+        return self.engine.generate(choice, so_far)

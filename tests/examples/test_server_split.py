@@ -54,12 +54,16 @@ class Served:
             line.split()[0]: float(line.split()[1]) for line in lines if line[0] != "#" and "{" not in line
         }
 
-    def engine(self) -> int:
-        """The process that draws tokens: the child that runs the model."""
+    def children(self) -> list[int]:
+        """The processes of the server beside its first, in the order in which they were started."""
         threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         children = [pid for thread in threads for pid in thread.read_text().split()]
-        (engine,) = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        return int(engine)
+        return sorted(int(pid) for pid in children if b"spawn_main" in _command(pid))
+
+    def engine(self) -> int:
+        """The process that draws tokens: the child that runs the model."""
+        (engine,) = self.children()
+        return engine
 
     def wait(self, condition: Any, what: str) -> None:
         until = time.monotonic() + LIMIT_S
@@ -183,15 +187,26 @@ def _batches(server: Served) -> float:
     )
 
 
+def _command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
 def _stream(server: Served, kills: int, **changes: Any) -> list[dict[str, Any]]:
     """The events of a stream, under which the engine is killed so many times."""
-    events = []
+    events: list[Any] = []
+    killed: list[int] = []
     with server.http.stream("POST", "/v1/completions", json=asked(stream=True, **changes)) as lines:
         for line in lines.iter_lines():
             if line.startswith("data: {"):
                 events.append(json.loads(line[6:]))
-                if len(events) in range(3, 3 + 2 * kills, 2):
-                    os.kill(server.engine(), signal.SIGKILL)
+                # Once more only when another process serves: then the stream is there.
+                wanted = len(events) >= 3 and len(killed) < kills
+                if wanted and set(engine := server.children()) - set(killed) and server.is_ready():
+                    os.kill(engine[0], signal.SIGKILL)
+                    killed += engine
     return events
 
 

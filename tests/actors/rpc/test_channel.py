@@ -17,7 +17,7 @@ from layerzero.actors.remote.restarts import RestartPolicy
 from layerzero.actors.rpc.channel import MAX_UNAUTHENTICATED, Listener, connect
 from layerzero.actors.rpc.connection import MAX_GREETING, Connection
 from layerzero.actors.rpc.frames import Address
-from layerzero.actors.rpc.message_stream import MAX_FRAME
+from layerzero.actors.rpc.message_stream import ITEMS, MAX_FRAME
 from layerzero.spec.errors import DeviceLostError
 from layerzero.spec.settings import Settings
 from tests.children import Child
@@ -221,6 +221,54 @@ async def test_what_was_written_before_the_end_is_read() -> None:
     listener.close()
     with pytest.raises(OSError):
         await connect(address, client="late", node="here")
+
+
+@pytest.mark.parametrize("unix", [True, False])
+async def test_items_of_one_turn_are_one_frame_and_nothing_overtakes_them(unix: bool) -> None:
+    """Of many streams, before the answer that is sent behind them; the next turn has a frame of its own."""
+    got: list[Any] = []
+
+    async def draw(body: int, connection: Connection) -> str:
+        for number in range(body):
+            connection.send_item(number, (number, 0.5, None))
+        for bad, error in ((object(), TypeError), (bytes(MAX_FRAME), ValueError)):
+            with pytest.raises(error):  # its own stream's error: the others go
+                connection.send_item(7, bad)
+        connection.notify("note", "between")
+        connection.send_item(8, "next")
+        await asyncio.sleep(0)
+        connection.send_item(9, "last")
+        return "answer"
+
+    listener = Listener({"draw": draw}, node="here", host="127.0.0.1", secret=SECRET)
+    address = await listener.open()
+    handlers = {ITEMS: lambda body, _: got.append(body), "note": lambda body, _: got.append(body)}
+    connection = await connect(address, client="c", node="here" if unix else "there", handlers=handlers)
+    got.append(await connection.request("draw", 50))
+    first = [[number, [number, 0.5, None]] for number in range(50)]
+    assert got == [first, "between", [[8, "next"]], [[9, "last"]], "answer"]
+    connection.close()
+    listener.close()
+
+
+async def test_items_before_a_close_arrive_and_large_ones_need_two_frames() -> None:
+    """What was sent in the last turn goes before the end; no frame is above the limit."""
+    got: list[Any] = []
+    half = bytes(MAX_FRAME * 2 // 3)
+
+    async def draw(_: Any, connection: Connection) -> None:
+        connection.send_item(1, half)
+        connection.send_item(2, half)
+        connection.close()
+
+    listener = Listener({"draw": draw}, node="here", host="127.0.0.1", secret=SECRET)
+    address = await listener.open()
+    handlers = {ITEMS: lambda body, _: got.append([number for number, _ in body])}
+    connection = await connect(address, client="c", node="here", handlers=handlers)
+    with pytest.raises(DeviceLostError):
+        await connection.request("draw")
+    assert got == [[1], [2]]
+    listener.close()
 
 
 async def test_the_crash_loop_breaker() -> None:
