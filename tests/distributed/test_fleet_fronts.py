@@ -32,6 +32,8 @@ from tests.waiting import LIMIT_S  # noqa: E402
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_streams_of_all_fronts_reach_the_replicas_and_go_on_behind_the_next_router(ray_cluster: Any) -> None:
     """Each stream has its text, also where the process that routes is killed; any front tells of all."""
     with served("--cluster", "auto", "--replicas", "2", "--fronts", "2") as server:
