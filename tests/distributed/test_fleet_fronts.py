@@ -34,8 +34,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarni
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_streams_of_all_fronts_reach_the_replicas_and_go_on_behind_the_next_router(ray_cluster: Any) -> None:
+def test_streams_of_all_fronts_reach_the_replicas_and_go_on_behind_the_next_router(
+    ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each stream has its text, also where the process that routes is killed; any front tells of all."""
+    monkeypatch.setenv("LAYERZERO_PLACEMENT_TIMEOUT_S", str(LIMIT_S))
     with served("--cluster", "auto", "--replicas", "2", "--fronts", "2") as server:
         wait_for_fronts(server)
         alone = asyncio.run(streams(server, 4, max_tokens=100))
