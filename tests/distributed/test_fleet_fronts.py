@@ -55,10 +55,13 @@ def test_streams_of_all_fronts_reach_the_replicas_and_go_on_behind_the_next_rout
         assert numbers(server, "generated_tokens_total") == {(4 + MANY) * 100}
 
         children = server.children()
-        stopped = [engine_of(server), server.process.pid]  # as a service manager does to all of a group
-        texts = asyncio.run(
-            streams(server, 4, lambda: [os.kill(pid, signal.SIGTERM) for pid in stopped], max_tokens=100)
-        )
+        engine = engine_of(server)
+
+        def stop() -> None:  # as a service manager does to all processes of a group
+            os.kill(engine, signal.SIGTERM)
+            server.process.terminate()
+
+        texts = asyncio.run(streams(server, 4, stop, max_tokens=100))
         assert texts == alone
         assert server.process.wait(LIMIT_S) == 0
         wait_until_gone(children)
