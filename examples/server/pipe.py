@@ -135,7 +135,12 @@ async def readable(file: Any) -> None:
     """Wait until a file or descriptor has something to read, or its end."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(file, lambda: ready.done() or ready.set_result(None))
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(file, wake)
     try:
         await ready
     finally:

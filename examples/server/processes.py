@@ -205,6 +205,8 @@ class _Server:
                 await each.close()
 
     async def _drain(self) -> None:
+        if not self._counts.total("ready"):
+            return  # nothing has begun
         for front in self._fronts:
             front.terminate()
         with suppress(TimeoutError):

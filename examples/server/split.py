@@ -31,7 +31,7 @@ from server.processes import KeptProcess
 
 # A request that was under way at so many deaths of the process may be what ends it.
 MAX_LOSSES = 2
-RETURN_S = 120.0  # that a request waits for the next process
+RETURN_S = 300.0  # that a request waits for the next process, which loads a model or places replicas
 QUERY_S = 5.0
 _AGAIN_S = 0.1
 _LOST = End(-1, (lz.DeviceLostError.__name__, "the engine's process has ended", 0.0))

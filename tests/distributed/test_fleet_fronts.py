@@ -32,8 +32,13 @@ from tests.waiting import LIMIT_S  # noqa: E402
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
-def test_streams_of_all_fronts_reach_the_replicas_and_go_on_behind_the_next_router(ray_cluster: Any) -> None:
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_streams_of_all_fronts_reach_the_replicas_and_go_on_behind_the_next_router(
+    ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each stream has its text, also where the process that routes is killed; any front tells of all."""
+    monkeypatch.setenv("LAYERZERO_PLACEMENT_TIMEOUT_S", str(LIMIT_S))
     with served("--cluster", "auto", "--replicas", "2", "--fronts", "2") as server:
         wait_for_fronts(server)
         alone = asyncio.run(streams(server, 4, max_tokens=100))
@@ -50,10 +55,13 @@ def test_streams_of_all_fronts_reach_the_replicas_and_go_on_behind_the_next_rout
         assert numbers(server, "generated_tokens_total") == {(4 + MANY) * 100}
 
         children = server.children()
-        stopped = [engine_of(server), server.process.pid]  # as a service manager does to all of a group
-        texts = asyncio.run(
-            streams(server, 4, lambda: [os.kill(pid, signal.SIGTERM) for pid in stopped], max_tokens=100)
-        )
+        engine = engine_of(server)
+
+        def stop() -> None:  # as a service manager does to all processes of a group
+            os.kill(engine, signal.SIGTERM)
+            server.process.terminate()
+
+        texts = asyncio.run(streams(server, 4, stop, max_tokens=100))
         assert texts == alone
         assert server.process.wait(LIMIT_S) == 0
         wait_until_gone(children)
