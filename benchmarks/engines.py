@@ -213,8 +213,8 @@ def main() -> int:
         record.found["peer"] = {} if peer is None else peer.started
     settings = settings_of(options)
     try:
+        record.found["denied"] = device_side.deny_for_graphs()
         with lz.start(settings) as runtime, torch.inference_mode():
-            record.found["denied"] = device_side.deny_for_graphs()
             for kernel_id in options.deny:
                 lz.add_policy(deny=kernel_id)
             measure(options, record, runtime, peer)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import inspect
 import json
 import os
@@ -171,6 +172,7 @@ def be(options: argparse.Namespace) -> int:
     assert inspect.iscoroutinefunction(own)
     ranks = os.environ["WORLD_SIZE"]
     me = Rank(options.out, f"{options.part}.{ranks}", options.layers, options.until, options.rehearse)
+    faulthandler.dump_traceback_later(max(1.0, options.until + 3.0 - time.time()))  # where it stands then
     try:
         me.open()
         asyncio.run(own(me))

@@ -400,8 +400,8 @@ def main() -> int:
     options = parse()
     record = begin(options, RESULTS, compared={}, where={}, by_hand={}, layer=[])
     settings = settings_of(options)
+    record.found["denied"] = device_side.deny_for_graphs()
     with lz.start(settings) as runtime, torch.inference_mode():
-        record.found["denied"] = device_side.deny_for_graphs()
         measure(options, record, runtime)
     found = record.found
     show(

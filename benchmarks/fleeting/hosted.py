@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from generating import models
 from generating.captured import Whole
-from generating.device_side import deny_for_graphs
 from models.llama import LlamaConfig, SampleArgs
 from torch import Tensor
 
 import layerzero as lz
 from benchmarks.ganging import decoding
-from benchmarks.ganging.rank import libraries, plant_attention
+from benchmarks.ganging.rank import plant_attention
 from layerzero.native import COMPILING, FAST_PATH
 from layerzero.ops.host_copies import to_device_with_host_copy
 from layerzero.runtime import current
@@ -69,19 +68,12 @@ class Load:
 _BUILT: dict[Load, Whole] = {}
 
 
-def allow_captured() -> str:
-    """Leave out what no graph can take or what compiles for minutes; the attention that is planted."""
-    if libraries()["flashinfer"] is not None:
-        deny_for_graphs()
-    return plant_attention(current())
-
-
 async def build(load: Load) -> dict[str, Any]:
     """Build the model, capture its steps, and let every request's calls be chosen once."""
     begin = time.perf_counter()
     if load.device == "cpu":
         torch.set_num_threads(1)
-    planted = allow_captured()
+    planted = plant_attention(current())
     torch.manual_seed(0)
     model = models.llama.random(
         load.config, device=load.device, dtype=load.dtype, pages=load.pages, page_size=PAGE

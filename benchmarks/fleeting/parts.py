@@ -21,6 +21,7 @@ from typing import Any
 import ray
 import torch
 from gang_cuda import port
+from generating.device_side import deny_for_graphs
 
 import layerzero as lz
 from fleeting import hosted, ranks, served
@@ -348,6 +349,7 @@ OWN = {
 
 def be(options: argparse.Namespace) -> int:
     """Run one part in this process."""
+    deny_for_graphs()  # also in the actors and processes that it starts
     part = Part(options)
 
     async def limited() -> None:

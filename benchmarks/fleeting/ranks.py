@@ -24,8 +24,9 @@ from tensor_parallel.run import config_and_weights  # noqa: E402
 
 import layerzero as lz  # noqa: E402
 from benchmarks.ganging import decoding  # noqa: E402
-from benchmarks.ganging.rank import TINY  # noqa: E402
-from fleeting.hosted import Load, allow_captured, refill  # noqa: E402
+from benchmarks.ganging.rank import TINY, plant_attention  # noqa: E402
+from fleeting.hosted import Load, refill  # noqa: E402
+from layerzero.runtime import current  # noqa: E402
 
 
 class Weights:
@@ -42,7 +43,7 @@ def build(load: Load, member: Any) -> TensorParallelLlama:
     """One rank's share, with the steps of this load captured."""
     if load.device == "cpu":
         torch.set_num_threads(1)
-    allow_captured()
+    plant_attention(current())
     weights = Weights(load)
     model = TensorParallelLlama(
         weights.config, weights.get, member, weights.like, load.pages, buckets=sorted({1, load.requests}),

@@ -63,7 +63,6 @@ def pages_of(me: Rank) -> int:
 
 def warmed(me: Rank, runtime: lz.Runtime, heads: int, rows: tuple[int, ...] = (1,)) -> str:
     """Load and compile what a model with 1/`heads` of the heads asks for; the attention that it gets."""
-    me.left_out = me.leave_out()
     plant_attention(runtime)
     own = replace(shard_of(me.config, TensorGroup(0, heads)), num_hidden_layers=1)
     model = Llama(own, me.weights(), _pool(me, own, pages_of(me)))

@@ -45,9 +45,9 @@ class Rank:
     rank: int = int(os.environ.get("RANK", "0"))
     ranks: int = int(os.environ.get("WORLD_SIZE", "1"))
     rows: list[dict[str, Any]] = field(default_factory=list)
-    left_out: str = ""
 
     def __post_init__(self) -> None:
+        self.left_out = self.leave_out()
         cuda = not self.rehearse
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
         self.like = torch.empty(0, device=self.device, dtype=torch.bfloat16 if cuda else torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import layerzero as lz
 from generating.crowd import Span
 from generating.where import Where
-from layerzero.runtime import current
+from layerzero.backends.flashinfer import norm_rope, sampling
 from layerzero.spec.call_spec import CallSpec
 
 CUDA = torch.cuda.is_available()
@@ -143,18 +144,19 @@ def flashinfer_is_built() -> bool:
 
 
 def deny_for_graphs() -> str:
-    """Leave out what of FlashInfer no graph can take, and what would compile for minutes; what, and why."""
+    """Leave out what of FlashInfer no graph can take, and what would compile for minutes; what, and why.
+
+    The environment says so to the processes that this one starts, too.
+    """
+    why = "planned on the host, so that no graph holds it, or not built ahead"
+    denied = ["flashinfer.*attention.*"]
     if CUDA and not flashinfer_is_built():
-        lz.add_policy(deny="flashinfer.*")
-        return "flashinfer.*: its modules are not built ahead, and take minutes"
-    said = ["flashinfer.*attention.*: planned on the host, so that no graph holds it"]
-    lz.add_policy(deny="flashinfer.*attention.*")
-    for kernel in current().device().kernels() if CUDA else ():
-        compiles = kernel.backend == "flashinfer" and kernel.on_disk is not None
-        if compiles and "attention" not in kernel.op and not kernel.on_disk(CallSpec(op=kernel.op)):
-            lz.add_policy(deny=kernel.id)
-            said.append(f"{kernel.id}: not built ahead")
-    return "; ".join(said)
+        why, denied = "its modules are not built ahead, and take minutes", ["flashinfer.*"]
+    elif CUDA:
+        kernels = (*norm_rope.KERNELS, *sampling.KERNELS)
+        denied += [k.id for k in kernels if k.on_disk is not None and not k.on_disk(CallSpec(op=k.op))]
+    os.environ["LAYERZERO_DENY"] = ",".join(filter(None, [os.environ.get("LAYERZERO_DENY"), *denied]))
+    return f"{', '.join(denied)}: {why}"
 
 
 def planted() -> dict[str, Callable[[], bool]]:

@@ -126,7 +126,12 @@ def _load_costs(device: ScheduledDevice, *, at_once: bool) -> None:
 
 
 def _load_all(device: ScheduledDevice) -> None:
-    """Load every kernel of the device's platform: others would import their libraries and never run."""
-    registry, platform = device.registry, device.hardware.platform
-    fitting = {kernel.id for kernel in registry.all() if platform in kernel.capability.platforms}
+    """Load every kernel that the device may choose: others would import and compile, and never run."""
+    registry, platform, policy = device.registry, device.hardware.platform, device.snapshot.policy
+    fitting = {
+        kernel.id
+        for kernel in registry.all()
+        if platform in kernel.capability.platforms
+        and not policy.always_denies(kernel.id, kernel.backend, kernel.op)
+    }
     device.warm(sorted(registry.unready() & fitting - registry.blocked().keys()))

@@ -16,6 +16,8 @@ import layerzero as lz
 import layerzero.sync
 from layerzero.runtime import Runtime, current
 from layerzero.selection.policy import Policy, make_rule
+from layerzero.selection.policy.rules import Rule
+from layerzero.spec.condition import Condition
 from tests.clocks import FakeClock
 
 X = torch.randn(3, 16)
@@ -251,6 +253,21 @@ def test_eager_warming_leaves_nothing_cold() -> None:
         elsewhere = {k.id for k in registry.all() if k.slow_import and "cpu" not in k.capability.platforms}
         assert registry.unready() - elsewhere <= registry.blocked().keys()
         assert elsewhere and elsewhere <= registry.unready()
+
+
+def test_eager_warming_loads_nothing_that_the_policy_denies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that no request can get is not compiled before start returns; one that some can get is."""
+    monkeypatch.setenv("LAYERZERO_DENY", "native.*,zentorch.*,triton.*,onednn.*")
+    with lz.start(lz.Settings.load(warm="eager", device="cpu"), scoped=True) as runtime:
+        registry = runtime.device("cpu").registry
+        denied = {k.id for k in registry.all() if k.slow_import and k.id.startswith("native.")}
+        assert denied and denied <= registry.unready()
+    denial = Rule(action="deny", patterns=("native.*",))
+    only_long = Rule(action="deny", patterns=("native.*",), when=(Condition("T", ">", 9),))
+    lock = Rule(action="lock", patterns=("native.mlp.cpu",), op="mlp")
+    for rules, expected in (((denial,), True), ((only_long,), False), ((denial, lock), False)):
+        assert Policy(rules).always_denies("native.mlp.cpu", "native", "mlp") is expected
+    assert not Policy((denial,)).always_denies("torch.mlp", "torch", "mlp")
 
 
 def test_a_cluster_is_refused_by_name() -> None:

@@ -74,6 +74,12 @@ class Policy:
                 self._by_op[request.op] = rules
         return RequestPolicy(rules, request)
 
+    def always_denies(self, kernel_id: str, backend: str, op: str) -> bool:
+        """Whether no request for `op` can get this kernel: a denial without conditions, and no lock on it."""
+        named = [rule for rule in self.rules if rule.concerns(op) and rule.matches(kernel_id, backend)]
+        always = any(r.action == "deny" and not r.when and r.kind is None and r.until is None for r in named)
+        return always and all(rule.action != "lock" for rule in named)
+
     def conditions(self, op: str) -> tuple[Condition, ...]:
         """Every condition that can change a verdict for `op`, once each, in a stable order.
 
