@@ -137,25 +137,62 @@ def _said(record: dict[str, Any], part: str, what: str) -> list[tuple[int, dict[
     ]
 
 
-def ganged(record: dict[str, Any]) -> Table:
-    """Return tokens per second of a rank group beside one device and beside plain torch.distributed."""
-    ways = ("gang", "by hand over torch.distributed", "one device", "by hand on one device")
+def over_one(record: dict[str, Any]) -> Table:
+    """Return tokens per second of a rank group over those of one GPU with the same requests."""
+    alone = {
+        (row["requests"], row["context"]): row["tokens_per_s"] for _, row in _said(record, "alone", "alone")
+    }
+    rows = []
+    for ranks, row in _said(record, "decode", "decoding"):
+        ours = row["tokens_per_s"]["rank group, reading behind"]
+        one = alone[row["requests"], row["context"]]
+        rows.append([ranks, row["requests"], row["context"], ours, one, ours / one])
+    columns = ["GPUs", "requests", "context", "rank group: tokens/s", "one GPU: tokens/s", "over one GPU"]
+    return {"columns": columns, "rows": rows}
+
+
+def in_stages(record: dict[str, Any]) -> Table:
+    """Return captured pipeline stages beside the bound of the slowest one, busy all the time."""
     rows = [
-        [
-            ranks,
-            "graphs" if row.get("captured") else "launches",
-            row["requests"],
-            row["context"],
-            *(row["tokens_per_s"][way] for way in ways),
-            row["gang_over_by_hand"],
-            row["gang_over_one_device"],
-        ]
-        for ranks, row in _said(record, "generate", "generation")
+        [ranks, row["requests"], row["context"], row["tokens_per_s"], max(row["stages_ms"]), row["of_bound"]]
+        for ranks, row in _said(record, "grid", "grid")
     ]
-    columns = [
-        "GPUs", "steps are", "requests", "context", "rank group", *ways[1:],
-        "rank group over by hand", "rank group over one device",
+    columns = ["GPUs", "requests", "context", "tokens/s", "slowest stage: ms a step", "of the bound"]
+    return {"columns": columns, "rows": rows}
+
+
+def fleets(record: dict[str, Any]) -> Table:
+    """Return what replicas on several GPUs give over one."""
+    rows = [
+        [row["replicas"], row["over_one"], row["over_one_streamed"], row["wanted"]]
+        for row in record["parts"]["fleet"]["rows"]
+        if row["what"] == "fleet"
+    ]
+    return {"columns": ["replicas", "decoding over one", "streamed over one", "wanted"], "rows": rows}
+
+
+def grouped(record: dict[str, Any]) -> Table:
+    """Return a rank group of Ray actors beside the same in processes of torchrun's kind."""
+    rows = [
+        [row["step_ms"]["actors"], row["step_ms"]["processes"], row["actors_over_processes"], row["wanted"]]
+        for row in record["parts"]["group"]["rows"]
+        if row["what"] == "group"
+    ]
+    return {"columns": ["actors: ms a step", "processes: ms a step", "actors over processes", "wanted"],
+            "rows": rows}  # fmt: skip
+
+
+def served_fleet(record: dict[str, Any]) -> Table:
+    """Return what the server gives behind HTTP with one replica and with one on each GPU."""
+    said = record["parts"]["served"]["rows"]
+    one = said[0]["tokens_per_s"]
+    rows = [
+        [row["replicas"], row["tokens_per_s"], row["tokens_per_s"] / one, row["between_p50_ms"],
+         row["between_p99_ms"], row["ready_s"]]
+        for row in said
+        if row["what"] == "served"
     ]  # fmt: skip
+    columns = ["replicas", "tokens/s", "over one", "between tokens p50 (ms)", "p99 (ms)", "ready after (s)"]
     return {"columns": columns, "rows": rows}
 
 

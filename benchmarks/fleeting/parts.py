@@ -264,7 +264,7 @@ async def fleet(part: Part) -> None:
 async def lost(part: Part) -> None:
     """A replica is killed while all stream: every stream has its whole text, and the replica serves again."""
     load, gpus = part.load, part.gpus
-    requests = load.requests * gpus
+    requests = load.requests * (gpus - 1)  # whose pages the replicas that remain have
     with part.cluster(gpus):
         async with lz.start(part.settings(gpus)) as runtime:
             pool = runtime.device_pool
