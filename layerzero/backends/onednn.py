@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +42,13 @@ def _dense(bias: Tensor | None) -> Tensor | None:
 
 
 @loading(_operator)
-def _linear(fused: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(fused: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return fused(x, weight, _dense(bias), "none", [], "")
 
 
 @loading(_operator)
 def _mlp(
-    fused: Any,
+    fused: Callable[..., Tensor],
     x: Tensor,
     w_up: Tensor,
     w_down: Tensor,
