@@ -321,7 +321,7 @@ class LoopDriver:
         )
 
     def _wake(self, calls: Iterator[PendingCall]) -> None:
-        """Resume the callers of `tickets`; what they submit next is queued when this returns."""
+        """Resume the callers of `calls`; what they submit next is queued when this returns."""
         native = FAST_PATH.module
         try:
             if native is not None:

@@ -38,7 +38,7 @@ class Flight(Generic[T]):
         self._value: T
 
     def add(self, on_done: Callback) -> None:
-        """Call `told()` once it has landed; at once if it has."""
+        """Call `on_done()` once it has landed; at once if it has."""
         with self._lock:
             if not self.ended:
                 self._waiters.append(on_done)

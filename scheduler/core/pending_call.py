@@ -60,7 +60,7 @@ class Failed:
 
 
 class Caller:
-    """One task that submits calls, one after another; `last` and `slot` are the batcher's record of its
+    """One task that submits calls, one after another; `last_queue` and `point` are the batcher's record of its
     previous call, `launch` of the batch that ran it, `late_s` of how long after that it calls again."""
 
     __slots__ = ("__weakref__", "last_queue", "late_s", "launch", "name", "point")

@@ -82,9 +82,9 @@ Heap = list[tuple[int, ProgramPoint]]
 
 @dataclass(slots=True, eq=False)
 class RoundRobin:
-    """Which slot is next; `pending` holds those with pending calls, `arrived` those that came to have some.
+    """Which slot is next; `active_points` are those with pending calls, `activated` those that came to have some.
 
-    `limit` bounds how many slots are remembered that have no tickets. Of those that have, a heap holds what
+    `limit` bounds how many slots are remembered that have no pending calls. Of those that have, a heap holds what
     this round still reaches, another the next round's; an entry whose slot has no pending calls any more goes
     when it is met.
     """
@@ -114,7 +114,7 @@ class RoundRobin:
         last_used: int,
         after: ProgramPoint | None = None,
     ) -> ProgramPoint:
-        """Remember a slot that was not seen before: the one next to `behind`, or the last of the order."""
+        """Remember a slot that was not seen before: the one next to `after`, or the last of the order."""
         if self.size >= self._prune_at:
             self._prune(queue)
             # What has pending calls stays: searched again at the next slot, all would be looked at for each
@@ -139,7 +139,7 @@ class RoundRobin:
         return last
 
     def _order_after(self, after: ProgramPoint | None) -> int:
-        """A place between `behind` and what follows it, or behind all."""
+        """A place between `after` and what follows it, or behind all."""
         orders = self._orders
         for _ in range(2):
             following = len(orders) if after is None else bisect_right(orders, after.order)

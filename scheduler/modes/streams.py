@@ -100,7 +100,7 @@ class DeviceStreams:
     def notify_when_done(
         self, modes: Modes | CrossStreamModes, on_done: Callable[[Exception | None], object]
     ) -> None:
-        """Call `told` from the reaper's thread once a batch under `modes` has run, with what went wrong."""
+        """Call `on_done` from the event thread once a batch under `modes` has run, with what went wrong."""
         event = torch.cuda.Event(blocking=True)
         event.record(self.stream_for(modes))
 

@@ -202,7 +202,7 @@ class IsolatedCoroutine(Coroutine[Any, Any, Any]):
 
 
 class TaskModes:
-    """The class that wraps coroutines, `kind`, and whether the one that runs here is wrapped, `here`."""
+    """`isolate` wraps a coroutine; `is_isolated` says whether the one that runs here is wrapped."""
 
     __slots__ = ("is_isolated", "isolate")
 
