@@ -148,7 +148,7 @@ def documented(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def identifiers(tree: ast.AST) -> set[str]:
-    """What code can be referred to by: names, attributes, arguments, and words in texts other than docstrings."""
+    """What prose can refer to: names, attributes, arguments, and words in texts, but not in docstrings."""
     docstrings = {id(node.body[0].value) for node, _ in documented(tree)}  # type: ignore[attr-defined]
     names: set[str] = set()
     for node in walk(tree):

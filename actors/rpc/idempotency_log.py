@@ -20,8 +20,8 @@ class AlreadyAcknowledged(Exception):
 class IdempotencyLog(Generic[T]):
     """What each client has asked and not settled: an entry of type T for each request number.
 
-    Numbers of one client rise from 0. `ack_watermark` in a request says that all numbers below it are settled, so the
-    memory of a client is bounded by what it has outstanding.
+    Numbers of one client rise from 0. `ack_watermark` in a request says that all numbers below it are
+    settled, so the memory of a client is bounded by what it has outstanding.
     """
 
     def __init__(self) -> None:

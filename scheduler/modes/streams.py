@@ -2,8 +2,8 @@
 
 Callers of one stream are launched on it, which orders everything by itself. Where a batch has callers of
 several, it runs on the batcher's own stream: that one waits for each caller's stream before the first kernel,
-each caller's waits for it after the last. Outputs belong to the batcher's stream, so the allocator is told of
-every stream that reads them: it must not give their memory away while a slow one still does.
+each caller's waits for it after the last. Outputs belong to the batcher's stream, so the allocator is
+notified of every stream that reads them: it must not give their memory away while a slow one still does.
 """
 
 from __future__ import annotations
