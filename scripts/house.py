@@ -168,12 +168,14 @@ def identifiers(tree: ast.AST) -> set[str]:
 
 def definitions(tree: ast.AST) -> set[str]:
     """The names of functions, classes and annotated fields."""
-    return {
-        node.target.id if isinstance(node, ast.AnnAssign) else node.name
-        for node in walk(tree)
-        if isinstance(node, (*_FUNCTION, ast.ClassDef))
-        or (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name))
-    }  # type: ignore[union-attr]
+    names: set[str] = set()
+    for node in walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+    return names
 
 
 def unknown_names(tree: ast.AST, known: Collection[str]) -> list[str]:
