@@ -204,7 +204,7 @@ def _run_batched(batching: Batching, calls: Sequence[Args], launch: _BatchLaunch
     """One value a call; calls whose operands no longer share the memory that brought them together run apart.
 
     `weight.data = other` changes where a weight lies while a call with it waits, and what stood there may
-    have come back as somebody else's.
+    have come back as another tensor's.
     """
     shared = batching.shared_operands(calls[0]) or ()
     if _share_memory(calls, shared):

@@ -62,7 +62,7 @@ class BatchRuns:
         if batch.expected_us < driver.inline_limit_us:
             try:
                 outcomes = self._execute(batch)
-            except BaseException as error:  # the interpreter is being stopped: strand nobody on the way out
+            except BaseException as error:  # the interpreter is being stopped: no caller is left behind
                 driver.complete(batch, batch.interrupted(error))
                 raise
             if driver.batcher.expected_callers is not None and batch.launch is not None:
@@ -143,7 +143,7 @@ class BatchRuns:
 
     @property
     def _answers_early(self) -> bool:
-        """Whether callers go on when their batch is launched, before the device has run it."""
+        """Whether callers continue when their batch is launched, before the device has run it."""
         return self.streams is not None and self.streams.completion != HOST
 
     def _drop(self, batch: Batch) -> None:
@@ -171,14 +171,14 @@ class BatchRuns:
         return detached
 
     def yields(self, now_s: float) -> bool:
-        """Whether this turn launches nothing, for somebody who is about to call."""
+        """Whether this turn launches nothing, for a caller that is about to call."""
         return self._yields_to_heirs() or self._yields_to_readers(now_s)
 
     def _yields_to_heirs(self) -> bool:
         """Whether tasks may be about to begin in place of those that have just ended.
 
         Who gathers calls of its own has a task for each of them: when these have ended it wakes, makes its
-        next ones, and they call, three turns behind callers that go on by themselves. On a device that
+        next ones, and they call, three turns behind callers that continue by themselves. On a device that
         answers early a batch without them would cost it a pass more at every step.
         """
         is_early = self.task_ended and self.streams is not None
@@ -189,7 +189,7 @@ class BatchRuns:
         return False
 
     def _yields_to_readers(self, now_s: float) -> bool:
-        """Whether a turn more costs nothing: what is launched stands behind a batch that still runs.
+        """Whether a turn more costs nothing: what is launched waits behind a batch that still runs.
 
         Tasks that were started with the calls that wait, to read results of that batch, come first: a copy
         that is launched after the next batch would be there only after it.
@@ -213,12 +213,12 @@ class BatchRuns:
         self._asked = True
         try:
             self.streams.notify_when_done(self._last_modes, partial(self._device_ran, expected.launches))
-        except RuntimeClosedError:  # nobody will say it: no hold waits for it, and the next one asks again
+        except RuntimeClosedError:  # it is never reported: no hold waits for it, and the next one asks again
             self._on_completed(expected.launches)
 
     def _device_ran(self, launches: int, error: Exception | None) -> None:
         """On the event thread; an error of the device is for those that read its results."""
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed: no caller waits
             self._driver.loop.call_soon_threadsafe(self._on_completed, launches)
 
     def _on_completed(self, launches: int) -> None:

@@ -24,7 +24,7 @@ class InlineRuns:
 
     `used_us` is the work done so since the loop's last turn; `max_us` bounds it for a caller that is alone.
     Of several that need no queue each runs on until `CALLERS_PER_TURN` times that is used; then they pause,
-    and go on in their order in the turns that follow.
+    and continue in their order in the turns that follow.
     """
 
     __slots__ = (
@@ -98,7 +98,7 @@ class InlineRuns:
         return value
 
     def on_turn(self) -> bool:
-        """A turn of the loop has passed: callers that paused go on; whether batches wait for them.
+        """A turn of the loop has passed: callers that paused continue; whether batches wait for them.
 
         Batches wait until each that was paused has had one share, unless a call hurries.
         """
@@ -106,7 +106,7 @@ class InlineRuns:
         if not self._paused:
             return False
         self._shares_due = min(self._shares_due, len(self._paused))
-        # Nobody says when a share is used up: where the last ones took little, more go on at once.
+        # Nothing says when a share is used up: where the last ones took little, more continue at once.
         self._shares = 2 * self._shares if used_us < self.limit_us / 2 else 1
         for _ in range(min(self._shares, self._shares_due)):
             self._shares_due -= 1
@@ -121,7 +121,7 @@ class InlineRuns:
         self._shares_due = len(self._paused)
 
     def close(self, *, loop_closed: bool) -> None:
-        """Nobody goes on: what is paused fails."""
+        """No caller continues: what is paused fails."""
         for paused in () if loop_closed else self._paused:
             if not paused.done():
                 paused.set_exception(RuntimeClosedError("the runtime was closed before this call ended"))

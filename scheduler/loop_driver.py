@@ -166,7 +166,7 @@ class LoopDriver:
         """Take a call back: out of the queue at once, or detached from the batch it runs in."""
         if not self.batcher.cancel(call):
             return False
-        # A batch that was left behind still writes what it was given: nobody runs inline beside it.
+        # A batch that was left behind still writes what it was given: no call runs inline beside it.
         self.sole_caller = None
         error = asyncio.CancelledError() if message is None else asyncio.CancelledError(message)
         self.fail(call, error)
@@ -213,7 +213,7 @@ class LoopDriver:
             self._drained.set_result(None)
 
     def _on_callers_changed(self) -> None:
-        """Somebody came or went: nobody is alone before a whole turn has passed."""
+        """A caller came or went: none is alone before a whole turn has passed."""
         self.sole_caller = None
         self._callers_changed = True
         self.schedule_tick()
@@ -238,7 +238,7 @@ class LoopDriver:
             self.loop.call_soon(self._tick, context=self._context)
 
     def _tick(self) -> None:
-        """A turn has passed: whoever was resumed has submitted."""
+        """A turn has passed: what was resumed has submitted."""
         self._tick_scheduled = False
         if self.inline.on_turn():
             return
@@ -271,7 +271,7 @@ class LoopDriver:
 
     @property
     def launches(self) -> int:
-        """Batches that were launched and whose end is told by `completed`; 0 where that is not counted."""
+        """Launched batches whose end `completed` reports; 0 where that is not counted."""
         return 0 if self.batcher.expected_callers is None else self.batcher.expected_callers.launches
 
     def completed(self, launches: int, *, ticks: bool = True) -> None:
@@ -286,7 +286,7 @@ class LoopDriver:
         self.schedule_tick()
 
     def complete(self, batch: Batch, outcomes: list[Any]) -> None:
-        """A batch has ended: its callers go on."""
+        """A batch has ended: its callers continue."""
         batcher = self.batcher
         now_s = self._completed_at_s = self.loop.time()
         batcher.on_batch_done(batch, outcomes, now_s)
@@ -321,7 +321,7 @@ class LoopDriver:
         )
 
     def _wake(self, calls: Iterator[PendingCall]) -> None:
-        """Resume the callers of `tickets`; what they submit next is queued when this returns."""
+        """Resume the callers of `calls`; what they submit next is queued when this returns."""
         native = FAST_PATH.module
         try:
             if native is not None:

@@ -190,7 +190,7 @@ class LoopDrivers:
         return driver
 
     def watch(self, timeline: Timeline | None, device: str = "") -> None:
-        """Tell `timeline` of every batch of this device from now on, or nobody."""
+        """Tell `timeline` of every batch of this device from now on, or none."""
         with self._lock:
             self._timeline = None if timeline is None else (timeline, device)
             for driver in self.by_loop.values():
@@ -244,7 +244,7 @@ class LoopDrivers:
             drivers = list(self.by_loop.values())
         for driver in drivers:
             if driver.readback is not None:
-                with suppress(RuntimeError):  # its loop is closed, so nobody reads there
+                with suppress(RuntimeError):  # its loop is closed, so nothing reads there
                     driver.loop.call_soon_threadsafe(driver.readback.lose, error)
 
     def stats(self) -> BatcherStats:

@@ -1,6 +1,6 @@
 """Single flight: however many callers ask for one key at once, it is computed once.
 
-The computation belongs to whoever runs it (`start`, usually a worker's `submit`), never to the first caller:
+The computation belongs to what runs it (`start`, usually a worker's `submit`), never to the first caller:
 a caller that is cancelled or times out leaves, and the others get the result all the same. An error reaches
 every caller of its flight and is not kept: the next call computes anew.
 """
@@ -38,7 +38,7 @@ class Flight(Generic[T]):
         self._value: T
 
     def add(self, on_done: Callback) -> None:
-        """Call `told()` once it has landed; at once if it has."""
+        """Call `on_done()` once it has landed; at once if it has."""
         with self._lock:
             if not self.ended:
                 self._waiters.append(on_done)
@@ -64,7 +64,7 @@ class Flight(Generic[T]):
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until it has landed; its value.
 
-        Raises: SelectionTimeoutError: `timeout_s` passed first; the flight goes on for the others.
+        Raises: SelectionTimeoutError: `timeout_s` passed first; the flight continues for the others.
         """
         done = threading.Event()
         on_done = done.set
@@ -93,7 +93,7 @@ class Flight(Generic[T]):
             self._finish()
 
     def fail(self, error: BaseException) -> None:
-        """Land with `error`: whoever should have run it could not take it."""
+        """Land with `error`: what should have run it could not take it."""
         self._error = error
         self._finish()
 
@@ -118,7 +118,7 @@ class SingleFlight(Generic[T]):
         renew_after_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child: nothing is on its way, whoever computed it is not there."""
+        """In a forked child: nothing is on its way, its thread is not there."""
         self._flights: dict[Hashable, Flight[T]] = {}
         # Reentrant: a collection inside a locked section may end a waiter, and that waiter leaves.
         self.lock = threading.RLock()

@@ -1,6 +1,6 @@
 """What a loop driver tells a timeline: each batch with its callers, and calls that ended outside of one.
 
-A driver that nobody watches has no `watch`; then a batch has no record, and asks for nothing more.
+A driver that is not watched has no `watch`; then a batch has no record, and asks for nothing more.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import sys
 import tokenize
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -137,6 +137,55 @@ def undocumented(tree: ast.AST) -> list[str]:
         and not node.name.startswith("_")
         and not ast.get_docstring(node)
         and not any(ast.unparse(decorator) == "overload" for decorator in node.decorator_list)
+    ]
+
+
+def documented(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Each module, class and function of a file that has a docstring, with it."""
+    for node in walk(tree):
+        if isinstance(node, (*_FUNCTION, ast.ClassDef, ast.Module)) and (text := ast.get_docstring(node)):
+            yield node, text
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    """What prose can refer to: names, attributes, arguments, and words in texts, but not in docstrings."""
+    docstrings = {id(node.body[0].value) for node, _ in documented(tree)}  # type: ignore[attr-defined]
+    names: set[str] = set()
+    for node in walk(tree):
+        match node:
+            case (
+                ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name))
+            ):
+                names.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.alias(name=name):
+                names.update(name.split("."))
+            case ast.Constant(value=str(text)) if id(node) not in docstrings:
+                names.update(re.findall(r"\w+", text))
+    return names
+
+
+def definitions(tree: ast.AST) -> set[str]:
+    """The names of functions, classes and annotated fields."""
+    names: set[str] = set()
+    for node in walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+    return names
+
+
+def unknown_names(tree: ast.AST, known: Collection[str]) -> list[str]:
+    """Names in backticks in docstrings that neither the file nor `known` has: those of what was renamed."""
+    there = identifiers(tree)
+    return [
+        name
+        for _, text in documented(tree)
+        for name in re.findall(r"`([A-Za-z_]\w*)(?:\(\))?`", text)
+        if name not in there and name not in known
     ]
 
 

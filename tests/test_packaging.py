@@ -63,6 +63,20 @@ def packages_on_disk() -> set[str]:
     return found
 
 
+def test_every_data_file_beside_the_code_is_named_as_package_data() -> None:
+    """A table, a page or a source of C++ that no pattern names would be missing from the wheel."""
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]
+    named = {
+        file
+        for package, globs in patterns.items()
+        for glob in globs
+        for file in (ROOT / package.replace(".", "/")).glob(glob)
+    }
+    beside = [path for folder in FOLDERS.values() for path in (ROOT / folder).rglob("*") if path.is_file()]
+    forgotten = {path for path in beside if path.suffix not in (".py", ".pyc", ".so")} - named
+    assert sorted(forgotten) == []
+
+
 def test_package_list_equals_the_disk() -> None:
     """A package that pyproject.toml forgets would be missing from the wheel."""
     listed = PROJECT["tool"]["setuptools"]["packages"]

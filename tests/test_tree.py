@@ -1,6 +1,7 @@
 """Rules about the source tree itself, each checked on the syntax trees of the files."""
 
 import ast
+import builtins
 import functools
 import io
 import re
@@ -367,6 +368,40 @@ def test_the_rule_about_untyped_attributes_sees_what_it_should() -> None:
     assert [name for name, _ in attributes_set_from_outside(tree)] == ["drivers"]
 
 
+# Names of others that docstrings speak of: modules, commands, functions, metrics, examples of values.
+NAMES_OF_OTHERS = {
+    "CUlaunchAttribute", "CUlaunchConfig", "DIFFUSERS_ATTN_BACKEND", "FileStore", "HashStore", "L",
+    "LAYERZERO_CONFIG", "LAYERZERO_DENY", "acme", "aot_compile", "attention_with_lse",
+    "batcher_batch_size", "batcher_batches", "batcher_calls", "batcher_hold_seconds",
+    "batcher_in_flight", "batcher_queue_wait_seconds", "batcher_queued", "bos_token",
+    "decode_with_offsets", "ideal", "ks1", "ks15", "le", "lz", "memory_efficient_attention",
+    "mistral_common", "model_type", "no", "num_gpus", "old", "own_attention", "packaging", "pax",
+    "prometheus_client", "retryable", "role", "scoped", "sdpa_kernel", "sentencepiece",
+    "set_attention_backend", "sin", "sqrt", "tarfile", "temperature_rows", "terminate", "tiktoken",
+    "tokenizers", "wait_for_previous",
+}  # fmt: skip
+
+
+def test_docstrings_name_what_is_there() -> None:
+    """A name in backticks is one of the code: what was renamed is renamed in the prose, too."""
+    every = modules()
+    known = {name for module in every for name in house.definitions(module.tree)} | set(dir(builtins))
+    known |= {part for module in every for part in module.name.split(".")} | NAMES_OF_OTHERS
+    gone = {
+        str(m.path.relative_to(ROOT)): names for m in every if (names := house.unknown_names(m.tree, known))
+    }
+    assert gone == {}
+
+
+def test_the_rule_about_names_sees_what_it_should() -> None:
+    """A docstring's own words are no names of the code, an attribute and a word in a message are."""
+    tree = ast.parse(
+        'def f(given):\n    """`given`, `size` and `needs` are there, `lane` and `Ticket` are gone."""\n'
+        '    raise ValueError(f"{given.size} needs more")\n'
+    )
+    assert house.unknown_names(tree, ()) == ["lane", "Ticket"]
+
+
 # Words that this project once used in a meaning of its own, or that say less than the field's word.
 PRIVATE_WORDS = {
     r"lanes?": "batcher, queue",
@@ -414,7 +449,7 @@ def test_prose_has_the_words_of_the_field() -> None:
     """Docstrings, comments, messages and documents use none of `PRIVATE_WORDS`."""
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     others = {ROOT / "REQUIREMENTS.md", ROOT / "CHANGELOG.md"}
-    paths = {*sources("layerzero", "actors", "examples"), *documents} - others
+    paths = {*sources(*PACKAGE, "examples"), *documents} - others
     uses = [
         f"{path.relative_to(ROOT)}:{number} {words}"
         for path in sorted(paths)

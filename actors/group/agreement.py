@@ -98,9 +98,9 @@ class PlanSchedule:
     """Which of the agreed plans a rank has in force at which step; knows neither store nor clock.
 
     The ranks learn an outcome at different moments, so a step's number alone does not say which plan holds.
-    Rank 0 takes the newest plan whose step has come (`lead`) and names it in its step message; a follower
-    takes the plan that the step message names (`follow`). A plan that is agreed late holds from rank 0's next
-    step.
+    Rank 0 takes the newest plan whose step has come (`activate_due`) and names it in its step message; a
+    follower takes the plan that the step message names (`adopt`). A plan that is agreed late holds from rank
+    0's next step.
     """
 
     def __init__(self) -> None:

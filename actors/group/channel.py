@@ -360,7 +360,7 @@ class FollowerChannel:
         return part + receive_exactly(self._socket, size - len(part))
 
     def _fill_buffer(self, buffered: int) -> None:
-        """Read on, behind the `here` bytes that are there."""
+        """Read on, behind the `buffered` bytes that are there."""
         if self._from:
             self._buffer[:buffered] = self._buffer[self._from : self._upto]
             self._from, self._upto = 0, buffered

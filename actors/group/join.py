@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class RankHandle:
     """One rank of a rank group, joined; what `async with lz.rank_group(...)` gives.
 
-    `rank` and `ranks` say who this is, `agreed` which plan is in force.
+    `rank` and `ranks` say which one it is, `agreed_plan` which plan is in force.
     """
 
     def __init__(self, group: RankGroup, runtime: Runtime) -> None:

@@ -1,4 +1,4 @@
-"""Fleet: every device of a runtime, here or in a cluster, and code sent to them. Imports no ray.
+"""DevicePool: every device of a runtime, here or in a cluster, and code sent to them. Imports no ray.
 
 Code moves to a device, tensors do not move to the code: inside `run`, `layerzero.*` is local.
 """
@@ -48,7 +48,7 @@ class DevicePool:
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"Fleet({', '.join(f'{d.name}: {d.state.value}' for d in self.devices.values())})"
+        return f"DevicePool({', '.join(f'{d.name}: {d.state.value}' for d in self.devices.values())})"
 
     @property
     def facts(self) -> tuple[DeviceFacts, ...]:

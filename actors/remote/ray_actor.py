@@ -61,7 +61,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `opener` is an import string "module:function" of a function from Settings to `Opened`. `pool` names the
     pool, `secret` opens the side channel and the pool's `store`, `decided` are requests to decide again,
-    `condemned` the kernels that earlier incarnations took out.
+    `quarantined` the kernels that earlier incarnations took out.
     """
 
     name: str

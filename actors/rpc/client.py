@@ -2,7 +2,8 @@
 cluster.
 
 `DeviceClient` has two implementations with the same semantics and the same errors: `LocalClient`
-(`inprocess.py`), which imports no ray, and `RayDevice` (`ray_device.py`). One suite of tests runs over both.
+(`local_client.py`), which imports no ray, and `RayDevice` (`remote/ray_device.py`). One suite of tests runs
+over both.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ class Connection(MessageStream):
     """One end of a channel. `handlers` maps kinds to functions of (body, connection), plain or async.
 
     `peer` is the name that the other end proved; `closed` is set when the socket has ended, after every frame
-    that came before the end was handled: what a process wrote before it died is not lost. `made` is called
-    when there is a socket, `opened` after the handshake, `ended` at the end; `refused` says what ended it.
+    that came before the end was handled: what a process wrote before it died is not lost.
+    `on_connect` is called when there is a socket, `on_ready` after the handshake, `on_close` at the end;
+    `refused` says what ended it.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Connection(MessageStream):
             self._write(Notification(kind, body))
 
     def on_closed(self, callback: Callable[[], None]) -> None:
-        """Call `then` when the channel has ended; now, if it has already."""
+        """Call `callback` when the channel has ended; now, if it has already."""
         if self.closed.is_set():
             callback()
         else:

@@ -21,7 +21,7 @@ class Greeting(msgspec.Struct, array_like=True, tag="greeting"):
 
 
 class RpcRequest(msgspec.Struct, array_like=True, tag="request"):
-    """A question that wants an `CallResult` of the same number."""
+    """A question that wants an `RpcResponse` of the same number."""
 
     number: int
     kind: str
@@ -29,7 +29,7 @@ class RpcRequest(msgspec.Struct, array_like=True, tag="request"):
 
 
 class RpcResponse(msgspec.Struct, array_like=True, tag="response"):
-    """The answer to an `Ask`; `error` is the name of an exception's class and its message, or None."""
+    """The answer to an `RpcRequest`; `error` is the name of an exception's class and its message, or None."""
 
     number: int
     body: Any = None

@@ -1,4 +1,4 @@
-"""The ledger of requests: at most one execution for each id, however often the request arrives.
+"""IdempotencyLog: at most one execution for each id, however often the request arrives.
 
 A network may lose a request, lose its answer, or deliver either late. The client therefore repeats a request
 under its number until it is answered, and the host keeps the answer until the client says that it has it.
@@ -20,8 +20,8 @@ class AlreadyAcknowledged(Exception):
 class IdempotencyLog(Generic[T]):
     """What each client has asked and not settled: an entry of type T for each request number.
 
-    Numbers of one client rise from 0. `floor` in a request says that all numbers below it are settled, so the
-    memory of a client is bounded by what it has outstanding.
+    Numbers of one client rise from 0. `ack_watermark` in a request says that all numbers below it are
+    settled, so the memory of a client is bounded by what it has outstanding.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class IdempotencyLog(Generic[T]):
     def find(self, client: str, number: int, ack_watermark: int) -> T | None:
         """The entry of a request that arrived before, or None for one that is new.
 
-        Raises: Settled: the client has settled this number.
+        Raises: AlreadyAcknowledged: the client has settled this number.
         """
         log = self._clients.setdefault(client, _ClientLog())
         log.raise_watermark(ack_watermark)

@@ -1,4 +1,4 @@
-"""LocalPort: the device of this process as its pool sees it. No ray, no socket, no copy, no pickle."""
+"""LocalClient: the device of this process as its pool sees it. No ray, no socket, no copy, no pickle."""
 
 from __future__ import annotations
 

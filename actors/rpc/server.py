@@ -1,4 +1,4 @@
-"""Host: runs other people's code beside a LocalDevice, once for each request, until it is drained.
+"""CallServer: runs other people's code beside a LocalDevice, once for each request, until it is drained.
 
 The host of this process serves an in-process port directly, and an actor's port through Ray and the side
 channel. Everything that must hold in both cases is here: one execution a request, cancelling, deadlines,
@@ -259,7 +259,7 @@ class CallServer:
         self._new_requests.append(request)
 
     def decided_requests(self, received: int = 0) -> list[CallSpec]:
-        """What this incarnation has decided, without the first `known` of them. From one thread at a time.
+        """What this incarnation has decided, without the first `received` of them. From one thread at a time.
 
         What was sent may have been lost on the way, so the request says how far its sender has come.
         """
@@ -353,11 +353,11 @@ def current_server() -> CallServer:
 
 
 def install_server(server: CallServer) -> None:
-    """Make `host` the one that `here` gives."""
+    """Make `server` the one that `current_server` returns."""
     _SERVERS.append(server)
 
 
 def uninstall_server(server: CallServer) -> None:
-    """Forget `host`."""
+    """Forget `server`."""
     if server in _SERVERS:
         _SERVERS.remove(server)

@@ -10,7 +10,7 @@ from layerzero.spec.errors import DeviceLostError
 
 
 class RequestNumbers:
-    """Request numbers of one client: `floor` is below every number that is not settled."""
+    """Request numbers of one client: `ack_watermark` is below every number that is not settled."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -35,7 +35,7 @@ class RequestNumbers:
         return min(self._outstanding, default=self._next)
 
     def take_acks(self, max_count: int = 256) -> tuple[int, ...]:
-        """Settled numbers at or above the floor that were not sent yet."""
+        """Settled numbers at or above the watermark that were not sent yet."""
         watermark = self.ack_watermark
         acks = [number for number in self._unsent_acks if number >= watermark][:max_count]
         self._unsent_acks = [number for number in self._unsent_acks if number >= watermark][max_count:]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn import functional
 
 from layerzero.ops.checks import dtype_bytes
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import Kernel, loading
 
 # Everything in float32 and one rounding at the end; "llama" rounds before the weight.
 _WIDE = "gemma"
@@ -28,59 +27,45 @@ def _ops() -> Any:
     return importlib.import_module("liger_kernel.ops")
 
 
-def _rms_norm() -> Callable[..., Any]:
-    apply = _ops().LigerRMSNormFunction.apply
-
-    def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """`LigerRMSNormFunction`, its backward not in place."""
-        out: Tensor = apply(x, weight, eps, 0.0, _WIDE, False)
-        return out
-
-    return rms_norm
+@loading(lambda: _ops().LigerRMSNormFunction.apply)
+def _rms_norm(apply: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`LigerRMSNormFunction`, its backward not in place."""
+    out: Tensor = apply(x, weight, eps, 0.0, _WIDE, False)
+    return out
 
 
-def _add_rms_norm() -> Callable[..., Any]:
-    apply = _ops().LigerFusedAddRMSNormFunction.apply
-
-    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`LigerFusedAddRMSNormFunction`: sum and norm in one launch."""
-        normed, total = apply(x, residual, weight, eps, 0.0, _WIDE, False)
-        return normed, total
-
-    return add_rms_norm
+@loading(lambda: _ops().LigerFusedAddRMSNormFunction.apply)
+def _add_rms_norm(
+    apply: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`LigerFusedAddRMSNormFunction`: sum and norm in one launch."""
+    normed, total = apply(x, residual, weight, eps, 0.0, _WIDE, False)
+    return normed, total
 
 
-def _layer_norm() -> Callable[..., Any]:
-    apply = _ops().LigerLayerNormFunction.apply
-
-    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """`LigerLayerNormFunction`, which knows no missing bias."""
-        out: Tensor = apply(x, weight, torch.zeros_like(weight) if bias is None else bias, eps)
-        return out
-
-    return layer_norm
+@loading(lambda: _ops().LigerLayerNormFunction.apply)
+def _layer_norm(apply: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """`LigerLayerNormFunction`, which knows no missing bias."""
+    out: Tensor = apply(x, weight, torch.zeros_like(weight) if bias is None else bias, eps)
+    return out
 
 
-def _rope() -> Callable[..., Any]:
-    apply = _ops().LigerRopeFunction.apply
-
-    def rope(
-        q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, _: bool, __: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """`LigerRopeFunction` on copies, over one sequence of all tokens."""
-        places = positions.reshape(-1)
-        turned = apply(
-            _one_sequence(q),
-            _one_sequence(k),
-            cos.index_select(0, places).unsqueeze(0),
-            sin.index_select(0, places).unsqueeze(0),
-            None,
-            1,
-            2 * cos.shape[1],
-        )
-        return tuple(t.transpose(1, 2).view(kind.shape) for t, kind in zip(turned, (q, k), strict=True))
-
-    return rope
+@loading(lambda: _ops().LigerRopeFunction.apply)
+def _rope(
+    apply: Any, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, _: bool, __: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`LigerRopeFunction` on copies, over one sequence of all tokens."""
+    places = positions.reshape(-1)
+    turned = apply(
+        _one_sequence(q),
+        _one_sequence(k),
+        cos.index_select(0, places).unsqueeze(0),
+        sin.index_select(0, places).unsqueeze(0),
+        None,
+        1,
+        2 * cos.shape[1],
+    )
+    return tuple(t.transpose(1, 2).view(kind.shape) for t, kind in zip(turned, (q, k), strict=True))
 
 
 def _one_sequence(x: Tensor) -> Tensor:
@@ -88,66 +73,61 @@ def _one_sequence(x: Tensor) -> Tensor:
     return x.reshape(1, -1, *x.shape[-2:]).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _mlp() -> Callable[..., Any]:
-    ops = _ops()
-    silu = importlib.import_module("liger_kernel.ops.swiglu").LigerFusedGateUpSiLUMulFunction.apply
-    gelu = ops.LigerGELUMulFunction.apply
-
-    def mlp(
-        x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
-    ) -> Tensor:
-        """torch's projections around Liger's gate: swiglu takes the projection whole, geglu its halves."""
-        up = functional.linear(x, w_up, b_up)
-        hidden = silu(up) if activation == "swiglu" else gelu(*up.chunk(2, -1))
-        return functional.linear(hidden, w_down, b_down)
-
-    return mlp
+def _gates() -> tuple[Any, Any]:
+    swiglu = importlib.import_module("liger_kernel.ops.swiglu")
+    return swiglu.LigerFusedGateUpSiLUMulFunction.apply, _ops().LigerGELUMulFunction.apply
 
 
-def _cross_entropy() -> Callable[..., Any]:
-    apply = _ops().LigerCrossEntropyFunction.apply
-
-    def cross_entropy(
-        logits: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        ignore_index: int,
-        label_smoothing: float,
-        reduction: str,
-    ) -> Tensor:
-        """`LigerCrossEntropyFunction` on a copy where it would write the gradient over the logits."""
-        rows = logits.reshape(-1, logits.shape[-1])
-        if logits.requires_grad:
-            rows = rows.clone()
-        result = apply(
-            rows, target.reshape(-1).long(), weight, ignore_index, 0.0, label_smoothing, reduction, None,
-            False, False, False,
-        )  # fmt: skip
-        return _as_asked(result[0], target, reduction, logits)
-
-    return cross_entropy
+@loading(_gates)
+def _mlp(
+    gates: Any, x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None,
+    activation: str,
+) -> Tensor:  # fmt: skip
+    """torch's projections around Liger's gate: swiglu takes the projection whole, geglu its halves."""
+    silu, gelu = gates
+    up = functional.linear(x, w_up, b_up)
+    hidden = silu(up) if activation == "swiglu" else gelu(*up.chunk(2, -1))
+    return functional.linear(hidden, w_down, b_down)
 
 
-def _linear_cross_entropy() -> Callable[..., Any]:
-    apply = _ops().LigerFusedLinearCrossEntropyFunction.apply
+@loading(lambda: _ops().LigerCrossEntropyFunction.apply)
+def _cross_entropy(
+    apply: Any,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> Tensor:
+    """`LigerCrossEntropyFunction` on a copy where it would write the gradient over the logits."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    if logits.requires_grad:
+        rows = rows.clone()
+    result = apply(
+        rows, target.reshape(-1).long(), weight, ignore_index, 0.0, label_smoothing, reduction, None,
+        False, False, False,
+    )  # fmt: skip
+    return _as_asked(result[0], target, reduction, logits)
 
-    def linear_cross_entropy(
-        x: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor | None,
-        ignore_index: int,
-        label_smoothing: float,
-        reduction: str,
-    ) -> Tensor:
-        """`LigerFusedLinearCrossEntropyFunction`: logits in chunks, weight gradients summed in float32."""
-        result = apply(
-            x.reshape(-1, x.shape[-1]), weight, target.reshape(-1).long(), bias, None, ignore_index, 0.0,
-            label_smoothing, reduction, None, False, torch.float32,
-        )  # fmt: skip
-        return _as_asked(result[0], target, reduction, x)
 
-    return linear_cross_entropy
+@loading(lambda: _ops().LigerFusedLinearCrossEntropyFunction.apply)
+def _linear_cross_entropy(
+    apply: Any,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> Tensor:
+    """`LigerFusedLinearCrossEntropyFunction`: logits in chunks, weight gradients summed in float32."""
+    result = apply(
+        x.reshape(-1, x.shape[-1]), weight, target.reshape(-1).long(), bias, None, ignore_index, 0.0,
+        label_smoothing, reduction, None, False, torch.float32,
+    )  # fmt: skip
+    return _as_asked(result[0], target, reduction, x)
 
 
 def _as_asked(loss: Tensor, target: Tensor, reduction: str, like: Tensor) -> Tensor:

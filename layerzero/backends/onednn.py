@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import Kernel, loading
 
 # How the operator names what follows the product: (attribute, algorithm). Its relu makes 0 of NaN.
 _FUSED = {
@@ -42,26 +41,24 @@ def _dense(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def _linear() -> Callable[..., Any]:
-    fused = _operator()
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return fused(x, weight, _dense(bias), "none", [], "")
-
-    return linear
+@loading(_operator)
+def _linear(fused: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return fused(x, weight, _dense(bias), "none", [], "")
 
 
-def _mlp() -> Callable[..., Any]:
-    fused = _operator()
-
-    def mlp(
-        x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
-    ) -> Tensor:
-        attribute, algorithm = _FUSED[activation]
-        hidden = fused(x, w_up, _dense(b_up), attribute, [], algorithm)
-        return fused(hidden, w_down, _dense(b_down), "none", [], "")
-
-    return mlp
+@loading(_operator)
+def _mlp(
+    fused: Callable[..., Tensor],
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    activation: str,
+) -> Tensor:
+    attribute, algorithm = _FUSED[activation]
+    hidden = fused(x, w_up, _dense(b_up), attribute, [], algorithm)
+    return fused(hidden, w_down, _dense(b_down), "none", [], "")
 
 
 _kernel = functools.partial(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from layerzero.ops.attention import masks
 from layerzero.ops.quantize import kept_codes
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import Kernel, loading
 
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
 
@@ -44,78 +44,66 @@ def operators() -> Any:
     return torch.ops.zentorch
 
 
-def _attention() -> Callable[..., Any]:
-    sdpa = operators().zentorch_sdpa
-
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-        dropout_p: float, window: masks.Window, softcap: float | None, alibi_slopes: Tensor | None, *_: Any,
-    ) -> Tensor:  # fmt: skip
-        """`zentorch_sdpa`; its second result, meant for the log-sum-exp, is not filled in."""
-        bias, causal = masks.fold_mask(q, k, attn_mask, is_causal, window, alibi_slopes)
-        if bias is not None and bias.dim() != 2:  # the operator takes two or four axes
-            bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        out: Tensor = sdpa(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)[0]
-        return out
-
-    return attention
+@loading(lambda: operators().zentorch_sdpa)
+def _attention(
+    sdpa: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool,
+    scale: float | None, dropout_p: float, window: masks.Window, softcap: float | None,
+    alibi_slopes: Tensor | None, *_: Any,
+) -> Tensor:  # fmt: skip
+    """`zentorch_sdpa`; its second result, meant for the log-sum-exp, is not filled in."""
+    bias, causal = masks.fold_mask(q, k, attn_mask, is_causal, window, alibi_slopes)
+    if bias is not None and bias.dim() != 2:  # the operator takes two or four axes
+        bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    out: Tensor = sdpa(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)[0]
+    return out
 
 
-def _rms_norm() -> Callable[..., Any]:
-    kernel = operators().zentorch_rms_norm
-
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`zentorch_rms_norm` over two axes: with three it writes outside its output."""
-        out: Tensor = kernel(x.view(-1, x.shape[-1]), weight, eps)
-        return out.view(x.shape)
-
-    return rms_norm
+@loading(lambda: operators().zentorch_rms_norm)
+def _rms_norm(kernel: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`zentorch_rms_norm` over two axes: with three it writes outside its output."""
+    out: Tensor = kernel(x.view(-1, x.shape[-1]), weight, eps)
+    return out.view(x.shape)
 
 
-def _add_rms_norm() -> Callable[..., Any]:
-    kernel = operators().zentorch_add_rms_norm_
-
-    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`zentorch_add_rms_norm_` on copies: it overwrites both operands."""
-        normed, total = x.clone(), residual.clone()
-        width = x.shape[-1]
-        kernel(normed.view(-1, width), weight, total.view(-1, width), eps)
-        return normed, total
-
-    return add_rms_norm
+@loading(lambda: operators().zentorch_add_rms_norm_)
+def _add_rms_norm(
+    kernel: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`zentorch_add_rms_norm_` on copies: it overwrites both operands."""
+    normed, total = x.clone(), residual.clone()
+    width = x.shape[-1]
+    kernel(normed.view(-1, width), weight, total.view(-1, width), eps)
+    return normed, total
 
 
-def _linear() -> Callable[..., Any]:
-    kernel = operators().zentorch_linear_unary
-    _refuse_stale_weights(kernel)
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`zentorch_linear_unary` without its cache of weights."""
-        out: Tensor = kernel(x, weight, bias)
-        return out
-
-    return linear
-
-
-def _quantized_linear() -> Callable[..., Any]:
-    kernel = operators().zentorch_dynamic_qlinear
+def _product(name: str) -> Any:
+    """An operator with weights, whose products follow them."""
     _refuse_stale_weights(operators().zentorch_linear_unary)
+    return getattr(operators(), name)
 
-    def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
-        """`zentorch_dynamic_qlinear`, which quantizes rows as `quantize` does.
 
-        Scales need the shape (C, 1): with (C,) it prints complaints and answers all the same.
-        """
-        columns = scale.expand(weight.shape[0], 1).contiguous()
-        out: Tensor = kernel(x, weight.contiguous(), columns, bias)
-        return out
+@loading(lambda: _product("zentorch_linear_unary"))
+def _linear(kernel: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`zentorch_linear_unary` without its cache of weights."""
+    out: Tensor = kernel(x, weight, bias)
+    return out
 
-    return quantized_linear
+
+@loading(lambda: _product("zentorch_dynamic_qlinear"))
+def _quantized_linear(
+    kernel: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any
+) -> Tensor:
+    """`zentorch_dynamic_qlinear`, which quantizes rows as `quantize` does.
+
+    Scales need the shape (C, 1): with (C,) it prints complaints and answers all the same.
+    """
+    columns = scale.expand(weight.shape[0], 1).contiguous()
+    out: Tensor = kernel(x, weight.contiguous(), columns, bias)
+    return out
 
 
 def _weight_only() -> Callable[..., Any]:
-    kernel = operators().zentorch_woq_linear
-    _refuse_stale_weights(operators().zentorch_linear_unary)
+    kernel = _product("zentorch_woq_linear")
     # Codes of two's complement, and scales by group.
     layout = kept_codes.keep(
         lambda weight: weight ^ 0x88, lambda scale: scale.float().resolve_neg().t().contiguous()
@@ -137,8 +125,7 @@ def _moe() -> Callable[..., Any]:
         route,  # a first call of attention reads this file, and needs no experts
     )
 
-    kernel = operators().zentorch_fused_moe
-    _refuse_stale_weights(operators().zentorch_linear_unary)
+    kernel = _product("zentorch_fused_moe")
 
     def moe(
         x: Tensor, router_logits: Tensor, w_up: Tensor, w_down: Tensor, top_k: int, scoring: str,

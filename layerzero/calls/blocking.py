@@ -130,9 +130,9 @@ BLOCKING_DOC = """    Choosing: backend is a kernel's id or a backend's name, fo
 
 
 def with_signature_of(call: Callable[..., Any], op: Op, extra_doc: str) -> Callable[..., Any]:
-    """`call` under the op's name, with its documentation, its signature and `more` of both.
+    """`call` under the op's name, with its documentation, its signature and what is beyond them.
 
-    `more` documents the keyword-only parameters that `call` itself names: those beside the op's own.
+    `extra_doc` documents the keyword-only parameters that `call` itself names: those beside the op's own.
     """
     parameters_of_call = inspect.signature(call).parameters.values()
     signature = inspect.signature(op.build)
@@ -148,7 +148,7 @@ def with_signature_of(call: Callable[..., Any], op: Op, extra_doc: str) -> Calla
 
 
 def _with_doc(doc: str, extra_doc: str) -> str:
-    """An op's docstring with the lines of `more` after those about its arguments."""
+    """An op's docstring with the lines of `extra_doc` after those about its arguments."""
     head, returns, tail = doc.partition("    Returns:")
     return f"{head}{extra_doc}{returns}{tail}" if returns else f"{doc.rstrip()}\n{extra_doc}"
 

@@ -87,7 +87,7 @@ class ProofStore(RecordStore[CaptureProof]):
 
 
 class Proofs:
-    """What one device knows; `rejections` reads it through the capabilities that `applied` gives.
+    """What one device knows; `rejections` reads it through the capabilities that `apply` returns.
 
     Without a proof a kernel keeps what it declares, or nothing where `strict` asks for proofs alone.
     """

@@ -255,7 +255,7 @@ class PagedCache:
     ) -> None:
         """Pages for so many more tokens of each sequence, the one that each writes next unshared.
 
-        Raises: FreedSequenceError: the eviction hook freed one of them, or of those `beside`.
+        Raises: FreedSequenceError: the eviction hook freed one of them, or one of `others`.
         """
         refcounts: dict[int, int] = {}
         need: list[tuple[PagedSequence, int, int]] = []  # pages to add; the shared page's entry, or -1

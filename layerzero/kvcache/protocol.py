@@ -30,7 +30,7 @@ class FreedSequenceError(LayerZeroError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """One token's keys and values: `heads` key heads of `width`, values of `value_width`, in `dtype`.
+    """One token's keys and values: `num_kv_heads` heads of `head_dim`, values of `head_dim_v`, in `dtype`.
 
     A `PagedCache` keeps them in `pool_dtype`, by default as they are: float8_e4m3fn, float8_e5m2 and int8 are
     codes, whose scales are shared by `scale_granularity`: a tensor, a head, or each token's head.

@@ -35,10 +35,10 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CoverProblem:
-    """A block to cover: `after[op]` are the ops that run before it, `given` the formats of its inputs.
+    """A block to cover: `after[op]` are the ops that run before it, `input_formats` those of its inputs.
 
-    `wanted` are the formats in which values leave the block. `convert_us(value, before, after)` is the price
-    of one conversion, infinite where there is none.
+    `output_formats` are those in which values leave the block. `convert_us(value, before, after)` is the
+    price of one conversion, infinite where there is none.
     """
 
     after: Sequence[frozenset[int]]

@@ -58,7 +58,7 @@ def capturing_mode_bits() -> int:
 
 
 def capturing_mode_bits_without_grad() -> int:
-    """`capturing_mode()` of a runtime that never differentiates."""
+    """`capturing_mode_bits()` of a runtime that never differentiates."""
     bits = DETERMINISTIC if _is_deterministic() else 0
     if _is_autocast():
         bits |= AUTOCAST

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 from layerzero.spec.call_spec import CallSpec
@@ -118,6 +119,31 @@ class Kernel:
             )
         if self.id.split(".")[0] != self.backend:
             raise ValueError(f"kernel id {self.id!r} needs to start with its backend {self.backend!r}")
+
+
+def loading(
+    find: Callable[[], Any], record: Any = None
+) -> Callable[[Callable[..., Any]], Callable[[], Callable[..., Any]]]:
+    """Make an adapter a kernel's `load`: what `find()` imports or compiles becomes its first argument.
+
+    `record`, a named tuple of the op's arguments, is what the adapter takes in their place.
+    """
+
+    def of(adapter: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+        def load() -> Callable[..., Any]:
+            library = find()
+            if record is None:
+                return MethodType(adapter, library)  # as cheap to call as a closure
+            make = record._make
+
+            def call(*args: Any) -> Any:
+                return adapter(library, make(args))
+
+            return call
+
+        return load
+
+    return of
 
 
 def rejections(kernel: Kernel, spec: CallSpec, hardware: Hardware) -> list[Rejected]:

@@ -2,7 +2,7 @@
 
 A batch saves where many calls meet. Its queue, its turn and its callers' waking cost about as much as a few
 small calls, so where few meet (a model with one caller, an adapter of one request, the last requests of a
-crowd) each call is cheaper by itself. How many may meet is seen from who has called and is still there,
+batch) each call is cheaper by itself. How many may meet is seen from who has called and is still there,
 however those calls ran; what one call takes is measured. So nothing is tried out, and a group goes back to
 batches with the first call of one caller too many.
 
@@ -25,11 +25,11 @@ BATCH_US: Final = 40.0
 WINDOW: Final = 32  # queued calls between two looks at a group,
 WINDOW_OF_ONE: Final = 2  # or so many, where one caller makes them all
 FORGOTTEN: Final = 4096  # calls after which who has called is seen anew
-MOST_SEEN: Final = 64  # callers of a group that are told apart
+MOST_SEEN: Final = 64  # callers of a group that are distinguished
 FEW: Final = 16  # callers of a group, of which some calls run at once to see what one takes
 TIMED: Final = 3  # calls for that
 TRUSTED: Final = 8  # batches of one size, after which what they took counts
-OUTLIER: Final = 4.0  # times what is usual; what is beyond is somebody else's time
+OUTLIER: Final = 4.0  # times what is usual; what is beyond is another call's time
 NEWEST: Final = 0.25  # weight of the newest in running means
 MAX_GROUPS: Final = 8192
 
@@ -45,7 +45,7 @@ class GroupCosts:
 
     alone_us: float = float("inf")
     untimed: int = TIMED
-    callers: set[int] = field(default_factory=set)  # numbers only: nobody is kept alive
+    callers: set[int] = field(default_factory=set)  # numbers only: no caller is kept alive
     queued: int = 0  # calls since the last look
     until_anew: int = FORGOTTEN
     _fastest_us: float = float("inf")

@@ -93,7 +93,7 @@ def _begin(calls: list[PendingCall]) -> tuple[float, float, int, float]:
 
 
 def land(calls: list[PendingCall], outcomes: list[Any]) -> tuple[int, int]:
-    """Give pending calls their outcomes; how many are values, and how many pending calls nobody waits for."""
+    """Give pending calls their outcomes; how many are values, and how many no caller waits for."""
     native = FAST_PATH.module
     counts: tuple[int, int] | None = native.land(calls, outcomes, Failed) if native is not None else None
     return _land(calls, outcomes) if counts is None else counts

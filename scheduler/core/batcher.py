@@ -73,7 +73,7 @@ class Batcher:
 
     @property
     def unfinished(self) -> int:
-        """Tickets that have not ended: waiting for room, queued, or running."""
+        """Calls that have not ended: waiting for room, queued, or running."""
         return self.stats.submitted - self.stats.ended
 
     @property
@@ -100,7 +100,7 @@ class Batcher:
     def submit(self, call: PendingCall, now_s: float) -> bool:
         """Take a new pending call; False where it was rejected (the queue is full, or the batcher drains)."""
         if call.state != NEW:
-            raise ValueError("a ticket is submitted once")
+            raise ValueError("a pending call is submitted once")
         stats = self.stats
         stats.submitted = call.seq = stats.submitted + 1
         call.submitted_at = now_s
@@ -141,7 +141,7 @@ class Batcher:
         queue: BatchQueue | None = None
         if chosen is None:
             queue = self.round_robin.next_queue(deferred)
-            if queue is None and self._last_was_urgent:  # the sweep cannot go on: nobody is overtaken
+            if queue is None and self._last_was_urgent:  # the round cannot continue: no call is overtaken
                 chosen = self._pick_urgent(now_s, deferred)
         self._last_was_urgent = chosen is not None
         if chosen is not None:
@@ -166,7 +166,7 @@ class Batcher:
     def on_batch_done(self, batch: Batch, outcomes: list[Any], now_s: float) -> None:
         """A batch has ended with one outcome a pending call: its value, or `Failed`.
 
-        Raises: ValueError: another number of outcomes than of tickets.
+        Raises: ValueError: another number of outcomes than of calls.
         """
         calls = batch.calls
         if len(outcomes) != len(calls):
@@ -210,7 +210,7 @@ class Batcher:
         return True
 
     def expire(self, now_s: float) -> list[PendingCall]:
-        """End every pending call whose deadline has passed before it started; the tickets."""
+        """End every pending call whose deadline has passed before it started; those calls."""
         expired: list[PendingCall] = []
         while self.deadlines.nearest <= now_s:
             call = self.deadlines.first()

@@ -1,4 +1,4 @@
-"""Who broke the batch: run a failed batch again in halves until the culprits stand alone."""
+"""Who broke the batch: run a failed batch again in halves until the culprits are alone."""
 
 from __future__ import annotations
 

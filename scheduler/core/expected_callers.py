@@ -1,10 +1,10 @@
 """Who is expected to call again: the callers of what a device still runs, or has just run.
 
 A device that answers before it has computed makes its callers look idle. A batcher that ran whatever waits
-would walk with them in two crowds, and each costs a pass of the weights. So a group of waiting calls is held
+would be served in two batches, and each costs a pass of the weights. So a group of waiting calls is held
 while callers are expected that came from where its own calls come from:
 
-- while the device still runs their last batch: what is held would stand behind it in any case. Where most
+- while the device still runs their last batch: what is held would wait behind it in any case. Where most
   callers have called it goes in time for the device not to pause: the few that are away run a batch later.
   So does a batch that is full, while it runs theirs: callers of a better class may come before it is needed;
 - for a grace after that, since they have to read the result, write to a socket, draw a breath. The grace is
@@ -42,7 +42,7 @@ LONG: Final = 2.0  # times a batch of the group usually runs
 MARGIN: Final = 1.5  # launches that a hold ends before the device runs dry
 TIMER_S: Final = 1e-3  # by so much an event loop's timer may be late
 _MAX_RUNNING: Final = 256
-_FOLLOWED: Final = 4  # of them, whose times add to when the device pauses: who runs further ahead asks nobody
+_FOLLOWED: Final = 4  # of them, whose times add to when the device pauses; beyond them a caller never asks
 NEWEST: Final = 0.25  # weight of the newest in running means: about the last four count
 
 
@@ -65,7 +65,7 @@ class Launch:
 class ExpectedCallers:
     """Callers between the launch of their last batch and their next call.
 
-    `until` is when the first hold that `held` has told of ends by itself; infinite without one.
+    `until` is when the first hold that `held` has reported ends by itself; infinite without one.
     `needs_device` says that a hold ends only when the device is known to have run what was launched.
     """
 
@@ -78,7 +78,7 @@ class ExpectedCallers:
         self._limits = limits
         self._waiting: dict[Caller, Launch] = {}
         self.launches = self._done = 0
-        # Not known to be done, the newest of them: where nobody reads back, nobody says what is done.
+        # Not known to be done, the newest of them: without read-backs nothing says what is done.
         self._running: deque[Launch] = deque(maxlen=_MAX_RUNNING)
         self._last_done_at = -math.inf
         self.launch_s = 0.0  # what the host has needed for a launch
@@ -118,7 +118,7 @@ class ExpectedCallers:
         self._done = number
         while self._running and self._running[0].number < number:
             self._running.popleft()
-        # The one that the device has just ended, and those that callers came from and nobody asked for.
+        # The one that the device has just ended, and those that callers came from without a question.
         ended = [self._running.popleft()] if self._running and self._running[0].number == number else []
         for launch in dict.fromkeys([*ended, *self._waiting.values()]):
             if launch.number <= number and launch.done_at is None:
@@ -126,7 +126,7 @@ class ExpectedCallers:
                 # pause of the device before that is no time that the batch needs.
                 began_at = max(launch.handed_at, self._last_done_at)
                 group, run_s = launch.group, now_s - began_at
-                # Where nobody asked in time, it has been done for long.
+                # Where no question came in time, it has been done for long.
                 usual_s = LONG * group.run_times.of(launch.tokens) or run_s
                 run_s = min(run_s, usual_s)
                 launch.done_at = began_at + run_s
@@ -224,11 +224,11 @@ class ExpectedCallers:
     def _runs_dry_at(
         self, group: BatchQueue, present: int, absent: Collection[Caller], now_s: float
     ) -> float:
-        """When `group` has to be launched so that the device goes on without a pause; infinite where its few
-        rows are worth less than those that are still away.
+        """When `group` has to be launched so that the device never pauses; infinite where its few rows
+        are worth less than those that are still away.
 
         Who waits for the result of the running batch comes after it, and after that comes the launch: the
-        device stands still so long. Who is left behind runs with everybody in the batch after this one.
+        device is idle so long. Who is left behind runs with everybody in the batch after this one.
         """
         if not self.launch_s or not self.busy_s(now_s):
             return math.inf
@@ -239,7 +239,7 @@ class ExpectedCallers:
         return self._pauses_at(now_s)
 
     def _pauses_at(self, now_s: float) -> float:
-        """When the next batch has to be launched so that the device goes on without a pause."""
+        """When the next batch has to be launched so that the device continues without a pause."""
         return now_s + self.busy_s(now_s) - MARGIN * self.launch_s - TIMER_S
 
     def _grace_s(self, caller: Caller, batch_s: float) -> float:

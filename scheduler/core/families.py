@@ -31,7 +31,7 @@ NEWEST: Final = 0.25  # weight of the newest in running means
 QUEUE_US: Final = 1.25  # what a call pays for its way through the queue, compiled, in a batch of many
 REST: Final = 256  # batches of a family after which it is tried again
 LIFE: Final = 8192  # and after which it is seen anew how many meet by themselves
-MAX_CALLERS: Final = 4096  # of a family that are told apart
+MAX_CALLERS: Final = 4096  # of a family that are distinguished
 MAX_FAMILIES: Final = 1024
 MAX_KEYS: Final = 4096  # that lead to one queue
 

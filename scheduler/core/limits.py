@@ -81,7 +81,7 @@ class BatcherStats:
         self.wait_max_s = max(self.wait_max_s, other.wait_max_s)
         for name in _BY_KIND:
             counts = getattr(self, name)
-            for kind, count in getattr(other, name).copy().items():  # its thread goes on
+            for kind, count in getattr(other, name).copy().items():  # its thread continues
                 counts[kind] = counts.get(kind, 0) + count
 
     def count_launch(self, reason: str, hold: tuple[str, float] | None, now_s: float) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # this folder runs without torch
     from layerzero.selection.dispatch import DispatchState
     from layerzero.selection.plan import Plan
 
-# States of a ticket. NEW -> WAITING (no room yet) -> QUEUED -> RUNNING -> DONE | FAILED, with the side exits
+# States of a call. NEW -> WAITING (no room yet) -> QUEUED -> RUNNING -> DONE | FAILED, with the side exits
 # CANCELLED, EXPIRED, REJECTED; DETACHED is a running pending call whose caller has gone. To its caller a call
 # has ended above RUNNING, to the batcher above DETACHED.
 NEW: Final = 0
@@ -44,7 +44,7 @@ STATES: Final = (
 class Failed:
     """The outcome of a call that raised; any other object is the call's value.
 
-    StopIteration becomes a RuntimeError, as in every coroutine: whoever awaits would take it for a result.
+    StopIteration becomes a RuntimeError, as in every coroutine: its awaiter would take it for a result.
     """
 
     __slots__ = ("context", "error", "traceback")
@@ -60,8 +60,8 @@ class Failed:
 
 
 class Caller:
-    """One task that submits calls, one after another; `last` and `slot` are the batcher's record of its
-    previous call, `launch` of the batch that ran it, `late_s` of how long after that it calls again."""
+    """One task that submits calls, one after another; `last_queue` and `point` are the batcher's record of
+    its previous call, `launch` of the batch that ran it, `late_s` of how long after that it calls again."""
 
     __slots__ = ("__weakref__", "last_queue", "late_s", "launch", "name", "point")
 
@@ -93,7 +93,7 @@ class CallOwner(Protocol):
 
 
 class PendingCall:
-    """One call on its way through a lane.
+    """One call on its way through a batcher.
 
     `group` is the compatibility class (None runs alone), `expected_us` the cost of the call by itself,
     `tokens` and `bytes` what it adds to a batch, `priority` 0 (first) to 2, `deadline` a time on the
@@ -238,7 +238,7 @@ class PendingCall:
 
     def __repr__(self) -> str:
         name = getattr(self.op, "name", self.op)
-        return f"<Ticket {name} {STATES[self.state]}>"
+        return f"<PendingCall {name} {STATES[self.state]}>"
 
 
 class PendingCallClass:
@@ -277,7 +277,7 @@ class BatchObserver(Protocol):
 
 
 class Batch:
-    """Tickets of one group that run together; `calls` are their arguments, in order."""
+    """Calls of one group that run together; `calls` are their arguments, in order."""
 
     __slots__ = (
         "calls", "expected_us", "launch", "modes", "one_by_one_us", "op", "queue", "ran_us", "record",

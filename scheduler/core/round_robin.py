@@ -3,12 +3,12 @@
 A slot is a group seen after the same caller's previous group: attention has one group in every layer of a
 model, and only what came before tells the layers apart. Slots are remembered up to a bound.
 
-A new slot stands right behind the one its caller came from, so that the order is the program's also where
+A new slot is right behind the one its caller came from, so that the order is the program's also where
 several callers first showed it at once, each from another place: in the order of first sight their slots
 would alternate, and the sweep would move all of them in step without letting any two meet. Where callers part
-(an expert for each, an adapter) it stands behind all branches in which others still wait, and where they meet
+(an expert for each, an adapter) it is behind all branches in which others still wait, and where they meet
 again the group waits for those that are ahead of it in this round and come to it next: once, so that groups
-which come from each other in a ring do not wait for ever.
+which come from each other in a ring do not wait forever.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BatchQueue:
     """The waiting pending calls of one compatibility class, one line a priority; a dict is an ordered set.
 
     A `solo` group serves an op's calls that batch with nothing: one pending call a batch. `busy` are its
-    slots with tickets. Of its batches on a device that answers early: `launched_at` of the last, the time
+    slots with calls. Of its batches on a device that answers early: `launched_at` of the last, the time
     between two, how long one runs, in seconds, and how long by its tokens.
     """
 
@@ -82,11 +82,11 @@ Heap = list[tuple[int, ProgramPoint]]
 
 @dataclass(slots=True, eq=False)
 class RoundRobin:
-    """Which slot is next; `pending` holds those with pending calls, `arrived` those that came to have some.
+    """Which slot is next; `active_points` are those with pending calls, `activated` those that got some.
 
-    `limit` bounds how many slots are remembered that have no tickets. Of those that have, a heap holds what
-    this round still reaches, another the next round's; an entry whose slot has no pending calls any more goes
-    when it is met.
+    `limit` bounds how many slots are remembered that have no pending calls. Of those that have, a heap holds
+    what this round still reaches, another the next round's; an entry whose slot has no pending calls any more
+    is dropped when it is met.
     """
 
     limit: int
@@ -114,7 +114,7 @@ class RoundRobin:
         last_used: int,
         after: ProgramPoint | None = None,
     ) -> ProgramPoint:
-        """Remember a slot that was not seen before: the one next to `behind`, or the last of the order."""
+        """Remember a slot that was not seen before: the one next to `after`, or the last of the order."""
         if self.size >= self._prune_at:
             self._prune(queue)
             # What has pending calls stays: searched again at the next slot, all would be looked at for each
@@ -139,7 +139,7 @@ class RoundRobin:
         return last
 
     def _order_after(self, after: ProgramPoint | None) -> int:
-        """A place between `behind` and what follows it, or behind all."""
+        """A place between `after` and what follows it, or behind all."""
         orders = self._orders
         for _ in range(2):
             following = len(orders) if after is None else bisect_right(orders, after.order)
@@ -219,7 +219,7 @@ class RoundRobin:
     def _waits(self, point: ProgramPoint, deferred: Set[BatchQueue]) -> bool:
         """Whether a group waits for calls ahead in this round whose callers came to it next before now.
 
-        In the round after that it waits for nobody.
+        In the round after that it waits for no caller.
         """
         queue = point.queue
         sources, active = queue.points, self.active_points

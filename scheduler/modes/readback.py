@@ -32,7 +32,7 @@ from layerzero.scheduler.modes.torch_modes import Stream
 
 # Rows up to this size are copied with their neighbours and cut apart on the host.
 SMALL_BYTES = 4096
-# A piece of a batch is copied whole where at most this share of it is nobody's.
+# A piece of a batch is copied whole where at most this share of it is no caller's.
 MAX_UNREQUESTED_SHARE = 0.5
 # Who waits for an event asleep is woken late; where cores are plenty one of them asks without pause.
 BLOCKING_EVENTS: Final = (os.cpu_count() or 1) < 4
@@ -219,9 +219,9 @@ class Readback:
         self._worker.submit(lambda: self._wait(event, pending, blocks, hosts, launches, copied))
 
     def lose(self, error: Exception | None) -> None:
-        """Fail every read that is waited for, and later ones until `lose(None)`: nobody knows what the device
-        writes, or whether it ever answers. What a batcher holds for news of it goes on. The loop calls this,
-        in no task."""
+        """Fail every read that is waited for, and later ones until `lose(None)`: nothing says what the device
+        writes, or whether it ever answers. What a batcher holds for news of it continues. The loop calls
+        this, in no task."""
         self._lost = error
         if error is None:
             return
@@ -245,7 +245,7 @@ class Readback:
         launches: int,
         copied: Callable[[], None] | None,
     ) -> None:
-        """On the reaper's thread."""
+        """On the event thread."""
         error: Exception | None = None
         results: list[tuple[int, Tensor]] = []
         try:

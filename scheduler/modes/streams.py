@@ -2,8 +2,8 @@
 
 Callers of one stream are launched on it, which orders everything by itself. Where a batch has callers of
 several, it runs on the batcher's own stream: that one waits for each caller's stream before the first kernel,
-each caller's waits for it after the last. Outputs belong to the batcher's stream, so the allocator is told of
-every stream that reads them: it must not give their memory away while a slow one still does.
+each caller's waits for it after the last. Outputs belong to the batcher's stream, so the allocator is
+notified of every stream that reads them: it must not give their memory away while a slow one still does.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class DeviceStreams:
     def notify_when_done(
         self, modes: Modes | CrossStreamModes, on_done: Callable[[Exception | None], object]
     ) -> None:
-        """Call `told` from the reaper's thread once a batch under `modes` has run, with what went wrong."""
+        """Call `on_done` from the event thread once a batch under `modes` has run, with what went wrong."""
         event = torch.cuda.Event(blocking=True)
         event.record(self.stream_for(modes))
 

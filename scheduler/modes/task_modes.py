@@ -1,7 +1,7 @@
 """torch's modes belong to the task that entered them: each has them to itself, from its creation on.
 
 torch keeps modes (grad, inference, autocast, function and dispatch modes, hooks of saved tensors) by thread,
-and all tasks of a loop share one: a mode that a task has in force where it waits reaches whoever runs next,
+and all tasks of a loop share one: a mode that a task has in force where it waits reaches the task after it,
 and a child that begins later finds whatever is in force then. So the tasks of a loop that a runtime serves
 are made by a factory (`scheduler/loop_drivers.py`) which wraps their coroutines: a step runs under what the
 task was created with, or had in force when it last waited, and leaves the thread as it found it. What a task
@@ -53,7 +53,7 @@ def _hooks() -> Any:
 
 
 def _stacked() -> bool:
-    """Whether modes or hooks stand on a stack of this thread."""
+    """Whether modes or hooks are on a stack of this thread."""
     return bool(_C._len_torch_function_stack() or _C._len_torch_dispatch_stack()) or _hooks() is not None
 
 
@@ -161,7 +161,7 @@ class IsolatedCoroutine(Coroutine[Any, Any, Any]):
             before.enter()
 
     def send(self, value: Any) -> Any:
-        """Go on with it."""
+        """Continue with it."""
         return self._step(self._inner.send, value)
 
     def throw(self, *error: Any) -> Any:
@@ -202,7 +202,7 @@ class IsolatedCoroutine(Coroutine[Any, Any, Any]):
 
 
 class TaskModes:
-    """The class that wraps coroutines, `kind`, and whether the one that runs here is wrapped, `here`."""
+    """`isolate` wraps a coroutine; `is_isolated` says whether the one that runs here is wrapped."""
 
     __slots__ = ("is_isolated", "isolate")
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from layerzero.backends.flash_attn.shared import FEATURES, SAME_HEAD_SIZES, ampere, both, flags
-from layerzero.ops.attention.adapters import Result, bounds, int32, takes
+from layerzero.ops.attention.adapters import Result, bounds, int32
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import Kernel, loading
 
 
 @functools.cache
@@ -21,47 +20,32 @@ def _interface() -> Any:
     return importlib.import_module("flash_attn.flash_attn_interface")
 
 
-def _attention() -> Callable[..., Any]:
-    run = _interface().flash_attn_func
-
-    @takes(AttentionArgs)
-    def attention(call: AttentionArgs) -> Result:
-        """Operands (B, S, H, D); causal is bottom-right by itself."""
-        lse = call.return_lse
-        out = run(call.q, call.k, call.v, call.dropout_p, return_attn_probs=lse, **flags(call))
-        return both(out[0], out[1]) if lse else out
-
-    return attention
+@loading(lambda: _interface().flash_attn_func, AttentionArgs)
+def _attention(run: Any, call: AttentionArgs) -> Result:
+    """Operands (B, S, H, D); causal is bottom-right by itself."""
+    lse = call.return_lse
+    out = run(call.q, call.k, call.v, call.dropout_p, return_attn_probs=lse, **flags(call))
+    return both(out[0], out[1]) if lse else out
 
 
-def _ragged() -> Callable[..., Any]:
-    run = _interface().flash_attn_varlen_func
-
-    @takes(RaggedArgs)
-    def ragged_attention(call: RaggedArgs) -> Result:
-        """Sequences behind each other; the log-sum-exp comes heads first."""
-        lse = call.return_lse
-        out = run(call.q, call.k, call.v, *bounds(call), return_attn_probs=lse, **flags(call))
-        return both(out[0], out[1].transpose(0, 1)) if lse else out
-
-    return ragged_attention
+@loading(lambda: _interface().flash_attn_varlen_func, RaggedArgs)
+def _ragged(run: Any, call: RaggedArgs) -> Result:
+    """Sequences behind each other; the log-sum-exp comes heads first."""
+    lse = call.return_lse
+    out = run(call.q, call.k, call.v, *bounds(call), return_attn_probs=lse, **flags(call))
+    return both(out[0], out[1].transpose(0, 1)) if lse else out
 
 
-def _paged() -> Callable[..., Any]:
-    run = _interface().flash_attn_with_kvcache
-
-    @takes(PagedArgs)
-    def paged_attention(call: PagedArgs) -> Result:
-        """One query a sequence over pages."""
-        out = run(
-            call.q.unsqueeze(1), call.k_cache, call.v_cache, cache_seqlens=int32(call.seq_lens),
-            block_table=int32(call.block_tables), return_softmax_lse=call.return_lse, **flags(call),
-        )  # fmt: skip
-        if call.return_lse:
-            return both(out[0].squeeze(1), out[1].squeeze(2))
-        return out.squeeze(1)  # type: ignore[no-any-return]
-
-    return paged_attention
+@loading(lambda: _interface().flash_attn_with_kvcache, PagedArgs)
+def _paged(run: Any, call: PagedArgs) -> Result:
+    """One query a sequence over pages."""
+    out = run(
+        call.q.unsqueeze(1), call.k_cache, call.v_cache, cache_seqlens=int32(call.seq_lens),
+        block_table=int32(call.block_tables), return_softmax_lse=call.return_lse, **flags(call),
+    )  # fmt: skip
+    if call.return_lse:
+        return both(out[0].squeeze(1), out[1].squeeze(2))
+    return out.squeeze(1)  # type: ignore[no-any-return]
 
 
 # What was compiled and run: its forward for these head sizes in bfloat16. It has others too.

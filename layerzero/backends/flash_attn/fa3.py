@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from layerzero.backends.flash_attn.shared import FEATURES, THIRD, both, flags, hopper
-from layerzero.ops.attention.adapters import Result, bounds, int32, takes
+from layerzero.ops.attention.adapters import Result, bounds, int32
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.ops.host_copies import max_seqlen
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import Kernel, loading
 
 
 @functools.cache
@@ -19,50 +18,35 @@ def _interface() -> Any:
     return importlib.import_module("flash_attn_interface")
 
 
-def _attention() -> Callable[..., Any]:
-    run = _interface().flash_attn_func
-
-    @takes(AttentionArgs)
-    def attention(call: AttentionArgs) -> Result:
-        """Operands (B, S, H, D); causal is bottom-right by itself."""
-        return run(call.q, call.k, call.v, **flags(call))  # type: ignore[no-any-return]
-
-    return attention
+@loading(lambda: _interface().flash_attn_func, AttentionArgs)
+def _attention(run: Any, call: AttentionArgs) -> Result:
+    """Operands (B, S, H, D); causal is bottom-right by itself."""
+    return run(call.q, call.k, call.v, **flags(call))  # type: ignore[no-any-return]
 
 
-def _ragged() -> Callable[..., Any]:
-    run = _interface().flash_attn_varlen_func
-
-    @takes(RaggedArgs)
-    def ragged_attention(call: RaggedArgs) -> Result:
-        """Sequences behind each other."""
-        return run(call.q, call.k, call.v, *bounds(call), **flags(call))  # type: ignore[no-any-return]
-
-    return ragged_attention
+@loading(lambda: _interface().flash_attn_varlen_func, RaggedArgs)
+def _ragged(run: Any, call: RaggedArgs) -> Result:
+    """Sequences behind each other."""
+    return run(call.q, call.k, call.v, *bounds(call), **flags(call))  # type: ignore[no-any-return]
 
 
-def _paged() -> Callable[..., Any]:
-    run = _interface().flash_attn_with_kvcache
-
-    @takes(PagedArgs)
-    def paged_attention(call: PagedArgs) -> Result:
-        """Queries of any number a sequence over pages of any size."""
-        several, ragged = call.cu_seqlens_q is not None, dict[str, Any]()
-        if call.cu_seqlens_q is not None:
-            ragged["cu_seqlens_q"] = int32(call.cu_seqlens_q)
-            ragged["max_seqlen_q"] = max_seqlen(call.cu_seqlens_q, call.q.shape[0])
-        out = run(
-            call.q if several else call.q.unsqueeze(1), call.k_cache, call.v_cache,
-            cache_seqlens=int32(call.seq_lens), page_table=int32(call.block_tables),
-            return_softmax_lse=call.return_lse, **ragged, **flags(call),
-        )  # fmt: skip
-        if not call.return_lse:
-            return out if several else out.squeeze(1)  # type: ignore[no-any-return]
-        if several:
-            return both(out[0], out[1].transpose(0, 1))
-        return both(out[0].squeeze(1), out[1].squeeze(2))
-
-    return paged_attention
+@loading(lambda: _interface().flash_attn_with_kvcache, PagedArgs)
+def _paged(run: Any, call: PagedArgs) -> Result:
+    """Queries of any number a sequence over pages of any size."""
+    several, ragged = call.cu_seqlens_q is not None, dict[str, Any]()
+    if call.cu_seqlens_q is not None:
+        ragged["cu_seqlens_q"] = int32(call.cu_seqlens_q)
+        ragged["max_seqlen_q"] = max_seqlen(call.cu_seqlens_q, call.q.shape[0])
+    out = run(
+        call.q if several else call.q.unsqueeze(1), call.k_cache, call.v_cache,
+        cache_seqlens=int32(call.seq_lens), page_table=int32(call.block_tables),
+        return_softmax_lse=call.return_lse, **ragged, **flags(call),
+    )  # fmt: skip
+    if not call.return_lse:
+        return out if several else out.squeeze(1)  # type: ignore[no-any-return]
+    if several:
+        return both(out[0], out[1].transpose(0, 1))
+    return both(out[0].squeeze(1), out[1].squeeze(2))
 
 
 _kernel = functools.partial(

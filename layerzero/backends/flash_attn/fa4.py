@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from layerzero.backends.flash_attn.shared import FEATURES, HEAD_SIZES, hopper
-from layerzero.ops.attention.adapters import Result, bounds, int32, takes
+from layerzero.ops.attention.adapters import Result, bounds, int32
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs, Window
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.capability import SDPA_SWITCHED_OFF
-from layerzero.spec.kernel import Kernel, Tiling
+from layerzero.spec.kernel import Kernel, Tiling, loading
 
 
 @functools.cache
@@ -48,52 +48,37 @@ def _flags(call: AttentionArgs | RaggedArgs | PagedArgs) -> dict[str, Any]:
     }
 
 
-def _attention() -> Callable[..., Any]:
-    run = _interface().flash_attn_func
-
-    @takes(AttentionArgs)
-    def attention(call: AttentionArgs) -> Result:
-        """Operands (B, S, H, D); causal is bottom-right by itself."""
-        out, lse = run(call.q, call.k, call.v, return_lse=call.return_lse, **_flags(call))[:2]
-        return (out, lse) if call.return_lse else out
-
-    return attention
+@loading(lambda: _interface().flash_attn_func, AttentionArgs)
+def _attention(run: Any, call: AttentionArgs) -> Result:
+    """Operands (B, S, H, D); causal is bottom-right by itself."""
+    out, lse = run(call.q, call.k, call.v, return_lse=call.return_lse, **_flags(call))[:2]
+    return (out, lse) if call.return_lse else out
 
 
-def _ragged() -> Callable[..., Any]:
-    run = _interface().flash_attn_varlen_func
-
-    @takes(RaggedArgs)
-    def ragged_attention(call: RaggedArgs) -> Result:
-        """Sequences behind each other; the log-sum-exp comes heads first."""
-        starts, starts_k, max_seqlen_q, most_k = bounds(call)
-        out, lse = run(
-            call.q, call.k, call.v, cu_seqlens_q=starts, cu_seqlens_k=starts_k, max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=most_k, return_lse=call.return_lse, **_flags(call),
-        )[:2]  # fmt: skip
-        return (out, lse.transpose(0, 1)) if call.return_lse else out
-
-    return ragged_attention
+@loading(lambda: _interface().flash_attn_varlen_func, RaggedArgs)
+def _ragged(run: Any, call: RaggedArgs) -> Result:
+    """Sequences behind each other; the log-sum-exp comes heads first."""
+    starts, starts_k, max_seqlen_q, most_k = bounds(call)
+    out, lse = run(
+        call.q, call.k, call.v, cu_seqlens_q=starts, cu_seqlens_k=starts_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=most_k, return_lse=call.return_lse, **_flags(call),
+    )[:2]  # fmt: skip
+    return (out, lse.transpose(0, 1)) if call.return_lse else out
 
 
-def _paged() -> Callable[..., Any]:
-    run = _interface().flash_attn_varlen_func
-
-    @takes(PagedArgs)
-    def paged_attention(call: PagedArgs) -> Result:
-        """Block tables and lengths as they are: no plan, nothing read on the host."""
-        pages = {"page_table": int32(call.block_tables), "seqused_k": int32(call.seq_lens)}
-        named = {**pages, **_flags(call), "return_lse": call.return_lse}
-        if call.cu_seqlens_q is None:
-            out, lse = run(call.q.unsqueeze(1), call.k_cache, call.v_cache, **named)[:2]
-            return (out.squeeze(1), lse.squeeze(2)) if call.return_lse else out.squeeze(1)
-        out, lse = run(
-            call.q, call.k_cache, call.v_cache, cu_seqlens_q=int32(call.cu_seqlens_q),
-            max_seqlen_q=max_seqlen(call.cu_seqlens_q, call.q.shape[0]), **named,
-        )[:2]  # fmt: skip
-        return (out, lse.transpose(0, 1)) if call.return_lse else out
-
-    return paged_attention
+@loading(lambda: _interface().flash_attn_varlen_func, PagedArgs)
+def _paged(run: Any, call: PagedArgs) -> Result:
+    """Block tables and lengths as they are: no plan, nothing read on the host."""
+    pages = {"page_table": int32(call.block_tables), "seqused_k": int32(call.seq_lens)}
+    named = {**pages, **_flags(call), "return_lse": call.return_lse}
+    if call.cu_seqlens_q is None:
+        out, lse = run(call.q.unsqueeze(1), call.k_cache, call.v_cache, **named)[:2]
+        return (out.squeeze(1), lse.squeeze(2)) if call.return_lse else out.squeeze(1)
+    out, lse = run(
+        call.q, call.k_cache, call.v_cache, cu_seqlens_q=int32(call.cu_seqlens_q),
+        max_seqlen_q=max_seqlen(call.cu_seqlens_q, call.q.shape[0]), **named,
+    )[:2]  # fmt: skip
+    return (out, lse.transpose(0, 1)) if call.return_lse else out
 
 
 _TILES = Tiling(

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flash_attn.shared import FEATURES, HEAD_SIZES, THIRD, both, hopper, workspace_bytes
-from layerzero.ops.attention.adapters import Result, bounds, int32, takes
+from layerzero.ops.attention.adapters import Result, bounds, int32
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.ops.captures import keep_if_captured
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Kernel, Tiling
+from layerzero.spec.kernel import Kernel, Tiling, loading
 
 _EXTENSION = "_vllm_fa3_C"
 # What none of our calls sets; other arguments that a call leaves out are optional.
@@ -104,61 +104,46 @@ def _uniform_cu_seqlens(batch: int, length: int, device: torch.device) -> Tensor
     return cu_seqlens_q
 
 
-def _attention() -> Callable[..., Any]:
-    run = _forward()
-
-    @takes(AttentionArgs)
-    def attention(call: AttentionArgs) -> Result:
-        """Operands (B, S, H, D), a view of them where they are contiguous."""
-        batch, queries, heads, _ = call.q.shape
-        keys, device = call.k.shape[1], call.q.device
-        out, lse = run(call, {
-            "q": call.q.flatten(0, 1), "k": call.k.flatten(0, 1), "v": call.v.flatten(0, 1),
-            "cu_seqlens_q": _uniform_cu_seqlens(batch, queries, device), "max_seqlen_q": queries,
-            "cu_seqlens_k": _uniform_cu_seqlens(batch, keys, device), "max_seqlen_k": keys,
-        })  # fmt: skip
-        out = out.unflatten(0, (batch, queries))
-        return both(out, lse.view(heads, batch, queries).transpose(0, 1)) if call.return_lse else out
-
-    return attention
+@loading(_forward, AttentionArgs)
+def _attention(run: Any, call: AttentionArgs) -> Result:
+    """Operands (B, S, H, D), a view of them where they are contiguous."""
+    batch, queries, heads, _ = call.q.shape
+    keys, device = call.k.shape[1], call.q.device
+    out, lse = run(call, {
+        "q": call.q.flatten(0, 1), "k": call.k.flatten(0, 1), "v": call.v.flatten(0, 1),
+        "cu_seqlens_q": _uniform_cu_seqlens(batch, queries, device), "max_seqlen_q": queries,
+        "cu_seqlens_k": _uniform_cu_seqlens(batch, keys, device), "max_seqlen_k": keys,
+    })  # fmt: skip
+    out = out.unflatten(0, (batch, queries))
+    return both(out, lse.view(heads, batch, queries).transpose(0, 1)) if call.return_lse else out
 
 
-def _ragged() -> Callable[..., Any]:
-    run = _forward()
-
-    @takes(RaggedArgs)
-    def ragged_attention(call: RaggedArgs) -> Result:
-        """Sequences behind each other; the log-sum-exp comes heads first."""
-        starts, starts_k, max_seqlen_q, most_k = bounds(call)
-        out, lse = run(call, {
-            "q": call.q, "k": call.k, "v": call.v, "cu_seqlens_q": starts, "max_seqlen_q": max_seqlen_q,
-            "cu_seqlens_k": starts_k, "max_seqlen_k": most_k,
-        })  # fmt: skip
-        return both(out, lse.transpose(0, 1)) if call.return_lse else out
-
-    return ragged_attention
+@loading(_forward, RaggedArgs)
+def _ragged(run: Any, call: RaggedArgs) -> Result:
+    """Sequences behind each other; the log-sum-exp comes heads first."""
+    starts, starts_k, max_seqlen_q, most_k = bounds(call)
+    out, lse = run(call, {
+        "q": call.q, "k": call.k, "v": call.v, "cu_seqlens_q": starts, "max_seqlen_q": max_seqlen_q,
+        "cu_seqlens_k": starts_k, "max_seqlen_k": most_k,
+    })  # fmt: skip
+    return both(out, lse.transpose(0, 1)) if call.return_lse else out
 
 
-def _paged() -> Callable[..., Any]:
-    run = _forward()
-
-    @takes(PagedArgs)
-    def paged_attention(call: PagedArgs) -> Result:
-        """Block tables and lengths as they are: no plan, nothing read on the host."""
-        sequences, pages = call.block_tables.shape
-        if call.cu_seqlens_q is None:
-            starts, max_seqlen_q = _uniform_cu_seqlens(sequences, 1, call.q.device), 1
-        else:
-            starts, max_seqlen_q = int32(call.cu_seqlens_q), max_seqlen(call.cu_seqlens_q, call.q.shape[0])
-        out, lse = run(call, {
-            "q": call.q, "k": call.k_cache, "v": call.v_cache, "cu_seqlens_q": starts,
-            "max_seqlen_q": max_seqlen_q,
-            "seqused_k": int32(call.seq_lens), "max_seqlen_k": pages * call.k_cache.shape[1],
-            "page_table": int32(call.block_tables),
-        })  # fmt: skip
-        return both(out, lse.transpose(0, 1)) if call.return_lse else out
-
-    return paged_attention
+@loading(_forward, PagedArgs)
+def _paged(run: Any, call: PagedArgs) -> Result:
+    """Block tables and lengths as they are: no plan, nothing read on the host."""
+    sequences, pages = call.block_tables.shape
+    if call.cu_seqlens_q is None:
+        starts, max_seqlen_q = _uniform_cu_seqlens(sequences, 1, call.q.device), 1
+    else:
+        starts, max_seqlen_q = int32(call.cu_seqlens_q), max_seqlen(call.cu_seqlens_q, call.q.shape[0])
+    out, lse = run(call, {
+        "q": call.q, "k": call.k_cache, "v": call.v_cache, "cu_seqlens_q": starts,
+        "max_seqlen_q": max_seqlen_q,
+        "seqused_k": int32(call.seq_lens), "max_seqlen_k": pages * call.k_cache.shape[1],
+        "page_table": int32(call.block_tables),
+    })  # fmt: skip
+    return both(out, lse.transpose(0, 1)) if call.return_lse else out
 
 
 _TILES = Tiling(

@@ -16,39 +16,34 @@ from layerzero.ops.captures import keep_if_captured
 from layerzero.ops.paged.append import copy_if_aliased
 from layerzero.ops.quantize.quantize import quantize_reference
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import Kernel, loading
 
 # A module is compiled as its first kernel loads, in the background, not by the first call.
 
 
-def _norms() -> Any:
-    library = module("flashinfer.norm")
-    library.get_norm_module()
+def _compiled(part: str) -> Any:
+    """A module of FlashInfer's whose kernels are compiled."""
+    library = module(f"flashinfer.{part}")
+    getattr(library, f"get_{part}_module")()
     return library
 
 
-def _rms_norm() -> Callable[..., Any]:
-    kernel = _norms().rmsnorm
-
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`rmsnorm` over rows."""
-        out: Tensor = kernel(x.view(-1, x.shape[-1]), weight, eps)
-        return out.view(x.shape)
-
-    return rms_norm
+@loading(lambda: _compiled("norm").rmsnorm)
+def _rms_norm(kernel: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rmsnorm` over rows."""
+    out: Tensor = kernel(x.view(-1, x.shape[-1]), weight, eps)
+    return out.view(x.shape)
 
 
-def _add_rms_norm() -> Callable[..., Any]:
-    kernel = _norms().fused_add_rmsnorm
-
-    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`fused_add_rmsnorm` on copies: it overwrites both operands."""
-        normed, total = x.clone(), residual.clone()
-        width = x.shape[-1]
-        kernel(normed.view(-1, width), total.view(-1, width), weight, eps)
-        return normed, total
-
-    return add_rms_norm
+@loading(lambda: _compiled("norm").fused_add_rmsnorm)
+def _add_rms_norm(
+    kernel: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`fused_add_rmsnorm` on copies: it overwrites both operands."""
+    normed, total = x.clone(), residual.clone()
+    width = x.shape[-1]
+    kernel(normed.view(-1, width), total.view(-1, width), weight, eps)
+    return normed, total
 
 
 def _loadable(x: Tensor) -> Tensor:
@@ -86,22 +81,16 @@ def cos_sin_cache(cos: Tensor, sin: Tensor) -> Tensor:
     return cos_sin
 
 
-def _rope() -> Callable[..., Any]:
-    library = module("flashinfer.rope")
-    library.get_rope_module()
-    kernel = library.apply_rope_with_cos_sin_cache
-
-    def rope(
-        q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *_: Any
-    ) -> tuple[Tensor, Tensor]:
-        """`apply_rope_with_cos_sin_cache`, out of place."""
-        count, width = positions.numel(), q.shape[-1]
-        rows, keys = _loadable(q).view(count, -1), _loadable(k).view(count, -1)
-        places = positions.reshape(-1).contiguous()
-        turned = kernel(places, rows, keys, width, cos_sin_cache(cos, sin), is_neox=not interleaved)
-        return turned[0].view(q.shape), turned[1].view(k.shape)
-
-    return rope
+@loading(lambda: _compiled("rope").apply_rope_with_cos_sin_cache)
+def _rope(
+    kernel: Any, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *_: Any
+) -> tuple[Tensor, Tensor]:
+    """`apply_rope_with_cos_sin_cache`, out of place."""
+    count, width = positions.numel(), q.shape[-1]
+    rows, keys = _loadable(q).view(count, -1), _loadable(k).view(count, -1)
+    places = positions.reshape(-1).contiguous()
+    turned = kernel(places, rows, keys, width, cos_sin_cache(cos, sin), is_neox=not interleaved)
+    return turned[0].view(q.shape), turned[1].view(k.shape)
 
 
 def _mlp() -> Callable[..., Any]:
@@ -120,28 +109,27 @@ def _mlp() -> Callable[..., Any]:
     return mlp
 
 
-def _append() -> Callable[..., Any]:
-    library = module("flashinfer.page")
-    library.get_page_module()
-    kernel = library.append_paged_kv_cache
-
-    def append_kv(
-        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layout: str, *_: None
-    ) -> Tensor:
-        """`append_paged_kv_cache` with the whole pool as one sequence, in which a slot is a position."""
-        pages, size = k_cache.shape[0], k_cache.shape[1 if layout == "NHD" else 2]
-        ids, bounds, last = _whole_pool(pages, size, k.device)
-        first = _zeros(_power_of_two(k.shape[0]), k.device)
-        keep_if_captured(ids, bounds, last, first)
-        first = first[: k.shape[0]]
-        places = slot_mapping.to(torch.int32).contiguous()
-        k, v = copy_if_aliased(k, k_cache, v_cache), copy_if_aliased(v, k_cache, v_cache)
-        kernel(
-            _loadable(k), _loadable(v), first, places, (k_cache, v_cache), ids, bounds, last, kv_layout=layout
-        )
-        return slot_mapping
-
-    return append_kv
+@loading(lambda: _compiled("page").append_paged_kv_cache)
+def _append(
+    kernel: Any,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    layout: str,
+    *_: None,
+) -> Tensor:
+    """`append_paged_kv_cache` with the whole pool as one sequence, in which a slot is a position."""
+    pages, size = k_cache.shape[0], k_cache.shape[1 if layout == "NHD" else 2]
+    ids, bounds, last = _whole_pool(pages, size, k.device)
+    first = _zeros(_power_of_two(k.shape[0]), k.device)
+    keep_if_captured(ids, bounds, last, first)
+    first = first[: k.shape[0]]
+    places = slot_mapping.to(torch.int32).contiguous()
+    k, v = copy_if_aliased(k, k_cache, v_cache), copy_if_aliased(v, k_cache, v_cache)
+    kernel(_loadable(k), _loadable(v), first, places, (k_cache, v_cache), ids, bounds, last, kv_layout=layout)
+    return slot_mapping
 
 
 # Some pools of pages and numbers of rows; what graphs were captured with stays, however many others come.

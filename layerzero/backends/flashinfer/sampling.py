@@ -19,7 +19,7 @@ from layerzero.backends.flashinfer.common import DISTRIBUTIONS, compilation_of, 
 from layerzero.backends.flashinfer.planning import ROW_STATES_BYTES, row_states_buffer
 from layerzero.ops.sampling.draw import Count, Number, is_constant
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import Kernel, loading
 
 
 def mask_logits(library: Any, logits: Tensor, top_k: Count) -> Tensor | None:
@@ -75,24 +75,20 @@ def _sample() -> Callable[..., Any]:
     return sample
 
 
-def _sample_topk() -> Callable[..., Any]:
-    sample = _sample()
-
-    def sample_topk(logits: Tensor, k: Count, temperature: Number, seed: Count, offset: Count) -> Any:
-        """`sample` without top-p."""
-        return sample(logits, temperature, k, 1.0, seed, offset)
-
-    return sample_topk
+@loading(_sample)
+def _sample_topk(
+    sample: Any, logits: Tensor, k: Count, temperature: Number, seed: Count, offset: Count
+) -> Any:
+    """`sample` without top-p."""
+    return sample(logits, temperature, k, 1.0, seed, offset)
 
 
-def _sample_topp() -> Callable[..., Any]:
-    sample = _sample()
-
-    def sample_topp(logits: Tensor, p: Number, temperature: Number, seed: Count, offset: Count) -> Any:
-        """`sample` without top-k."""
-        return sample(logits, temperature, 0, p, seed, offset)
-
-    return sample_topp
+@loading(_sample)
+def _sample_topp(
+    sample: Any, logits: Tensor, p: Number, temperature: Number, seed: Count, offset: Count
+) -> Any:
+    """`sample` without top-k."""
+    return sample(logits, temperature, 0, p, seed, offset)
 
 
 def _filter_bytes(request: CallSpec) -> int:

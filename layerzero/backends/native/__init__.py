@@ -17,7 +17,7 @@ from torch import Tensor
 from layerzero.ops import kv_formats, table
 from layerzero.ops.attention.checks import window_bounds
 from layerzero.ops.op import Args
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import Kernel, loading
 
 
 def load_module(name: str = "layerzero_native") -> Any:
@@ -31,56 +31,42 @@ def load_module(name: str = "layerzero_native") -> Any:
     return build.library(name)
 
 
-def _paged() -> Callable[..., Any]:
-    native = load_module().paged
-
-    def paged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """One walk over each sequence's pages; what it cannot trust it refuses before it reads."""
-        q, k, v, tables, lens, cu, is_causal, scale, window, softcap, layout, return_lse, k_scale, v_scale = (
-            args
-        )
-        out, lse = _results(q, v.shape[3], return_lse)
-        window_left, right = window_bounds(is_causal, window)
-        factor = q.shape[2] ** -0.5 if scale is None else scale
-        cap = 0.0 if softcap is None else softcap
-        if not native(out, lse, q, k, v, tables, lens, cu, factor, window_left, right, cap, layout == "HND",
-                      k_scale, v_scale):  # fmt: skip
-            refuse("paged_attention", args)
-        return out if lse is None else (out, lse)
-
-    return paged_attention
+@loading(lambda: load_module().paged)
+def _paged(native: Any, *args: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """One walk over each sequence's pages; what it cannot trust it refuses before it reads."""
+    q, k, v, tables, lens, cu, is_causal, scale, window, softcap, layout, return_lse, k_scale, v_scale = args
+    out, lse = _results(q, v.shape[3], return_lse)
+    window_left, right = window_bounds(is_causal, window)
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    cap = 0.0 if softcap is None else softcap
+    if not native(out, lse, q, k, v, tables, lens, cu, factor, window_left, right, cap, layout == "HND",
+                  k_scale, v_scale):  # fmt: skip
+        refuse("paged_attention", args)
+    return out if lse is None else (out, lse)
 
 
-def _ragged() -> Callable[..., Any]:
-    native = load_module().ragged
-
-    def ragged_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """The same walk over keys that follow each other."""
-        q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse, _, k_scale, v_scale = args
-        out, lse = _results(q, v.shape[2], return_lse)
-        window_left, right = window_bounds(is_causal, window)
-        factor = q.shape[2] ** -0.5 if scale is None else scale
-        cap = 0.0 if softcap is None else softcap
-        if not native(out, lse, q, k, v, cu, cu_k, factor, window_left, right, cap, k_scale, v_scale):
-            refuse("ragged_attention", args)
-        return out if lse is None else (out, lse)
-
-    return ragged_attention
+@loading(lambda: load_module().ragged)
+def _ragged(native: Any, *args: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """The same walk over keys that follow each other."""
+    q, k, v, cu, cu_k, is_causal, scale, window, softcap, return_lse, _, k_scale, v_scale = args
+    out, lse = _results(q, v.shape[2], return_lse)
+    window_left, right = window_bounds(is_causal, window)
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    cap = 0.0 if softcap is None else softcap
+    if not native(out, lse, q, k, v, cu, cu_k, factor, window_left, right, cap, k_scale, v_scale):
+        refuse("ragged_attention", args)
+    return out if lse is None else (out, lse)
 
 
-def _latent() -> Callable[..., Any]:
-    native = load_module().latent
-
-    def mla_attention(*args: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """Keys are put together from both pools; their first part is the values."""
-        q, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse, ckv_scale, kpe_scale = args
-        out, lse = _results(q, q.shape[2], return_lse)
-        right = 0 if is_causal else -1
-        if not native(out, lse, q, q_pe, ckv, kpe, tables, lens, cu, scale, right, ckv_scale, kpe_scale):
-            refuse("mla_attention", args)
-        return out if lse is None else (out, lse)
-
-    return mla_attention
+@loading(lambda: load_module().latent)
+def _latent(native: Any, *args: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """Keys are put together from both pools; their first part is the values."""
+    q, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse, ckv_scale, kpe_scale = args
+    out, lse = _results(q, q.shape[2], return_lse)
+    right = 0 if is_causal else -1
+    if not native(out, lse, q, q_pe, ckv, kpe, tables, lens, cu, scale, right, ckv_scale, kpe_scale):
+        refuse("mla_attention", args)
+    return out if lse is None else (out, lse)
 
 
 def _append() -> Callable[..., Any]:

@@ -7,7 +7,6 @@ that may change, and a row's bits are its own in every batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from layerzero.backends.native import load_module
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import Kernel, loading
 
 LIBRARY = "layerzero_products"
 # As the order of `Activation` there.
@@ -24,30 +23,28 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 BLOCK = 48
 
 
-def _linear() -> Callable[..., Any]:
-    native = load_module(LIBRARY).linear
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-        native(out.view(-1, weight.shape[0]), x.view(-1, weight.shape[1]), weight, bias)
-        return out
-
-    return linear
+@loading(lambda: load_module(LIBRARY).linear)
+def _linear(native: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    native(out.view(-1, weight.shape[0]), x.view(-1, weight.shape[1]), weight, bias)
+    return out
 
 
-def _mlp() -> Callable[..., Any]:
-    native = load_module(LIBRARY).mlp
-
-    def mlp(
-        x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
-    ) -> Tensor:
-        out = torch.empty_like(x)
-        width = x.shape[-1]
-        which = ACTIVATIONS.index(activation)
-        native(out.view(-1, width), x.view(-1, width), w_up, w_down, b_up, b_down, which)
-        return out
-
-    return mlp
+@loading(lambda: load_module(LIBRARY).mlp)
+def _mlp(
+    native: Any,
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    activation: str,
+) -> Tensor:
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    which = ACTIVATIONS.index(activation)
+    native(out.view(-1, width), x.view(-1, width), w_up, w_down, b_up, b_down, which)
+    return out
 
 
 def in_panels(columns: int) -> int:

@@ -23,7 +23,7 @@ from layerzero.ops.linear.mlp import GATES
 from layerzero.ops.quantize.quantized_linear import rounded_rows
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import BackendNotAvailableError
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import Kernel, loading
 
 # As the order of `Kind` there.
 KINDS = {"int4": 0, "int8": 1, "mxfp4": 2, "nvfp4": 2, "nf4": 3, "fp8_e4m3": 4, "mxfp8": 4, "fp8_e5m2": 5}
@@ -179,49 +179,45 @@ def _quantized_linear() -> Callable[..., Any]:
     return quantized_linear
 
 
-def _fused_experts() -> Callable[..., Any]:
-    module = library()
+@loading(library)
+def _fused_experts(
+    module: Any, x: Tensor, experts: Tensor, scores: Tensor, w_up: Tensor, w_down: Tensor, up_scale: Tensor,
+    down_scale: Tensor, activation: str, gate: str, weighed: str, first_expert: int, shared: int,
+    inputs: str, format: str | None, up_zero: Tensor | None, down_zero: Tensor | None,
+    up_second: Tensor | None, down_second: Tensor | None, block_size: int,
+) -> Tensor:  # fmt: skip
+    """Two products an expert over the rows that chose it; answers are added in the order of choices."""
+    whole = whole_inputs(inputs, format_of(w_up.dtype, format).name, block_size)
+    rows = x.reshape(-1, x.shape[-1]).float()
+    chosen, weights = all_choices(experts, scores.float(), w_up.shape[0], first_expert, shared)
+    parts = rows.new_zeros(chosen.numel(), rows.shape[1])
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten() + 1, minlength=w_up.shape[0] + 1).tolist()
+    score, begin = weights.flatten(), counts[0]
+    asked = [expert for expert, count in enumerate(counts[1:]) if count]
+    up = laid_out(w_up, up_scale, format, up_zero, up_second, block_size, asked)
+    down = laid_out(w_down, down_scale, format, down_zero, down_second, block_size, asked)
 
-    def fused_experts(
-        x: Tensor, experts: Tensor, scores: Tensor, w_up: Tensor, w_down: Tensor, up_scale: Tensor,
-        down_scale: Tensor, activation: str, gate: str, weighed: str, first_expert: int, shared: int,
-        inputs: str, format: str | None, up_zero: Tensor | None, down_zero: Tensor | None,
-        up_second: Tensor | None, down_second: Tensor | None, block_size: int,
-    ) -> Tensor:  # fmt: skip
-        """Two products an expert over the rows that chose it; answers are added in the order of choices."""
-        whole = whole_inputs(inputs, format_of(w_up.dtype, format).name, block_size)
-        rows = x.reshape(-1, x.shape[-1]).float()
-        chosen, weights = all_choices(experts, scores.float(), w_up.shape[0], first_expert, shared)
-        parts = rows.new_zeros(chosen.numel(), rows.shape[1])
-        order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten() + 1, minlength=w_up.shape[0] + 1).tolist()
-        score, begin = weights.flatten(), counts[0]
-        asked = [expert for expert, count in enumerate(counts[1:]) if count]
-        up = laid_out(w_up, up_scale, format, up_zero, up_second, block_size, asked)
-        down = laid_out(w_down, down_scale, format, down_zero, down_second, block_size, asked)
+    def rounded(part: Tensor) -> Tensor:
+        if whole or inputs == "float":
+            return part
+        return rounded_rows(part, inputs, w_up.dtype, format, block_size)
 
-        def rounded(part: Tensor) -> Tensor:
-            if whole or inputs == "float":
-                return part
-            return rounded_rows(part, inputs, w_up.dtype, format, block_size)
-
-        for expert in asked:
-            places = order[begin : begin + counts[expert + 1]]
-            begin += counts[expert + 1]
-            weight, part = score[places].unsqueeze(1), rows[places // chosen.shape[1]]
-            hidden = module.gated(
-                up.multiply(rounded(part * weight if weighed == "inputs" else part), None, whole, expert),
-                tuple(GATES).index(activation), gate == "second",
-            )  # fmt: skip
-            answer = down.multiply(rounded(hidden), None, whole, expert)
-            parts[places] = answer if weighed == "inputs" else answer * weight
-        by_row = parts.view(*chosen.shape, rows.shape[1])
-        total = by_row[:, 0]
-        for place in range(1, chosen.shape[1]):  # one after the other, whatever is beside a row
-            total = total + by_row[:, place]
-        return total.to(x.dtype).view(x.shape)
-
-    return fused_experts
+    for expert in asked:
+        places = order[begin : begin + counts[expert + 1]]
+        begin += counts[expert + 1]
+        weight, part = score[places].unsqueeze(1), rows[places // chosen.shape[1]]
+        hidden = module.gated(
+            up.multiply(rounded(part * weight if weighed == "inputs" else part), None, whole, expert),
+            tuple(GATES).index(activation), gate == "second",
+        )  # fmt: skip
+        answer = down.multiply(rounded(hidden), None, whole, expert)
+        parts[places] = answer if weighed == "inputs" else answer * weight
+    by_row = parts.view(*chosen.shape, rows.shape[1])
+    total = by_row[:, 0]
+    for place in range(1, chosen.shape[1]):  # one after the other, whatever is beside a row
+        total = total + by_row[:, place]
+    return total.to(x.dtype).view(x.shape)
 
 
 def _linear_workspace(request: CallSpec) -> int:

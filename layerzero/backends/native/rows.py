@@ -7,76 +7,61 @@ the time. `rows.cpp` is the code.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.native import load_module, refuse
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import Kernel, loading
 
 
-def _rms_norm() -> Callable[..., Any]:
-    native = load_module("layerzero_rows").norm
-
-    def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """One pass for the sum, one for the rows."""
-        out = torch.empty_like(x)
-        native(out, x, None, None, weight, eps)
-        return out
-
-    return rms_norm
+@loading(lambda: load_module("layerzero_rows").norm)
+def _rms_norm(native: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """One pass for the sum, one for the rows."""
+    out = torch.empty_like(x)
+    native(out, x, None, None, weight, eps)
+    return out
 
 
-def _add_rms_norm() -> Callable[..., Any]:
-    native = load_module("layerzero_rows").norm
-
-    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-        """The sum is written once and normed while it is in the cache."""
-        out, total = torch.empty_like(x), torch.empty_like(x)
-        native(out, x, residual, total, weight, eps)
-        return out, total
-
-    return add_rms_norm
+@loading(lambda: load_module("layerzero_rows").norm)
+def _add_rms_norm(
+    native: Any, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum is written once and normed while it is in the cache."""
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    native(out, x, residual, total, weight, eps)
+    return out, total
 
 
 def _tables(cos: Tensor, sin: Tensor) -> list[Tensor]:
     return [table.to(torch.float32).contiguous() for table in (cos, sin)]
 
 
-def _rope() -> Callable[..., Any]:
-    native = load_module("layerzero_rows").rope
-
-    def rope(*args: Any) -> tuple[Tensor, Tensor]:
-        """Reads q and k in place, views of one projection too; writes dense heads."""
-        q, k, positions, cos, sin, _, _ = args
-        outs = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
-        if q.dim() == 3:
-            flat = [*outs, q, k]
-        else:
-            flat = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (*outs, q, k)]
-            positions = positions.reshape(-1)
-        if not native(*flat, positions, *_tables(cos, sin)):
-            refuse("rope", args)
-        return outs
-
-    return rope
+@loading(lambda: load_module("layerzero_rows").rope)
+def _rope(native: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    """Reads q and k in place, views of one projection too; writes dense heads."""
+    q, k, positions, cos, sin, _, _ = args
+    outs = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
+    if q.dim() == 3:
+        flat = [*outs, q, k]
+    else:
+        flat = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (*outs, q, k)]
+        positions = positions.reshape(-1)
+    if not native(*flat, positions, *_tables(cos, sin)):
+        refuse("rope", args)
+    return outs
 
 
-def _rope_append() -> Callable[..., Any]:
-    native = load_module("layerzero_rows").rope_append
-
-    def rope_append_kv(*args: Any) -> Tensor:
-        """One pass a token: queries turned into the result, keys turned into their page, values copied."""
-        q, k, v, positions, cos, sin, k_cache, v_cache, slot_mapping, _, layout = args
-        out = torch.empty(q.shape, dtype=q.dtype)
-        pools = k_cache, v_cache, slot_mapping, layout == "HND"
-        if not native(out, q, k, v, positions, *_tables(cos, sin), *pools):
-            refuse("rope_append_kv", args)
-        return out
-
-    return rope_append_kv
+@loading(lambda: load_module("layerzero_rows").rope_append)
+def _rope_append(native: Any, *args: Any) -> Tensor:
+    """One pass a token: queries turned into the result, keys turned into their page, values copied."""
+    q, k, v, positions, cos, sin, k_cache, v_cache, slot_mapping, _, layout = args
+    out = torch.empty(q.shape, dtype=q.dtype)
+    pools = k_cache, v_cache, slot_mapping, layout == "HND"
+    if not native(out, q, k, v, positions, *_tables(cos, sin), *pools):
+        refuse("rope_append_kv", args)
+    return out
 
 
 _kernel = functools.partial(
