@@ -23,7 +23,8 @@ from torch import Tensor
 import layerzero as lz
 import layerzero.sync
 from layerzero.actors.isolation.arena import HostArena
-from layerzero.actors.isolation.worker_process import IsolatedWorker, WorkerError
+from layerzero.actors.isolation.worker_errors import WorkerError, fault_error
+from layerzero.actors.isolation.worker_process import IsolatedWorker
 from layerzero.health import BreakerState
 from layerzero.perfdb import versions_of
 from layerzero.selection.cost.roofline import ROOFLINE
@@ -164,7 +165,7 @@ class TestOneWorker:
         """A pickle, a cut message, words of another protocol: refused as what they are."""
         worker = worker_of(steady)
         for nonsense in (pickle.dumps(print), b"\1\x81", b"\2", b"\1" + b"\xc1" * 40):
-            assert isinstance(worker._raised(nonsense), WorkerError)
+            assert isinstance(fault_error("made", nonsense, worker._unavailable), WorkerError)
 
 
 def test_shared_memory_cannot_be_cut_by_the_other_side() -> None:
