@@ -232,7 +232,7 @@ def test_a_kernel_that_does_not_load_again_rests_alone(tmp_path: Path, fault: st
     module = f"loads_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{module}.py").write_text(LOADS.format(folder=str(tmp_path), module=module))
     settings = lz.Settings(isolate={"made": "process"}, isolate_timeout_s=20.0, warm="off", cooldown_s=0.05)
-    with pytest.MonkeyPatch.context() as patch, lz.start(settings) as runtime:
+    with pytest.MonkeyPatch.context() as patch, lz.start(settings, scoped=True) as runtime:
         patch.syspath_prepend(tmp_path)
         loads = importlib.import_module(module)
         runtime.add_kernel(loads.sound())
