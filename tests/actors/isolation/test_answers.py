@@ -59,14 +59,20 @@ def test_a_kernel_that_forks_and_returns_in_both_processes_answers_once() -> Non
     with opened() as runtime:
         call = runtime.device().registry.callable_of("wild.rms_norm")
         pid = worker_of(runtime).pid
+        before = _children(pid)  # what ends with it what it starts
         torch.testing.assert_close(call(asking(plugged.FORK), None, 1e-6), right(asking(plugged.FORK)))
         for turn in range(200):
             rows = torch.randn(6, 32)
             torch.testing.assert_close(call(rows, None, 1e-6), right(rows))
             time.sleep(0.001 if turn < 100 else 0.0)
-        group = [int(e.name) for e in Path("/proc").iterdir() if e.name.isdigit() and e.name != str(pid)]
         assert worker_of(runtime).pid == pid
-        assert not [p for p in group if _parent(p) == pid]
+        assert _children(pid) == before
+
+
+def _children(pid: int | None) -> list[int]:
+    """The living processes that one has forked."""
+    living = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return sorted(each for each in living if _parent(each) == pid)
 
 
 def _parent(pid: int) -> int:
