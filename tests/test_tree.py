@@ -313,6 +313,18 @@ def test_no_module_of_ours_is_imported_by_a_string() -> None:
     assert hidden == []
 
 
+def test_pickled_bytes_are_read_from_a_pools_own_processes_alone() -> None:
+    """Ray brings those; what files, sockets and other interpreters bring is never unpickled."""
+    unpickles = re.compile(r"(\w*pickle|marshal|shelve|dill|joblib|torch)\.(loads?|open|Unpickler)")
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in sources("layerzero", "actors", "scheduler", "examples")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and unpickles.fullmatch(ast.unparse(node.func))
+    }
+    assert found == {"actors/remote/ray_actor.py", "actors/remote/sending.py"}
+
+
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     """Not at the top, and not from inside a function."""
     assert house.cycles(modules(), inner=True) == []

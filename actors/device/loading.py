@@ -139,8 +139,7 @@ class KernelLoader:
         except Exception as error:
             if not threading.main_thread().is_alive():
                 return  # the process is ending and takes no more threads: that says nothing of the kernel
-            self._counters.add("load_failures", kernel=kernel_id)
-            log.warning("kernel.load_failed", kernel=kernel_id, error=f"{type(error).__name__}: {error}")
+            self._count_failure(kernel_id, error)
         else:
             log.info("kernel.loaded", kernel=kernel_id, seconds=round(self._clock() - started, 3))
         # After a failure too: that blocks the kernel, which changes choices as readiness does.
@@ -150,6 +149,15 @@ class KernelLoader:
             if not self.loading:
                 freeze_again()
             self._changed()
+
+    def tell_failure(self, kernel_id: str, error: Exception) -> None:
+        """A call loaded a kernel in its own thread, and it failed, which blocks it."""
+        self._count_failure(kernel_id, error)
+        self._changed()
+
+    def _count_failure(self, kernel_id: str, error: Exception) -> None:
+        self._counters.add("load_failures", kernel=kernel_id)
+        log.warning("kernel.load_failed", kernel=kernel_id, error=f"{type(error).__name__}: {error}")
 
     def _load_shared(self, kernel_id: str, request: CallSpec | None) -> None:
         """Load and compile in this thread: of the host's processes that compile the same, one goes first."""

@@ -13,6 +13,7 @@ from layerzero.health import Health
 from layerzero.observe.counters import Counters
 from layerzero.observe.selection_events import SelectionEvents
 from layerzero.ops.op import Op
+from layerzero.selection.context import KernelLoadError
 from layerzero.selection.modes import REHEARSAL
 from layerzero.selection.plan import Plan
 from layerzero.selection.recent import Recent
@@ -60,7 +61,10 @@ class PlanCompiler:
         self.on_decided: Callable[[CallSpec], object] | None = None
 
     def compile(self, op: Op, selection: Selection) -> Plan:
-        """The plan of a selection; loads the kernel if it is not, and starts what is chosen when warm."""
+        """The plan of a selection; loads the kernel if it is not, and starts what is chosen when warm.
+
+        Raises: KernelLoadError: it does not load. NoKernelFoundError: it was removed meanwhile.
+        """
         calls = self._calls
         self._counters.add("selections", op=op.name)
         kernel = calls.registry.get(selection.kernel)
@@ -74,7 +78,13 @@ class PlanCompiler:
             self.on_decided(selection.request)
         if REHEARSAL.on and not REHEARSAL.waits:
             self._refuse_to_wait(selection)
-        call = calls.callable_for(op, selection, kernel.id)
+        try:
+            call = calls.callable_for(op, selection, kernel.id)
+        except Exception as error:
+            if (why := calls.registry.blocked().get(kernel.id)) is None:
+                raise
+            self._loader.tell_failure(kernel.id, error)
+            raise KernelLoadError(kernel.id, why) from error
         for middleware in self.middlewares:
             wrapped = middleware.wrap(op, selection, call)
             call = unless_foreign(wrapped, call) if middleware.reads_arguments else wrapped

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -34,6 +35,8 @@ from layerzero.selection.dispatch import DispatchState
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, PolicyValidationError
 from layerzero.spec.reasons import Reason
 
+SENT_BEFORE_S = 0.1  # what a follower finds within it lay on its line
+
 
 class RankGroup:
     """One rank's membership: `join`, agree on plans, `fail` or `close`.
@@ -51,7 +54,7 @@ class RankGroup:
         self.agreed_plan: AgreedPlan | None = None
         self.channel: LeaderChannel | FollowerChannel | None = None
         self.same_hardware_as_rank0 = True
-        self.reads_ahead = False  # another thread has the follower's channel
+        self.take_channel: Callable[[], bool] | None = None  # from another thread, which reads ahead
         self._hardware_class = ""
         self._store = store
         self._lock = threading.Lock()
@@ -310,14 +313,21 @@ class RankGroup:
 
     def failure_reason(self) -> str | None:
         """Why the rank group has failed, waiting a moment for what a rank said before it broke a
-        collective, or on a follower for a heartbeat of rank 0.
+        collective, or on a follower for a heartbeat of rank 0. The rank takes no further step.
         """
         if self.failure is None and isinstance(self.channel, LeaderChannel):
             self.channel.wait_for_reason()
             return self.failure or self.channel.failure
-        if self.failure is None and isinstance(self.channel, FollowerChannel) and not self.reads_ahead:
+        if (
+            self.failure is None
+            and isinstance(self.channel, FollowerChannel)
+            and (self.take_channel is None or self.take_channel())
+        ):
+            asked_s = time.monotonic()
             try:
-                self.channel.receive(heartbeat=True)
+                # What was sent before, a step message or a heartbeat, says nothing of now.
+                while self.channel.receive(heartbeat=True) or time.monotonic() - asked_s < SENT_BEFORE_S:
+                    pass
             except DeviceLostError as error:
                 return str(error)
         return self.failure

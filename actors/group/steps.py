@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from layerzero.runtime import Runtime
 
 MAX_ANNOUNCED = 64  # step messages that a follower has read and not begun
+_PREPARED_S = 5.0  # and the group's limit: rank 0 has said something by then, and what it said is prepared
 
 
 class Steps:
@@ -159,16 +160,26 @@ class ReadAhead:
         self._messages: SimpleQueue[tuple[StepMessage, list[Any]] | Exception] = SimpleQueue()
         self._room = threading.Semaphore(MAX_ANNOUNCED)  # a follower that hangs takes no more
         self._ended = False
+        self._reader = threading.Thread(target=self._read, name="layerzero-group-read", daemon=True)
 
     def __enter__(self) -> ReadAhead:
         if self._is_ahead:
-            self._steps.group.reads_ahead = True
-            threading.Thread(target=self._read, name="layerzero-group-read", daemon=True).start()
+            self._steps.group.take_channel = self._stop
+            self._reader.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._ended = True
         self._room.release()
+
+    def _stop(self) -> bool:
+        """Have the thread leave the channel, at a heartbeat at the latest; whether it has."""
+        self._end()
+        self._reader.join(self._steps.group.timeout_s + _PREPARED_S)
+        return not self._reader.is_alive()
 
     def next_step(self) -> tuple[StepMessage, DispatchState, list[Any]]:
         """As `Steps.next_step`, with what the message brings.
@@ -195,8 +206,8 @@ class ReadAhead:
         try:
             assert isinstance(group.channel, FollowerChannel)  # of a follower that has joined
             with torch.inference_mode(inference):
-                while self._has_room():
-                    message = decode(group.channel.receive())
+                while self._has_room() and (frame := self._frame(group.channel)):
+                    message = decode(frame)
                     values = steps.values(message) if message.name else []
                     function = self._functions.get(message.name)
                     if function is not None and function.prepare is not None:
@@ -206,6 +217,12 @@ class ReadAhead:
                         return
         except Exception as error:
             self._messages.put(error)
+
+    def _frame(self, channel: FollowerChannel) -> bytes:
+        """The next step message; b"" at the end of the walk."""
+        while not (frame := channel.receive(heartbeat=True)) and not self._ended:
+            pass
+        return frame
 
     def _has_room(self) -> bool:
         """Wait until a step has begun where many have not; False at the end of the walk."""

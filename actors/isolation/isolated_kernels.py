@@ -157,7 +157,13 @@ class Isolation:
                 def died(kernel: str | None, reason: Reason, why: str) -> None:
                     self._on_death(backend, place, kernel, reason, why)
 
-                worker = IsolatedWorker(backend, python, self._settings.isolate_timeout_s, died)
+                def unloaded(kernel: str, why: str) -> None:
+                    for device in self._devices:
+                        device.health.rest(
+                            self._names[backend, place, kernel], f"it does not load in its new process: {why}"
+                        )
+
+                worker = IsolatedWorker(backend, python, self._settings.isolate_timeout_s, died, unloaded)
                 self._workers[backend, place] = worker
             return worker
 

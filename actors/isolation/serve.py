@@ -226,6 +226,22 @@ def _sendable(text: str) -> str:
 _KEPT = (torch.OutOfMemoryError, BackendNotAvailableError)
 
 
+def _end_what_it_starts() -> None:
+    """Leave a process that ends this one's process group, its own, once this one is gone.
+
+    Who started this one does so too, unless it was killed itself.
+    """
+    worker = os.getpid()
+    if os.fork():
+        return
+    os.closerange(0, os.sysconf("SC_OPEN_MAX"))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() == worker:
+        signal.sigwait({signal.SIGTERM})
+    os.killpg(0, signal.SIGKILL)
+
+
 def main() -> None:
     """Serve the descriptor that was passed on."""
     descriptor, threads = int(sys.argv[1]), int(sys.argv[2])
@@ -233,6 +249,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getpgid(0) == os.getpid():
+            _end_what_it_starts()
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where memory runs out, this process ends before its caller
     torch.set_num_threads(threads)

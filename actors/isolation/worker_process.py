@@ -23,37 +23,19 @@ from layerzero._util.fork_safety import renew_after_fork
 from layerzero._util.version import VERSION
 from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.arena import Arena, DeviceArena, HostArena
+from layerzero.actors.isolation.worker_errors import WorkerError, fault_error
 from layerzero.actors.isolation.worker_life import LONGEST_S, NoAnswerError, WorkerLife, ending, pause_s
-from layerzero.health.device_faults import lost_device
 from layerzero.ops.op import Args
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.reasons import Reason
 
 STARTED, ENDED, GAVE_UP = "isolation.worker_started", "isolation.worker_ended", "isolation.worker_gave_up"
+UNLOADED = "isolation.kernel_left_out"
 START_S = 300.0  # to start, to load a library, to compile
 MAX_STARTS = 5  # that fail one after another
 STEADY_S = 60.0  # one that ends earlier begins anew after a pause, which grows
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (ValueError, TypeError, IndexError, KeyError, MemoryError, ImportError, OSError,
-                 ModuleNotFoundError, NotImplementedError, ArithmeticError, torch.OutOfMemoryError)
-}  # fmt: skip
 Died = Callable[[str | None, Reason, str], object]
-
-
-class WorkerError(RuntimeError):
-    """A worker gave no answer; `reason` says why in one code, `status` how its process ended, where it has.
-
-    `said` is the end of what it printed, with the traceback of every thread after a crash.
-    """
-
-    def __init__(self, message: str, reason: Reason, status: int | None = None, last_words: str = "") -> None:
-        super().__init__(f"{message} ({reason.value})")
-        self.reason = reason
-        self.status = status
-        self.said = last_words
-        if last_words:
-            self.add_note(f"the worker said:\n{last_words}")
+Unloaded = Callable[[str, str], object]
 
 
 class IsolatedWorker:
@@ -61,19 +43,23 @@ class IsolatedWorker:
 
     `python` None is this interpreter with this process's paths. `died(kernel, reason, why)` is called once
     for each process that ended by itself, from the thread that found it, before any caller learns of it; the
-    kernel is the one that ran, None where none did.
+    kernel is the one that ran, None where none did. `unloaded(kernel, why)` is called for one that does not
+    load in a later process, which serves the others; a call of it loads it again, and has no answer itself.
     """
 
-    def __init__(self, name: str, python: str | None, timeout_s: float, died: Died) -> None:
+    def __init__(
+        self, name: str, python: str | None, timeout_s: float, died: Died, unloaded: Unloaded
+    ) -> None:
         self.name = name
         self.python = python or sys.executable
         self._path = os.pathsep.join(filter(None, sys.path)) if python is None else None
         self._timeout_s = timeout_s
         self._patience_s = min(timeout_s, LONGEST_S)
-        self._died = died
+        self._died, self._unloaded = died, unloaded
         self.hello: frames.Hello | None = None
         self.starts = 0
         self._loads: dict[str, frames.LoadOrder] = {}
+        self._failed_loads: dict[str, frames.LoadOrder] = {}
         self._reset()
         renew_after_fork(self)
 
@@ -164,7 +150,7 @@ class IsolatedWorker:
             life.limit(START_S)
             self.hello = self._checked_hello(life)
             for order in list(self._loads.values()):
-                self._need_done(life.ask(frames.LOAD + msgspec.msgpack.encode(order)))
+                self._reload(life, order)
             life.limit(self._timeout_s)
         except (NoAnswerError, msgspec.MsgspecError) as error:
             status = life.end()
@@ -184,6 +170,34 @@ class IsolatedWorker:
             self._changed.notify_all()
         log.info(STARTED, backend=self.name, python=self.python, pid=life.process.pid, starts=self.starts)
         return life
+
+    def _reload(self, life: WorkerLife, order: frames.LoadOrder) -> None:
+        """Load a kernel in a new process; one that does not load is left out of it and of the next ones.
+
+        Raises: NoAnswerError: the process ended under it.
+        """
+        try:
+            self._need_done(life.ask(frames.LOAD + msgspec.msgpack.encode(order)))
+        except NoAnswerError as error:
+            self._leave_out(order, f"the process {error}")
+            if not self._closing.is_set():
+                self._tell(order.kernel, *life.bury(error))
+            raise
+        except Exception as error:
+            self._leave_out(order, f"{type(error).__name__}: {error}")
+
+    def _leave_out(self, order: frames.LoadOrder, why: str) -> None:
+        self._loads.pop(order.kernel, None)
+        self._failed_loads[order.kernel] = order
+        log.error(UNLOADED, backend=self.name, kernel=order.kernel, error=why[:500])
+        self._unloaded(order.kernel, why)
+
+    def _load_again(self, order: frames.LoadOrder) -> None:
+        """On a thread of its own, for loading takes longer than a call may."""
+        try:
+            self.load(order)
+        except Exception as error:
+            self._leave_out(order, f"{type(error).__name__}: {error}")
 
     def _checked_hello(self, life: WorkerLife) -> frames.Hello:
         hello = decode_packed(life.hear(), frames.Hello)
@@ -263,6 +277,10 @@ class IsolatedWorker:
 
         Raises: WorkerError: it gave no answer. Exception: what the kernel raised, its traceback as a note.
         """
+        if kernel not in self._loads:
+            if (order := self._failed_loads.pop(kernel, None)) is not None:
+                threading.Thread(target=self._load_again, args=(order,), daemon=True).start()
+            raise WorkerError(f"{kernel} is being loaded in a process of {self.name!r}", Reason.WORKER_FAILED)
         if not self._lock.acquire(timeout=self._patience_s):  # as while it loads another kernel
             message = f"the process of {self.name!r} had other work for {self._timeout_s:g} s"
             raise WorkerError(message, Reason.WORKER_HUNG)
@@ -280,7 +298,9 @@ class IsolatedWorker:
             raise
         finally:
             self._lock.release()
-        raise self._raised(reply) if error is None else self._lost(life, kernel, error) from error  # pyright: ignore[reportPossiblyUnboundVariable]
+        if error is None:
+            raise fault_error(self.name, reply, self._unavailable)  # pyright: ignore[reportPossiblyUnboundVariable]
+        raise self._lost(life, kernel, error) from error
 
     def _answered(self, life: WorkerLife, frame: frames.Frame, args: Args) -> bytes:
         """What a life says to a call, whose tensors are in shared memory by then."""
@@ -358,23 +378,8 @@ class IsolatedWorker:
         Raises: Exception: the fault that it is.
         """
         if reply[:1] != frames.DONE:
-            raise self._raised(reply)
+            raise fault_error(self.name, reply, self._unavailable)
         return reply[1:]
-
-    def _raised(self, reply: bytes) -> Exception:
-        try:
-            fault = decode_packed(reply[1:], frames.Fault)
-        except msgspec.MsgspecError as error:
-            return WorkerError(f"the process of {self.name!r} answered with {error}", Reason.WORKER_FAILED)
-        if fault.kind == BackendNotAvailableError.__name__:
-            reason = Reason.__members__.get(fault.reason, Reason.WORKER_FAILED)
-            raised: Exception = self._unavailable(fault.message, reason)
-        else:
-            raised = _KINDS.get(fault.kind, RuntimeError)(fault.message)
-        if lost_device(raised):  # its process would have ended: its word does not lose the caller's card
-            raised = WorkerError(f"the process of {self.name!r} answered {fault.kind}", Reason.WORKER_FAILED)
-        raised.add_note(f"in the process of {self.name!r}:\n{fault.traceback}")
-        return raised
 
     def close(self) -> None:
         """End the process and its thread; a second close does nothing."""

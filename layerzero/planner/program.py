@@ -19,6 +19,7 @@ from layerzero.planner.choices import Choice
 from layerzero.planner.fusions import Joined
 from layerzero.planner.search import Solution
 from layerzero.planner.values import PlacedBlock, PlacedOp, Slot, TensorFormat, dense_strides, format_of
+from layerzero.selection.context import KernelLoadError
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.plan import Plan
 from layerzero.selection.record import Selection
@@ -171,7 +172,11 @@ class _Writer:
         device, state = self._device, self._state
         terms = state.agreed_terms
         make_plan = device.compiler.compile if terms is None else device.compiler.compile_agreed
-        plan = make_plan(op, selection).with_output_check(selection.request)
+        try:
+            plan = make_plan(op, selection)
+        except KernelLoadError:  # what the op alone takes, until the block is planned anew
+            plan = device.table(op, state).plan_for(selection.request)
+        plan = plan.with_output_check(selection.request)
         name = self._name("f", plan.call)
         self.plans[name] = plan
         self._names[f"recover_{name}"] = lambda args, error: device.recover(plan, args, error, state)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -54,6 +54,14 @@ class KernelStatus:
         )
 
 
+class KernelLoadError(Exception):
+    """A chosen kernel does not load; `why` is the verdict that it has from now on."""
+
+    def __init__(self, kernel: str, why: Rejected) -> None:
+        super().__init__(kernel)
+        self.kernel, self.why = kernel, why
+
+
 @dataclass(frozen=True, slots=True)
 class SelectionOptions:
     """The settings that bear on a decision; `workspace_budget` is in bytes.
@@ -87,6 +95,11 @@ class SelectionContext:
     cost_fingerprint: Hashable = None
     compile_fingerprint: Hashable = None
     dispatch_table: ActiveDispatchTable | None = None
+
+    def without(self, kernel: str, why: Rejected) -> SelectionContext:
+        """The same with one more kernel out of service."""
+        status = replace(self.status, blocked={**self.status.blocked, kernel: why})
+        return replace(self, status=status)
 
     def fingerprint(self, op: str) -> Hashable:
         """Equal for two contexts that decide every request of `op` alike."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from layerzero._util import foreign, log
 from layerzero.ops.op import Args, Op, Signature
-from layerzero.selection.context import AgreedTerms, CostModel, SelectionContext
+from layerzero.selection.context import AgreedTerms, CostModel, KernelLoadError, SelectionContext
 from layerzero.selection.decide import decide, decide_ahead
 from layerzero.selection.key import GRID_VERSION, KeyMaker
 from layerzero.selection.modes import AUTOCAST, CAPTURE, DETERMINISTIC, FORWARD, GRAD, MODE_COUNT, REHEARSAL
@@ -178,11 +178,8 @@ class PlanTable:
             return None
         accepted_now = next((c.accepted for c in trace if c.kernel == plan.kernel and c.eligible), None)
         accepted_before = plan.selection.candidate(plan.kernel).accepted
-        return (
-            plan
-            if accepted_now and accepted_before and accepted_now.transforms == accepted_before.transforms
-            else None
-        )
+        is_alike = accepted_now and accepted_before and accepted_now.transforms == accepted_before.transforms
+        return plan if is_alike else None
 
     def rehearsed_plans(self) -> RehearsedPlans:
         """The plans for captures of this version and of those before."""
@@ -240,7 +237,7 @@ class PlanTable:
 
     def _compute(self, key: Hashable, pending: _PendingSelection, request: CallSpec) -> Plan:
         try:
-            plan = self._compile(self.op, self._ahead(request) or self._choose(request))
+            plan = self._loaded(request)
         except BaseException as error:
             pending.error = error
             raise
@@ -255,6 +252,15 @@ class PlanTable:
                 self._pending.pop(key, None)
                 self.computed += 1
             pending.done.set()
+
+    def _loaded(self, request: CallSpec) -> Plan:
+        """The plan of the first kernel that loads; one that does not is out of service in this table."""
+        while True:
+            try:
+                return self._compile(self.op, self._ahead(request) or self._choose(request))
+            except KernelLoadError as failed:
+                self._context = self._context.without(failed.kernel, failed.why)
+                self._context_digest = ""
 
     def _wait_for(self, pending: _PendingSelection, request: CallSpec) -> Plan:
         if not pending.done.wait(self._timeout_s):
@@ -333,16 +339,9 @@ class PlanTable:
     def _decide(self, request: CallSpec, use_dispatch_table: bool, cost: CostModel | None) -> Selection:
         context, bucketed = self._context, self._key_maker.bucket(request)
         dispatch_table = context.dispatch_table if use_dispatch_table else None
-        selection = decide(
-            self.op,
-            request,
-            context,
-            bucketed=bucketed,
-            cost=cost or self._cost,
-            table_entry=dispatch_table.lookup(request, context.policy)
-            if dispatch_table is not None
-            else None,
-        )
+        entry = dispatch_table.lookup(request, context.policy) if dispatch_table is not None else None
+        prices = cost or self._cost
+        selection = decide(self.op, request, context, bucketed=bucketed, cost=prices, table_entry=entry)
         return msgspec.structs.replace(selection, version=self.version)
 
 

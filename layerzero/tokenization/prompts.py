@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from layerzero._util import log
 from layerzero.spec.errors import TokenizerMismatchError
 from layerzero.spec.reasons import Reason, Rejected
 from layerzero.tokenization.tokens import EncodeOptions, Tokens
@@ -29,6 +30,7 @@ class PromptCacheStats(msgspec.Struct, frozen=True):
     hits: int
     misses: int
     evicted: int
+    refused: int
 
 
 class _Prompt(NamedTuple):
@@ -57,7 +59,7 @@ class PromptCache:
         self._lock = threading.Lock()
         self._entries: OrderedDict[Hashable, _Prompt] = OrderedDict()
         self._digests: dict[str, str] = {}
-        self._bytes = self._hits = self._misses = self._evicted = 0
+        self._bytes = self._hits = self._misses = self._evicted = self._refused = 0
 
     def admit(self, namespace: str, digest: str) -> None:
         """Have a tokenizer under its namespace.
@@ -67,7 +69,9 @@ class PromptCache:
         """
         with self._lock:
             first_digest = self._digests.setdefault(namespace, digest)
+            self._refused += first_digest != digest
         if first_digest != digest:
+            log.warning("tokenizer.refused", namespace=namespace, needs=first_digest, got=digest)
             problem = Rejected(Reason.TOKENIZER_CHANGED, namespace, f"the tokenizer {first_digest}", digest)
             raise TokenizerMismatchError(
                 f"{namespace} has changed under a cache: {problem}; forget({namespace!r}) empties it",
@@ -86,7 +90,8 @@ class PromptCache:
     def stats(self) -> PromptCacheStats:
         """What it holds and has counted."""
         with self._lock:
-            return PromptCacheStats(len(self._entries), self._bytes, self._hits, self._misses, self._evicted)
+            counted = self._hits, self._misses, self._evicted, self._refused
+            return PromptCacheStats(len(self._entries), self._bytes, *counted)
 
     def find(self, key: Hashable) -> Tokens | None:
         """A copy of a prompt's tokens, or None."""

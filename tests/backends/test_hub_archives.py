@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -73,9 +74,15 @@ ATTACKS: list[tuple[str, Callable[[], tuple[tarfile.TarInfo, bytes]], str]] = [
 
 @pytest.mark.parametrize(("attack", "words"), [pytest.param(make, w, id=name) for name, make, w in ATTACKS])
 def test_an_archive_with_anything_else_is_refused_whole(
-    shelf: Shelf, attack: Callable[[], tuple[tarfile.TarInfo, bytes]], words: str
+    shelf: Shelf,
+    attack: Callable[[], tuple[tarfile.TarInfo, bytes]],
+    words: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Links, devices, pipes, absolute and upward paths, files that are not locked: nothing is written."""
+    """Links, devices, pipes, absolute and upward paths, files that are not locked: nothing is written.
+
+    An event tells why, and how many were refused before.
+    """
     with tarfile.open(shelf.folder.parent / "attack.tar", "w") as file:
         for each in sorted(p for p in shelf.folder.rglob("*") if p.is_file()):
             file.add(each, each.relative_to(shelf.folder).as_posix())
@@ -86,6 +93,8 @@ def test_an_archive_with_anything_else_is_refused_whole(
     with pytest.raises(BackendNotAvailableError, match=words):
         hub.unpack(path)
     assert not hub.folder.exists() and not (shelf.folder.parent / "evil").exists()
+    (told,) = [text for each in caplog.records if "hub.refused" in (text := each.getMessage())]
+    assert words in told and re.search(r"refused=[1-9]", told)
 
 
 def test_a_bomb_a_cut_archive_and_another_byte_are_refused(

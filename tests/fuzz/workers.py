@@ -12,6 +12,7 @@ import msgspec
 from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.arena import HostArena
 from layerzero.actors.isolation.serve import Server
+from layerzero.actors.isolation.worker_errors import fault_error
 from layerzero.actors.isolation.worker_process import IsolatedWorker
 from layerzero.spec.errors import BackendNotAvailableError
 
@@ -60,12 +61,12 @@ def requests_to_a_worker(data: bytes) -> None:
 
 @cache
 def _worker() -> IsolatedWorker:
-    return IsolatedWorker("fuzzed", None, 1.0, lambda *what: None)
+    return IsolatedWorker("fuzzed", None, 1.0, lambda *what: None, lambda *what: None)
 
 
 def answer_of_a_worker(data: bytes) -> None:
     """An answer and a greeting of any bytes: an error is made of the one, the other is refused as one."""
-    raised = _worker()._raised(data)
+    raised = fault_error("made", data, _worker()._unavailable)
     assert isinstance(raised, Exception)
     life = cast(Any, SimpleNamespace(hear=lambda: data))
     try:

@@ -127,6 +127,19 @@ def test_a_kernel_that_fails_is_replaced_within_the_call(opened: Callable[..., R
     assert any(s.name == "fallbacks" for s in runtime.device().counters.snapshot())
 
 
+def test_a_kernel_that_does_not_load_leaves_its_step_to_the_next(opened: Callable[..., Runtime]) -> None:
+    """The plan that is made meanwhile holds the op's next kernel; what is planned later knows of it."""
+
+    def load() -> Any:
+        raise ImportError("no such library")
+
+    opened([kernel("gone.rms_norm", load=load, launch_us=1.0), kernel("good.rms_norm", launch_us=9.0)])
+    planned = lz.plan(lambda x: lz.sync.rms_norm(x) * 2, X)
+    for _ in range(2):
+        torch.testing.assert_close(planned(X), lz.sync.rms_norm(X, backend="good") * 2)
+    assert kernels_of(planned) == ["good.rms_norm"]
+
+
 def test_an_operand_is_made_dense_once_for_all_that_need_it(opened: Callable[..., Runtime]) -> None:
     """Two fast kernels that need dense rows share one copy, which alone would pay for neither."""
     opened([kernel("dense.rms_norm", launch_us=1.0, contiguous=True), kernel("any.rms_norm", launch_us=2.5)])

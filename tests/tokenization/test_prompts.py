@@ -111,8 +111,10 @@ def test_the_bound_holds_and_the_longest_unused_go_first() -> None:
         PromptCache(0)
 
 
-def test_a_file_that_changed_under_a_cache_is_refused_by_name(tmp_path: Path) -> None:
-    """With a reason code, until it is forgotten; opened without the cache it is another tokenizer."""
+def test_a_file_that_changed_under_a_cache_is_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a reason code, told and counted, until it is forgotten; without the cache it is another one."""
     file, cache = tmp_path / "tokenizer.json", PromptCache()
     trained(300).save(str(file))
     tokenizer = Tokenizer(file, cache=cache)
@@ -127,7 +129,9 @@ def test_a_file_that_changed_under_a_cache_is_refused_by_name(tmp_path: Path) ->
     assert Tokenizer(file).identity != tokenizer.identity
     assert torch.equal(ask(tokenizer, SYSTEM).ids, tokenizer.encode([SYSTEM])[0].ids)  # it is what it was
     assert cache.forget(str(file)) == 1
-    assert cache.stats() == PromptCacheStats(0, 0, 1, 1, 0)
+    assert cache.stats() == PromptCacheStats(0, 0, 1, 1, 0, 1)
+    (told,) = [text for each in caplog.records if "tokenizer.refused" in (text := each.getMessage())]
+    assert str(file) in told
     changed = Tokenizer(file, cache=cache)
     assert torch.equal(ask(changed, SYSTEM).ids, changed.encode([SYSTEM])[0].ids)
 

@@ -237,6 +237,47 @@ def test_a_kernel_that_does_not_load_is_blocked_with_its_reason() -> None:
     assert tries == [1]
 
 
+@pytest.mark.parametrize("fault", [ImportError("no such library"), RuntimeError("planted"), SystemExit(3)])
+def test_a_kernel_that_does_not_load_inside_a_call_gives_way_to_the_next(
+    fault: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller has the next kernel's answer; trace, event and counter name the one that did not load."""
+    tries: list[int] = []
+
+    def load() -> Any:
+        tries.append(1)
+        raise fault
+
+    own = device(
+        [kernel("gone.rms_norm", load=load, launch_us=0.1), kernel("steady.rms_norm", launch_us=9.0)]
+    )
+    for rows in (3, 3, 5):
+        full = args(rows)
+        torch.testing.assert_close(own.launch(RMS, full), RMS.reference(*full))
+    record = selection(own, args())
+    assert record.kernel == "steady.rms_norm" and tries == [1]
+    (why,) = record.candidate("gone.rms_norm").rejected
+    failed = Reason.KERNEL_LOAD_FAILED if type(fault) is RuntimeError else Reason.BACKEND_IMPORT_FAILED
+    assert why.reason is failed and str(fault) in why.got
+    assert own.counters.get("load_failures", kernel="gone.rms_norm") == 1
+    assert [each.levelname for each in caplog.records if "kernel.load_failed" in each.getMessage()] == [
+        "WARNING"
+    ]
+
+
+def test_where_no_kernel_loads_the_error_has_each_ones_reason() -> None:
+    """Nothing is left that may answer: the verdicts say which library failed, in the words of its error."""
+
+    def load() -> Any:
+        raise ImportError("no such library")
+
+    own = device([kernel(f"{name}.rms_norm", load=load) for name in ("gone", "lost")])
+    with pytest.raises(NoKernelFoundError, match="BACKEND_IMPORT_FAILED") as caught:
+        own.launch(RMS, args())
+    got = [reason.got for each in caught.value.trace for reason in each.rejected]
+    assert got == ["ImportError: no such library"] * 2
+
+
 def test_a_policy_swap_keeps_the_tables_it_cannot_concern() -> None:
     """A rule on one op leaves every other op's plans as they are; a hit stays a hit."""
     linear = ops_table.get("linear")

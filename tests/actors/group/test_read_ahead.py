@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from layerzero.actors.group import steps
+from layerzero.actors.group.channel import LeaderChannel
 from layerzero.actors.group.join import RankHandle
 from layerzero.spec.errors import ConfigurationError, DeviceLostError
+from layerzero.spec.reasons import Reason
 from tests.actors.group.test_join import Rank, rank_group, rows
 from tests.waiting import LIMIT_S
 
@@ -78,6 +80,66 @@ def test_what_preparing_a_step_raises_comes_after_the_steps_before_it() -> None:
     assert ran == [1, 2]
     assert isinstance(follows, ConfigurationError)
     assert isinstance(leads, DeviceLostError) and "no place for three rows" in str(leads)
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["reading ahead", "not reading ahead"])
+@pytest.mark.parametrize("sent", [1, 6], ids=["in its last step", "with steps before it"])
+def test_a_collective_that_broke_with_rank_0_is_a_lost_device(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool, sent: int
+) -> None:
+    """A library's own error in a follower's step; a heartbeat and step messages of before are on its line."""
+    monkeypatch.setattr(steps, "MAX_ANNOUNCED", 2)
+    begun, gone = threading.Event(), threading.Event()
+
+    async def lead_and_vanish(member: RankHandle, seen: Rank) -> None:
+        channel = member._group.channel
+        assert isinstance(channel, LeaderChannel)
+        await lead(member, seen, sent)
+
+        def vanish() -> None:
+            begun.wait(LIMIT_S)
+            channel._send_heartbeat()
+            channel.close()
+            gone.set()
+
+        await asyncio.to_thread(vanish)
+
+    async def obey(member: RankHandle, seen: Rank) -> None:
+        member.batched(broken, name="step", alike=False, prepare=(lambda counts: None) if ahead else None)
+        await member.follow()
+
+    def broken(x: Tensor) -> Tensor:
+        begun.set()
+        assert gone.wait(LIMIT_S)
+        raise RuntimeError("Connection closed by peer")
+
+    _, (_, follows) = rank_group([lead_and_vanish, obey])
+    assert isinstance(follows, DeviceLostError) and "rank 0 is gone" in str(follows)
+    assert follows.context["reason"] is Reason.DEVICE_LOST
+    assert str(follows.__cause__) == "Connection closed by peer"
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["reading ahead", "not reading ahead"])
+def test_what_a_step_raises_beside_a_rank_0_that_lives_is_its_own_error(ahead: bool) -> None:
+    """Rank 0 sends heartbeats on: nothing is lost but the follower, and rank 0 has its words."""
+    failed = threading.Event()
+
+    async def lead_on(member: RankHandle, seen: Rank) -> None:
+        await lead(member, seen, 1)
+        member._group.when_failed(lambda why: failed.set())
+        assert await asyncio.to_thread(failed.wait, LIMIT_S)
+        member._group.raise_if_failed()
+
+    async def obey(member: RankHandle, seen: Rank) -> None:
+        def step(x: Tensor) -> Tensor:
+            raise RuntimeError("a mistake in the program")
+
+        member.batched(step, name="step", alike=False, prepare=(lambda counts: None) if ahead else None)
+        await member.follow()
+
+    _, (leads, follows) = rank_group([lead_on, obey])
+    assert type(follows) is RuntimeError and str(follows) == "a mistake in the program"
+    assert isinstance(leads, DeviceLostError) and "a mistake in the program" in str(leads)
 
 
 def test_a_follower_reads_no_more_than_its_limit_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-SEGV, ABORT, KILL, HANG, RAISE, SHORT, SCRIBBLE, FORK, LEAVE = (1001.0 + n for n in range(9))
+SEGV, ABORT, KILL, HANG, RAISE, SHORT, SCRIBBLE, FORK, LEAVE, START = (1001.0 + n for n in range(10))
 SOURCE = r"""
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -55,6 +55,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_wild", "", -1, meth
 PyMODINIT_FUNC PyInit__wild(void) { return PyModule_Create(&module); }
 """
 MODULE = """
+import subprocess
 import torch
 from layerzero.spec.kernel import Kernel
 import wild_library
@@ -65,6 +66,8 @@ def rms_norm(x, weight, eps):
     if x.numel() and float(x.flatten()[0]) == 1005.0:
         raise ValueError("the operand asked for an error")
     out = torch.empty_like(x)
+    if x.numel() and float(x.flatten()[0]) == 1010.0:  # a process that it starts
+        return out.fill_(subprocess.Popen(["sleep", "600"]).pid)
     width = x.shape[-1]
     _wild.rms(x.data_ptr(), out.data_ptr(), x.numel() // width, width, eps)
     out = out if weight is None else out * weight

@@ -19,7 +19,8 @@ import torch
 
 import layerzero as lz
 from layerzero.actors.isolation import frames, worker_life
-from layerzero.actors.isolation.worker_process import IsolatedWorker, WorkerError
+from layerzero.actors.isolation.worker_errors import WorkerError, fault_error
+from layerzero.actors.isolation.worker_process import IsolatedWorker
 from layerzero.health.device_faults import lost_device
 from layerzero.spec.reasons import Reason
 from tests.actors.isolation import plugged
@@ -58,14 +59,20 @@ def test_a_kernel_that_forks_and_returns_in_both_processes_answers_once() -> Non
     with opened() as runtime:
         call = runtime.device().registry.callable_of("wild.rms_norm")
         pid = worker_of(runtime).pid
+        before = _children(pid)  # what ends with it what it starts
         torch.testing.assert_close(call(asking(plugged.FORK), None, 1e-6), right(asking(plugged.FORK)))
         for turn in range(200):
             rows = torch.randn(6, 32)
             torch.testing.assert_close(call(rows, None, 1e-6), right(rows))
             time.sleep(0.001 if turn < 100 else 0.0)
-        group = [int(e.name) for e in Path("/proc").iterdir() if e.name.isdigit() and e.name != str(pid)]
         assert worker_of(runtime).pid == pid
-        assert not [p for p in group if _parent(p) == pid]
+        assert _children(pid) == before
+
+
+def _children(pid: int | None) -> list[int]:
+    """The living processes that one has forked."""
+    living = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return sorted(each for each in living if _parent(each) == pid)
 
 
 def _parent(pid: int) -> int:
@@ -170,7 +177,7 @@ def test_a_description_that_no_message_holds_is_an_error(tmp_path: Path) -> None
     (info / "entry_points.txt").write_text("[layerzero.backends]\nwordy = wordy:kernels\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(tmp_path)
-        worker = IsolatedWorker("wordy", None, 5.0, lambda *what: None)
+        worker = IsolatedWorker("wordy", None, 5.0, lambda *what: None, lambda *what: None)
         try:
             with pytest.raises(ValueError, match=f"at most {frames.MAX_MESSAGE} bytes"):
                 worker.describe("wordy")
@@ -183,8 +190,11 @@ def test_a_workers_word_does_not_lose_the_callers_card() -> None:
     """A fault with the text of a lost device is an error of the process, whatever it says."""
     text = "CUDA error: an illegal memory access was encountered"
     fault = frames.FAULT + msgspec.msgpack.encode(frames.Fault("RuntimeError", text, ""))
-    worker = IsolatedWorker("liar", None, 1.0, lambda *what: None)
-    assert lost_device(RuntimeError(text)) and lost_device(worker._raised(fault)) is None
+    worker = IsolatedWorker("liar", None, 1.0, lambda *what: None, lambda *what: None)
+    assert (
+        lost_device(RuntimeError(text))
+        and lost_device(fault_error("made", fault, worker._unavailable)) is None
+    )
 
 
 def test_a_killed_process_that_a_driver_keeps_holds_up_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 import layerzero as lz
 import layerzero.sync
 from layerzero.actors.isolation.arena import HostArena
-from layerzero.actors.isolation.worker_process import IsolatedWorker, WorkerError
+from layerzero.actors.isolation.worker_errors import WorkerError, fault_error
+from layerzero.actors.isolation.worker_process import IsolatedWorker
 from layerzero.health import BreakerState
 from layerzero.perfdb import versions_of
 from layerzero.selection.cost.roofline import ROOFLINE
@@ -164,7 +165,7 @@ class TestOneWorker:
         """A pickle, a cut message, words of another protocol: refused as what they are."""
         worker = worker_of(steady)
         for nonsense in (pickle.dumps(print), b"\1\x81", b"\2", b"\1" + b"\xc1" * 40):
-            assert isinstance(worker._raised(nonsense), WorkerError)
+            assert isinstance(fault_error("made", nonsense, worker._unavailable), WorkerError)
 
 
 def test_shared_memory_cannot_be_cut_by_the_other_side() -> None:
@@ -344,24 +345,35 @@ def test_callers_of_several_threads_share_a_worker(runtime: lz.Runtime) -> None:
     assert wrong == []
 
 
+def runs(pid: int) -> bool:
+    """Whether a process is there, and not only its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
-    """A parent that is killed leaves no process behind, even one that hangs."""
+    """A parent that is killed leaves no process behind: none that hangs, and none that one started."""
     program = f"""
-import sys; sys.path.insert(0, {str(plugged.installed(1))!r})
+import sys; sys.path[:0] = [{str(plugged.installed(1))!r}, {str(Path(__file__).parents[3])!r}]
 import threading, torch, layerzero as lz, layerzero.sync
 runtime = lz.start(lz.Settings(plugins=("wild",), isolate={{"wild": "process"}}, warm="off")).__enter__()
 lz.lock("rms_norm", "wild")
 layerzero.sync.rms_norm(torch.ones(2, 4))
-print(runtime.isolation.workers()["wild", "process"].pid, flush=True)
+started = int(layerzero.sync.rms_norm(torch.full((2, 4), {plugged.START}))[0, 0])
+print(runtime.isolation.workers()["wild", "process"].pid, started, flush=True)
 layerzero.sync.rms_norm(torch.full((2, 4), {plugged.HANG}))
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    worker = int(parent.stdout.readline())
+    left = parent.stdout.readline().split()
+    assert len(left) == 2 and all(Path(f"/proc/{pid}").exists() for pid in left)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(PATIENCE_S)
     parent.stdout.close()
-    until(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text())
+    for pid in map(int, left):
+        until(lambda pid=pid: not runs(pid))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

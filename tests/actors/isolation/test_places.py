@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.actors.isolation.worker_process import IsolatedWorker, WorkerError
+from layerzero.actors.isolation.worker_errors import WorkerError
+from layerzero.actors.isolation.worker_process import IsolatedWorker
 from layerzero.spec.reasons import Reason
 from tests.actors.isolation import plugged
 from tests.actors.isolation.test_isolation import X, right, until, worker_of
@@ -113,8 +114,8 @@ def test_another_interpreter_gets_neither_secrets_nor_the_places_of_this_one(
     for name in (*SECRETS, *PLAIN):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("PYTHONUSERBASE", sys.prefix)
-    here = IsolatedWorker("wild", None, 5.0, lambda *what: None)
-    there = IsolatedWorker("wild", python, 5.0, lambda *what: None)
+    here = IsolatedWorker("wild", None, 5.0, lambda *what: None, lambda *what: None)
+    there = IsolatedWorker("wild", python, 5.0, lambda *what: None, lambda *what: None)
     try:
         here.start()
         monkeypatch.setenv("PYTHONHOME", "/nowhere")
@@ -132,7 +133,7 @@ def test_another_interpreter_gets_neither_secrets_nor_the_places_of_this_one(
 
 def test_where_memory_runs_out_the_worker_ends_before_its_caller() -> None:
     """The system takes the process that says so first, not the one that holds most."""
-    worker = IsolatedWorker("wild", None, 5.0, lambda *what: None)
+    worker = IsolatedWorker("wild", None, 5.0, lambda *what: None, lambda *what: None)
     try:
         worker.start()
         scores = [int(Path(f"/proc/{pid}/oom_score").read_text()) for pid in (worker.pid, "self")]

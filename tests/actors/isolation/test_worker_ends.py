@@ -20,12 +20,13 @@ import torch
 
 import layerzero as lz
 from layerzero.actors.isolation.descriptions import describe
+from layerzero.actors.isolation.worker_errors import WorkerError
 from layerzero.actors.isolation.worker_life import pause_s
-from layerzero.actors.isolation.worker_process import IsolatedWorker, WorkerError
+from layerzero.actors.isolation.worker_process import IsolatedWorker
 from layerzero.health import BreakerState
 from layerzero.health.device_faults import lost_device
 from tests.actors.isolation import plugged
-from tests.actors.isolation.test_isolation import X, asking, opened, right, until, worker_of
+from tests.actors.isolation.test_isolation import X, asking, chosen, opened, right, until, worker_of
 
 
 @pytest.fixture(autouse=True)
@@ -203,3 +204,65 @@ def test_an_alias_that_takes_the_place_of_a_kernel_is_refused_and_leaves_no_proc
 def test_a_worker_that_failed_a_whole_night_still_begins_anew() -> None:
     """The pause doubles up to a minute, for any number of failures: an error there ends the supervision."""
     assert [pause_s(failures) for failures in (1, 2, 7, 8, 5000)] == [1.0, 2.0, 60.0, 60.0, 60.0]
+
+
+LOADS = """
+import dataclasses, os, wild_kernels
+from pathlib import Path
+folder = Path({folder!r})
+def load():
+    with open(folder / "tries", "a") as tries:
+        tries.write("x")
+    if (folder / "fails").exists():
+        exec((folder / "fails").read_text())
+    return wild_kernels.rms_norm
+def made(name, **fields):
+    return dataclasses.replace(wild_kernels.kernels()[0], id=name, backend="made", **fields)
+sound = lambda: made("made.rms_norm", origin="{module}:sound")
+frail = lambda: made("made.rms_norm.frail", load=load, origin="{module}:frail")
+"""
+
+
+@pytest.mark.parametrize("fault", ["raise ImportError('a library that is gone')", "os.abort()"])
+def test_a_kernel_that_does_not_load_again_rests_alone(tmp_path: Path, fault: str) -> None:
+    """Its backend's other kernel serves from the new process; it comes back itself once it loads.
+
+    One under whose loading processes end is quarantined after two of them.
+    """
+    module = f"loads_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{module}.py").write_text(LOADS.format(folder=str(tmp_path), module=module))
+    settings = lz.Settings(isolate={"made": "process"}, isolate_timeout_s=20.0, warm="off", cooldown_s=0.05)
+    with pytest.MonkeyPatch.context() as patch, lz.start(settings, scoped=True) as runtime:
+        patch.syspath_prepend(tmp_path)
+        loads = importlib.import_module(module)
+        runtime.add_kernel(loads.sound())
+        runtime.add_kernel(loads.frail())
+        device = runtime.device()
+        device.warm(["made.rms_norm", "made.rms_norm.frail"])
+
+        def serves(kernel: str) -> bool:
+            with lz.prefer(kernel):
+                torch.testing.assert_close(lz.sync.rms_norm(X), right(X))
+            return chosen().kernel == kernel
+
+        def state(kernel: str) -> BreakerState:
+            device.health.tick()
+            return device.health.state(kernel)
+
+        assert serves("made.rms_norm") and serves("made.rms_norm.frail")
+        worker = worker_of(runtime, "made")
+        assert worker.pid is not None
+        (tmp_path / "fails").write_text(fault)
+        os.kill(worker.pid, signal.SIGKILL)
+        until(lambda: serves("made.rms_norm"))
+        assert worker.starts == 2 and worker.loaded == ("made.rms_norm",)
+        assert not serves("made.rms_norm.frail") and state("made.rms_norm.frail") is not BreakerState.CLOSED
+        until(lambda: not serves("made.rms_norm.frail") and len((tmp_path / "tries").read_text()) >= 3)
+        until(lambda: serves("made.rms_norm"))
+        if "abort" in fault:
+            until(lambda: state("made.rms_norm.frail") is BreakerState.QUARANTINED)
+        else:
+            assert worker.starts == 2
+            (tmp_path / "fails").unlink()
+            until(lambda: serves("made.rms_norm.frail"))
+            until(lambda: serves("made.rms_norm"))
