@@ -2,8 +2,10 @@
 
 #pragma once
 
+constexpr int64_t THREAD_WORK = int64_t(1) << 22;  // multiplications and additions that are worth a thread's waking
+
 // Rows times transposed matrices, each its own: `rows` (N, K) in parts of so many, one behind another, by (C, K) each.
-// One pass of torch's threads over all parts where there are enough of them, else each product has the threads.
+// One pass of torch's threads over all parts where each thread has enough to do, else each product has the threads.
 at::Tensor products(const at::Tensor& rows, const std::vector<int64_t>& parts, const std::vector<c10::TensorImpl*>& weights) {
   const int64_t height = weights[0]->size(0), width = weights[0]->size(1);
   const bool inference = c10::InferenceMode::is_enabled();
@@ -27,8 +29,9 @@ at::Tensor products(const at::Tensor& rows, const std::vector<int64_t>& parts, c
   PyThreadState* let = PyEval_SaveThread();
   try {
     const auto count = int64_t(parts.size());
+    const int64_t work = std::max<int64_t>(1, rows.size(0) * width / count * height);
     if (count >= 2 * at::get_num_threads())
-      at::parallel_for(0, count, 1, multiply);
+      at::parallel_for(0, count, std::max<int64_t>(1, THREAD_WORK / work), multiply);
     else
       multiply(0, count);
   } catch (...) {

@@ -86,6 +86,34 @@ def test_calls_of_several_weights_are_answered_without_python(runtime: lz.Runtim
         torch.testing.assert_close(value, torch.nn.functional.linear(x, weight))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("width", [WIDTH, 512])  # a thread's work, and more than that
+def test_products_of_several_weights_are_one_launch(runtime: lz.Runtime, threads: int, width: int) -> None:
+    """Rows are put together once, in the order of their weights, and all results are pieces of one tensor."""
+    executor, before = executor_of(runtime), torch.get_num_threads()
+    own = [torch.randn(width, width) / width**0.5 for _ in range(5)]
+    own[1] = own[1].t()
+
+    def calls(bias: Tensor | None = None) -> list[tuple[Any, ...]]:
+        return [(torch.randn(1 + n % 3, width), own[n % 5], bias) for n in (3, 0, 1, 2, 4, 6, 5, 11, 9, 10)]
+
+    def launched(given: list[tuple[Any, ...]]) -> int:
+        outcomes = executed(executor, given, "linear")
+        for (value, plan), (x, weight, bias) in zip(outcomes, given, strict=True):
+            torch.testing.assert_close(value, torch.nn.functional.linear(x, weight, bias))
+            assert plan.request.dim("N") == sum(len(other) for other, w, _ in given if w is weight)
+        return len({value.untyped_storage().data_ptr() for value, _ in outcomes})
+
+    torch.set_num_threads(threads)
+    try:
+        assert launched(calls()) == len(own)  # nothing is known yet
+        assert launched(calls()) == 1
+        bias = torch.randn(width)
+        assert [launched(calls(bias)), launched(calls(bias))] == [len(own), len(own)]
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_several_operands_and_outputs_are_joined_and_taken_apart(runtime: lz.Runtime) -> None:
     """`add_rms_norm` joins x and residual, and gives a pair to each caller."""
     executor, weight = executor_of(runtime), torch.randn(WIDTH)
