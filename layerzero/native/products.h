@@ -88,7 +88,11 @@ PyObject* ran_as_products(BatchPlans* self, PyObject* calls, int mask, const std
     int64_t own = 0;
     for (size_t i = 0; i < part.size(); ++i) own += PyLong_AsLongLong(PyList_GET_ITEM(counts.get(), at++));
     PyObject* call = PyList_GET_ITEM(calls, part[0]);
-    Ref piece(THPVariable_Wrap(view_of(rows, {own, rows->size(1)}, {rows->size(1), 1}, rows->storage_offset() + start * rows->size(1))));
+    Ref piece = Ref::to(PyTuple_GET_ITEM(call, 0));  // by itself a call is known as it came
+    if (part.size() > 1) {
+      const int64_t width = rows->size(1);
+      piece = Ref(THPVariable_Wrap(view_of(rows, {own, width}, {width, 1}, rows->storage_offset() + start * width)));
+    }
     if (!piece) throw PythonError();
     for (Py_ssize_t i = 0; i < size; ++i) values[i] = i == 0 ? piece.get() : PyTuple_GET_ITEM(call, i);
     Key key;
