@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,7 +108,12 @@ def test_products_of_several_weights_are_one_launch(runtime: lz.Runtime, threads
     lz.lock("linear", "torch.linear.native")  # whatever else this CPU has
     try:
         assert launched(calls()) == len(own)  # nothing is known yet
-        assert launched(calls()) == 1
+        for _ in range(100):  # a kernel that loads meanwhile has all be asked anew
+            if launched(calls()) == 1:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("never one launch")
         bias = torch.randn(width)
         assert [launched(calls(bias)), launched(calls(bias))] == [len(own), len(own)]
     finally:
