@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.native import FAST_PATH
+from layerzero.native import FAST_PATH, is_product
 from layerzero.ops.linear.cross_entropy import cross_entropy_reference
 from layerzero.ops.linear.embedding import embedding_reference
 from layerzero.ops.linear.linear import contiguous_if_odd
@@ -56,6 +56,7 @@ def add_layer_norm(
     return layer_norm_reference(total, weight, bias, eps), total
 
 
+@is_product
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`torch.nn.functional.linear`, for dense rows by the product alone that it makes of them."""
     if bias is None and (native := FAST_PATH.module) is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from layerzero._util import log
 from layerzero.spec.errors import BackendNotAvailableError
@@ -23,6 +23,7 @@ COMPILING: Final = "compiling in the background"
 READY: Final = "ready"
 UNAVAILABLE: Final = "unavailable"
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 # A process that ends sooner has no use for it.
 _DELAY_S = 1.0
 
@@ -175,6 +176,13 @@ def reason_of(error: Exception) -> str:
     """The reason code of an error that keeps a compiled module from being used."""
     reason = error.context.get("reason") if isinstance(error, BackendNotAvailableError) else None
     return str(reason or Reason.KERNEL_LOAD_FAILED)
+
+
+def is_product(function: FunctionT) -> FunctionT:
+    """Say of a kernel that it is the product of its rows and its weight and nothing more, where no other
+    operand is given: batches of several weights may run as one launch (`products.h`)."""
+    vars(function)["is_product"] = True
+    return function
 
 
 _ENDING = threading.Event()

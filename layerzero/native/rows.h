@@ -155,6 +155,8 @@ PyObject* ran(BatchPlans* self, PyObject* device, MergedCall& call) {
   return outcomes_of(PyTuple_GET_ITEM(next.get(), 0), call.counts.get(), PyTuple_GET_ITEM(next.get(), 1));
 }
 
+#include "products.h"
+
 // The outcomes of a batch of several weights: a call for each, all known before the first of them runs.
 PyObject* ran_in_parts(BatchPlans* self, PyObject* device, PyObject* calls, int mask,
                        const std::vector<std::vector<Py_ssize_t>>& parts) {
@@ -198,7 +200,10 @@ PyObject* run_batch(BatchPlans* self, PyObject* calls, int mask) {
   const auto parts = by_memory(self, calls);
   Ref device = Ref::to(self->device);
   if (parts.empty()) return not_ours();
-  if (parts.size() > 1) return ran_in_parts(self, device.get(), calls, mask, parts);
+  if (parts.size() > 1) {
+    PyObject* outcomes = ran_as_products(self, calls, mask, parts);
+    return outcomes != nullptr ? outcomes : ran_in_parts(self, device.get(), calls, mask, parts);
+  }
   MergedCall call;
   return merged(self, calls, mask, call) ? ran(self, device.get(), call) : not_ours();
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero._util.foreign import has_memory
+from layerzero.native import is_product
 from layerzero.ops import kv_formats
 from layerzero.ops.batching import concat_copy
 from layerzero.ops.checks import address_of
@@ -254,7 +255,7 @@ def without_graph(run: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             switch(True)
 
-    return ungraphed
+    return is_product(ungraphed) if getattr(run, "is_product", False) else ungraphed
 
 
 def with_memory(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:

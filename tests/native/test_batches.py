@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,6 +85,40 @@ def test_calls_of_several_weights_are_answered_without_python(runtime: lz.Runtim
     assert not known(executor, more, "linear")  # one product is new: nothing has run
     for (value, _), (x, weight, _) in zip(executed(executor, more, "linear"), more, strict=True):
         torch.testing.assert_close(value, torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("width", [16, 512])  # less than a thread is worth, and more
+def test_products_of_several_weights_are_one_launch(runtime: lz.Runtime, threads: int, width: int) -> None:
+    """Rows are put together once, in the order of their weights, and all results are pieces of one tensor."""
+    executor, before = executor_of(runtime), torch.get_num_threads()
+    own = [torch.randn(width, width) / width**0.5 for _ in range(5)]
+
+    def calls(bias: Tensor | None = None) -> list[tuple[Any, ...]]:
+        return [(torch.randn(1 + n % 3, width), own[n % 5], bias) for n in (3, 0, 1, 2, 4, 6, 5, 11, 9, 10)]
+
+    def launched(given: list[tuple[Any, ...]]) -> int:
+        outcomes = executed(executor, given, "linear")
+        for (value, plan), (x, weight, bias) in zip(outcomes, given, strict=True):
+            torch.testing.assert_close(value, torch.nn.functional.linear(x, weight, bias))
+            assert plan.request.dim("N") == sum(len(other) for other, w, _ in given if w is weight)
+        return len({value.untyped_storage().data_ptr() for value, _ in outcomes})
+
+    torch.set_num_threads(threads)
+    lz.lock("linear", "torch.linear.native")  # whatever else this CPU has
+    try:
+        assert launched(calls()) == len(own)  # nothing is known yet
+        for _ in range(100):  # a kernel that loads meanwhile has all be asked anew
+            if launched(calls()) == 1:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("never one launch")
+        bias = torch.randn(width)
+        assert [launched(calls(bias)), launched(calls(bias))] == [len(own), len(own)]
+    finally:
+        lz.unlock("linear")
+        torch.set_num_threads(before)
 
 
 def test_several_operands_and_outputs_are_joined_and_taken_apart(runtime: lz.Runtime) -> None:

@@ -138,3 +138,29 @@ async def test_bad_arguments_are_named() -> None:
         await anext(lz.run_ahead(step, torch.tensor([0]), max_steps=0))
     with pytest.raises(TypeError, match=r"tensor needs a torch\.Tensor, got int"):
         await anext(lz.run_ahead(step, torch.tensor([0])))
+
+
+def test_a_device_lost_with_two_steps_in_flight_fails_every_loop(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step runs, the next one stands behind it: each loop has the device's error, and nothing is left."""
+
+    async def main() -> None:
+        machine, lost = Machine(worker), RuntimeError("its device is gone")
+
+        async def reader() -> list[float]:
+            read: list[float] = []
+            with pytest.raises(RuntimeError, match="its device is gone"):
+                async for token in tokens(machine, monkeypatch, None):
+                    read.append(float(token))
+            return read
+
+        readers = [asyncio.ensure_future(reader()) for _ in range(3)]
+        await asyncio.sleep(2.5 * PASS_S)  # two results are read, two steps are launched beyond them
+        machine.loop.call_soon(machine.readback.lose, lost)
+        assert await asyncio.wait_for(asyncio.gather(*readers), 2 * PASS_S) == [[2.0, 4.0]] * 3
+        assert machine.device.runs == [3] * 4
+        await asyncio.sleep(4 * PASS_S)
+        assert machine.settled and machine.device.runs == [3] * 4
+
+    run_virtually(main())

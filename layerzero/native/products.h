@@ -1,0 +1,126 @@
+// A part of hot.cpp: how a batch of calls with several weights runs as one launch, where each weight is one of a product.
+
+#pragma once
+
+constexpr int64_t THREAD_WORK = int64_t(1) << 22;  // multiplications and additions that are worth a thread's waking
+
+// Rows times transposed matrices, each its own: `rows` (N, K) in parts of so many, one behind another, by (C, K) each.
+// One pass of torch's threads over all parts where each thread has enough to do, else each product has the threads.
+at::Tensor products(const at::Tensor& rows, const std::vector<int64_t>& parts, const std::vector<c10::TensorImpl*>& weights) {
+  const int64_t height = weights[0]->size(0), width = weights[0]->size(1);
+  const bool inference = c10::InferenceMode::is_enabled();
+  std::vector<int64_t> starts{0};
+  for (const int64_t count : parts) starts.push_back(starts.back() + count);
+  at::AutoDispatchBelowADInplaceOrView below;
+  at::Tensor out = at::empty({rows.size(0), height}, rows.options().requires_grad(false));
+  const auto multiply = [&](int64_t begin, int64_t end) {
+    c10::InferenceMode mode(inference);
+    at::AutoDispatchBelowADInplaceOrView under;
+    for (int64_t at = begin; at < end; ++at) {
+      c10::TensorImpl* weight = weights[at];
+      at::Tensor into = view_of(out.unsafeGetTensorImpl(), {parts[at], height}, {height, 1}, starts[at] * height);
+      const at::Tensor left = view_of(rows.unsafeGetTensorImpl(), {parts[at], width}, {width, 1},
+                                      rows.storage_offset() + starts[at] * width);
+      const at::Tensor right =
+          view_of(weight, {width, height}, {weight->stride(1), weight->stride(0)}, weight->storage_offset());
+      at::mm_out(into, left, right);
+    }
+  };
+  PyThreadState* let = PyEval_SaveThread();
+  try {
+    const auto count = int64_t(parts.size());
+    const int64_t work = std::max<int64_t>(1, rows.size(0) * width / count * height);
+    if (count >= 2 * at::get_num_threads())
+      at::parallel_for(0, count, std::max<int64_t>(1, THREAD_WORK / work), multiply);
+    else
+      multiply(0, count);
+  } catch (...) {
+    PyEval_RestoreThread(let);
+    throw;
+  }
+  PyEval_RestoreThread(let);
+  return out;
+}
+
+// Whether a plan's kernel is the product alone of its rows and its weight (`layerzero.native.is_product`).
+bool multiplies(PyObject* plan) {
+  Ref call(PyObject_GetAttr(plan, known.call));
+  Ref says(call ? PyObject_GetAttrString(call.get(), "is_product") : nullptr);
+  if (!says) PyErr_Clear();
+  return says.get() == Py_True;
+}
+
+// The outcomes of a batch of several weights by one launch: rows are put together once, in the order of their weights.
+// Nothing (no error is set) where it is no batch of plain products of one shape that are all known, or one fails: then
+// each part is launched by itself, and has its own way to go on.
+PyObject* ran_as_products(BatchPlans* self, PyObject* calls, int mask, const std::vector<std::vector<Py_ssize_t>>& parts) {
+  PyObject* first = PyList_GET_ITEM(calls, 0);
+  const Py_ssize_t size = PyTuple_GET_SIZE(first);
+  if (self->operands->size() != 1 || self->operands->front() != std::pair<Py_ssize_t, Py_ssize_t>{0, 1} || size < 2)
+    return nullptr;
+  for (Py_ssize_t i = 2; i < size; ++i)
+    if (PyTuple_GET_ITEM(first, i) != Py_None) return nullptr;
+  std::vector<c10::TensorImpl*> weights;
+  Ref ordered(PyList_New(0));
+  for (const auto& part : parts) {
+    PyObject* call = PyList_GET_ITEM(calls, part[0]);
+    c10::TensorImpl* weight = plain(PyTuple_GET_ITEM(call, 1));
+    if (weight == nullptr || weight->dim() != 2 || weight->numel() == 0 || needs_graph(weight) ||
+        (!weights.empty() && (weight->sizes() != weights[0]->sizes() || weight->dtype() != weights[0]->dtype())))
+      return nullptr;
+    weights.push_back(weight);
+    for (const Py_ssize_t i : part)
+      if (!ordered || PyList_Append(ordered.get(), PyList_GET_ITEM(calls, i))) throw PythonError();
+  }
+  Ref counts(PyList_New(PyList_GET_SIZE(ordered.get())));
+  Ref joined(counts ? gathered(ordered.get(), 0, 1, counts.get()) : nullptr);
+  if (!joined) throw PythonError();
+  c10::TensorImpl* rows = plain(joined.get());
+  if (rows == nullptr || !rows->is_contiguous() || rows->dtype() != weights[0]->dtype() || rows->numel() == 0 ||
+      rows->size(1) != weights[0]->size(1) || place_of(rows) != HOST)
+    return nullptr;
+  std::vector<Ref> plans;
+  std::vector<int64_t> taken;
+  PyObject* values[MAX_PARAMETERS];
+  int64_t start = 0;
+  Py_ssize_t at = 0;
+  for (const auto& part : parts) {
+    int64_t own = 0;
+    for (size_t i = 0; i < part.size(); ++i) own += PyLong_AsLongLong(PyList_GET_ITEM(counts.get(), at++));
+    PyObject* call = PyList_GET_ITEM(calls, part[0]);
+    Ref piece = Ref::to(PyTuple_GET_ITEM(call, 0));  // by itself a call is known as it came
+    if (part.size() > 1) {
+      const int64_t width = rows->size(1);
+      piece = Ref(THPVariable_Wrap(view_of(rows, {own, width}, {width, 1}, rows->storage_offset() + start * width)));
+    }
+    if (!piece) throw PythonError();
+    for (Py_ssize_t i = 0; i < size; ++i) values[i] = i == 0 ? piece.get() : PyTuple_GET_ITEM(call, i);
+    Key key;
+    if (!merged_key(mask, values, size, key)) return nullptr;
+    const auto found = self->known->find(key.view());
+    if (found == self->known->end() || !multiplies(found->second.get())) return nullptr;
+    plans.push_back(Ref::to(found->second.get()));
+    taken.push_back(own);
+    start += own;
+  }
+  at::Tensor out;
+  try {
+    out = products(THPVariable_Unpack(joined.get()), taken, weights);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+  Ref whole(THPVariable_Wrap(std::move(out)));
+  PyObject* given[] = {whole.get(), counts.get(), Py_False};
+  Ref pieces(whole ? split(nullptr, given, 3) : nullptr);
+  Ref outcomes(pieces ? PyList_New(PyList_GET_SIZE(calls)) : nullptr);
+  if (!outcomes) throw PythonError();
+  if (pieces.get() == Py_NotImplemented) return nullptr;
+  at = 0;
+  for (size_t number = 0; number < parts.size(); ++number)
+    for (const Py_ssize_t i : parts[number]) {
+      PyObject* pair = PyTuple_Pack(2, PyList_GET_ITEM(pieces.get(), at++), plans[number].get());
+      if (pair == nullptr) throw PythonError();
+      PyList_SET_ITEM(outcomes.get(), i, pair);
+    }
+  return outcomes.release();
+}
