@@ -5,17 +5,19 @@
 
 // Whether the callers of this turn may go on, and no batch runs elsewhere.
 bool may_go_on(PyObject* front, PyObject* inline_runs) {
-  if (!(in_inline.used_us.real(inline_runs) < in_inline.limit_us.real(inline_runs))) return false;
-  PyObject* inflight = in_inline.inflight.seen(in_front.runs.seen(front));
-  return PyList_CheckExact(inflight) && PyList_GET_SIZE(inflight) == 0;
+  Ref used = in_inline.used_us.of(inline_runs), limit = in_inline.limit_us.of(inline_runs);
+  if (!(PyFloat_AsDouble(used.get()) < PyFloat_AsDouble(limit.get()))) return false;
+  if (PyErr_Occurred()) throw PythonError();
+  Ref inflight = in_inline.inflight.of(in_front.runs.of(front).get());
+  return PyList_CheckExact(inflight.get()) && PyList_GET_SIZE(inflight.get()) == 0;
 }
 
 // Whether the caller that submits now is one of those that share the group, or may be from now on: `InlineRuns.joins` says.
 bool shares(PyObject* front, PyObject* inline_runs, PyObject* key, PyObject* costs) {
   Ref loop = in_front.loop.of(front), caller = caller_of(front, loop.get());
   if (caller) {
-    Ref number(PyLong_FromVoidPtr(caller.get()));
-    const int there = number ? PySet_Contains(in_costs.callers.seen(costs), number.get()) : -1;
+    Ref number(PyLong_FromVoidPtr(caller.get())), callers = in_costs.callers.of(costs);
+    const int there = number ? PySet_Contains(callers.get(), number.get()) : -1;
     if (there < 0) throw PythonError();
     if (there) return true;
   }
@@ -25,8 +27,8 @@ bool shares(PyObject* front, PyObject* inline_runs, PyObject* key, PyObject* cos
 }
 
 void add_to(const Attribute& attribute, PyObject* object, double more) {
-  Ref sum(PyFloat_FromDouble(attribute.real(object) + more));
-  if (!sum) throw PythonError();
+  Ref sum(PyFloat_FromDouble(PyFloat_AsDouble(attribute.of(object).get()) + more));
+  if (!sum || PyErr_Occurred()) throw PythonError();
   attribute.set(object, sum.get());
 }
 
@@ -58,13 +60,12 @@ Ref costs_at_once(PyObject* front, PyObject* key) {
   Ref costs = looked_up(groups.get(), key);
   if (!has(in_costs.untimed, costs.get()) || in_costs.untimed.number(costs.get()) != 0) return Ref();
   Ref inline_runs = in_front.inline_runs.of(front);
-  const long long until_anew = in_costs.until_anew.number(costs.get());
-  if (until_anew < 3 || !may_go_on(front, inline_runs.get()) ||
+  if (in_costs.until_anew.number(costs.get()) < 3 || !may_go_on(front, inline_runs.get()) ||
       !shares(front, inline_runs.get(), key, costs.get()))
     return Ref();
-  in_costs.until_anew.set(costs.get(), until_anew - 1);
-  PyObject* stats = in_lane.stats.seen(in_front.lane.seen(front));
-  in_rest.ran_at_once.set(stats, in_rest.ran_at_once.number(stats) + 1);
+  in_costs.until_anew.set(costs.get(), in_costs.until_anew.number(costs.get()) - 1);
+  Ref stats = in_lane.stats.of(in_front.lane.of(front).get());
+  in_rest.ran_at_once.set(stats.get(), in_rest.ran_at_once.number(stats.get()) + 1);
   return costs;
 }
 
@@ -73,6 +74,6 @@ PyObject* ran_at_once(PyObject* front, PyObject* costs, PyObject* plan, PyObject
                       Py_ssize_t count, PyObject* last) {
   Ref value(value_by_plan(plan, device, values, count, last));
   if (!value) return nullptr;
-  add_to(in_inline.used_us, in_front.inline_runs.of(front).get(), in_costs.alone_us.real(costs));
+  add_to(in_inline.used_us, in_front.inline_runs.of(front).get(), PyFloat_AsDouble(in_costs.alone_us.of(costs).get()));
   return PyTuple_Pack(1, value.get());
 }

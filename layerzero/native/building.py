@@ -79,7 +79,7 @@ def _source(name: str, path: str, flags: tuple[str, ...]) -> tuple[str, Source]:
 
 SOURCES: Final = dict(
     (
-        _source("layerzero_hot", "native/hot.cpp", (*PORTABLE, "-fopenmp")),
+        _source("layerzero_hot", "native/hot.cpp", PORTABLE),
         _source("layerzero_noting", "native/noting.cpp", PORTABLE),
         _source("layerzero_native", "backends/native/attention.cpp", VECTORS),
         _source("layerzero_products", "backends/native/products.cpp", VECTORS),

@@ -2,21 +2,18 @@
 
 #pragma once
 
-constexpr int64_t THREAD_WORK = int64_t(1) << 22;  // multiplications and additions that are worth a thread's waking
-
 // Rows times transposed matrices, each its own: `rows` (N, K) in parts of so many, one behind another, by (C, K) each.
-// One pass of torch's threads over all parts where each thread has enough to do, else each product has the threads.
+// One pass without the interpreter's lock, each product with torch's threads: threads of this file's own would be others
+// than those that torch's products take, and both would fill every core.
 at::Tensor products(const at::Tensor& rows, const std::vector<int64_t>& parts, const std::vector<c10::TensorImpl*>& weights) {
   const int64_t height = weights[0]->size(0), width = weights[0]->size(1);
-  const bool inference = c10::InferenceMode::is_enabled();
   std::vector<int64_t> starts{0};
   for (const int64_t count : parts) starts.push_back(starts.back() + count);
   at::AutoDispatchBelowADInplaceOrView below;
   at::Tensor out = at::empty({rows.size(0), height}, rows.options().requires_grad(false));
-  const auto multiply = [&](int64_t begin, int64_t end) {
-    c10::InferenceMode mode(inference);
-    at::AutoDispatchBelowADInplaceOrView under;
-    for (int64_t at = begin; at < end; ++at) {
+  PyThreadState* let = PyEval_SaveThread();
+  try {
+    for (size_t at = 0; at < parts.size(); ++at) {
       c10::TensorImpl* weight = weights[at];
       at::Tensor into = view_of(out.unsafeGetTensorImpl(), {parts[at], height}, {height, 1}, starts[at] * height);
       const at::Tensor left = view_of(rows.unsafeGetTensorImpl(), {parts[at], width}, {width, 1},
@@ -25,15 +22,6 @@ at::Tensor products(const at::Tensor& rows, const std::vector<int64_t>& parts, c
           view_of(weight, {width, height}, {weight->stride(1), weight->stride(0)}, weight->storage_offset());
       at::mm_out(into, left, right);
     }
-  };
-  PyThreadState* let = PyEval_SaveThread();
-  try {
-    const auto count = int64_t(parts.size());
-    const int64_t work = std::max<int64_t>(1, rows.size(0) * width / count * height);
-    if (count >= 2 * at::get_num_threads())
-      at::parallel_for(0, count, std::max<int64_t>(1, THREAD_WORK / work), multiply);
-    else
-      multiply(0, count);
   } catch (...) {
     PyEval_RestoreThread(let);
     throw;
