@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -106,5 +108,5 @@ def test_rows_of_a_longer_text_are_spread_over_it() -> None:
     """As many as may run, from its beginning to its last tenth."""
     rows = calibration.spread_rows(range(512 * 100))
     assert len(rows) == calibration.MOST_ROWS and {len(row) for row in rows} == {512}
-    steps = [(b[0] - a[0]) // 512 for a, b in zip(rows, rows[1:], strict=False)]
+    steps = [(b[0] - a[0]) // 512 for a, b in pairwise(rows)]
     assert rows[0][0] == 0 and rows[-1][0] > 0.9 * 512 * 100 and set(steps) == {4, 5}
