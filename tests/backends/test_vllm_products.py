@@ -21,15 +21,15 @@ from layerzero.spec.kernel import Kernel, rejections
 
 OP = table.get("quantized_linear")
 # Scales, sums and what a bias makes of them are each rounded once, over the largest output.
-BOUND = {torch.bfloat16: 3 * 2.0**-9, torch.float16: 3 * 2.0**-12}
+BOUND = {dtype: 3 * torch.finfo(dtype).eps / 2 for dtype in (torch.bfloat16, torch.float16)}
 # As vLLM 0.26.0's extension registers them.
 SCHEMAS = {
     "gptq_marlin_repack": "(Tensor b_q_weight, Tensor perm, SymInt size_k, SymInt size_n, int num_bits, bool "
     "is_a_8bit) -> Tensor",
     "marlin_gemm": "(Tensor a, Tensor? c_or_none, Tensor b_q_weight, Tensor? b_bias_or_none, Tensor "
     "b_scales, Tensor? a_scales, Tensor? global_scale, Tensor? b_zeros_or_none, Tensor? g_idx_or_none, "
-    "Tensor? perm_or_none, Tensor workspace, int b_type_id, SymInt size_m, SymInt size_n, SymInt size_k, bool "
-    "is_k_full, bool use_atomic_add, bool use_fp32_reduce, bool is_zp_float) -> Tensor",
+    "Tensor? perm_or_none, Tensor workspace, int b_type_id, SymInt size_m, SymInt size_n, SymInt size_k, "
+    "bool is_k_full, bool use_atomic_add, bool use_fp32_reduce, bool is_zp_float) -> Tensor",
     "machete_prepack_B": "(Tensor B, ScalarType a_type, int b_type, ScalarType? group_scales_type) -> Tensor",
     "machete_mm": "(Tensor A, Tensor B, int b_type, ScalarType? out_type, Tensor? group_scales, Tensor? "
     "group_zeros, int? group_size, Tensor? channel_scales, Tensor? token_scales, str? schedule) -> Tensor",
