@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
 import mmap
 import platform
 import re
@@ -76,19 +75,6 @@ def _process() -> _Process:
         sys.version_info[:2],
         bool(torch.compiled_with_cxx11_abi()),
     )
-
-
-def extension_of(package: str, pattern: str) -> Path:
-    """The compiled file in an installed package, below its folder; nothing of the package is imported.
-
-    Raises: ImportError: the package is not installed, or was built without it.
-    """
-    spec = importlib.util.find_spec(package)
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    for folder in folders:
-        for path in sorted(Path(folder).glob(pattern)):
-            return path
-    raise ImportError(f"no {pattern} in {package}: {folders or 'it is not installed'}")
 
 
 def strings_of(path: Path) -> bytes:

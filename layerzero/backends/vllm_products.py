@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.backends.builds import extension_of
+from layerzero._util.libraries import extension_of
 from layerzero.formats.table import format_of
 from layerzero.ops.captures import is_capturing, keep_if_captured
 from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, keeping
@@ -85,9 +85,9 @@ def need_arguments(name: str, schema: Any) -> None:
 
     Raises: ImportError: by name, with both.
     """
-    found = tuple(each.name for each in schema.arguments)
-    if found != OPERATORS[name]:
-        raise ImportError(f"vllm's {name} needs {', '.join(OPERATORS[name])}, got {', '.join(found)}")
+    names = tuple(each.name for each in schema.arguments)
+    if names != OPERATORS[name]:
+        raise ImportError(f"vllm's {name} needs {', '.join(OPERATORS[name])}, got {', '.join(names)}")
 
 
 class MarlinCodes(NamedTuple):
@@ -119,11 +119,11 @@ class MarlinScales(NamedTuple):
         """(G, C) in the rows' dtype, or as powers of two."""
         by_group = self._by_group(scale)
         if self.form == "mxfp4":
-            exponents = arranged(arranged(by_group.view(torch.uint8), _BY_GROUP), _BYTES)
+            exponents = arrange(arrange(by_group.view(torch.uint8), _BY_GROUP), _BYTES)
             return exponents.view(torch.float8_e8m0fnu)
         factor = _EXPONENT[self.dtype] if self.form == "fp8_e4m3" else 1.0
         rounded = in_range(by_group, self.dtype, factor)
-        return arranged(rounded, _BY_GROUP if by_group.shape[0] > 1 else _BY_COLUMN)
+        return arrange(rounded, _BY_GROUP if by_group.shape[0] > 1 else _BY_COLUMN)
 
     def _by_group(self, scale: Tensor) -> Tensor:
         if scale.dim() == 0:
@@ -135,7 +135,7 @@ class MarlinScales(NamedTuple):
 
 def marlin_zero_points(zero_point: Tensor) -> Tensor:
     """Zero points (C, G) as words of eight columns, (G, C / 8)."""
-    ordered = arranged(arranged(zero_point.t(), _BY_GROUP), _ZEROS).int().unflatten(1, (-1, 8))
+    ordered = arrange(arrange(zero_point.t(), _BY_GROUP), _ZEROS).int().unflatten(1, (-1, 8))
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=zero_point.device)
     return (ordered << shifts).sum(-1, dtype=torch.int32)
 
@@ -183,7 +183,7 @@ def _words(weight: Tensor, flip: int) -> Tensor:
     return (codes ^ flip if flip else codes).view(torch.int32)
 
 
-def arranged(columns: Tensor, order: list[int]) -> Tensor:
+def arrange(columns: Tensor, order: list[int]) -> Tensor:
     """Columns (G, C) in an order that repeats."""
     return columns.unflatten(1, (-1, len(order)))[..., order].flatten(1).contiguous()
 

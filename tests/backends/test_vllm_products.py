@@ -1,7 +1,7 @@
 """vLLM's Marlin and Machete: how weights are laid out for them, in the recorded schemas of its operators.
 
 The operators of this test compute what theirs do, from operands in their layouts, each layout inverted by a
-formula of its own; tests/cuda/test_vllm_products.py asks a card.
+formula of its own; tests/cuda/test_marlin.py asks a card.
 """
 
 from __future__ import annotations

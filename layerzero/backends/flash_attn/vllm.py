@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.builds import extension_of
+from layerzero._util.libraries import extension_of
 from layerzero.backends.flash_attn.shared import FEATURES, HEAD_SIZES, THIRD, both, hopper, workspace_bytes
 from layerzero.ops.attention.adapters import Result, bounds, int32, takes
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
