@@ -61,7 +61,7 @@ _TYPES: Mapping[str, int] = MappingProxyType(
 _SHIFTED_INT4 = type_id(0, 4, False)
 # Where Marlin's threads want the scales of 64 and of 32 columns, and the zero points of 8.
 _BY_GROUP = [row + 8 * column for row in range(8) for column in range(8)]
-_BY_COLUMN = [2 * row + at for row in range(4) for at in (0, 1, 8, 9, 16, 17, 24, 25)]
+_BY_COLUMN = [2 * row + place for row in range(4) for place in (0, 1, 8, 9, 16, 17, 24, 25)]
 _ZEROS, _BYTES = [0, 2, 4, 6, 1, 3, 5, 7], [0, 2, 1, 3]
 # What moves a float8's exponent to that of the rows' dtype.
 _EXPONENT = {torch.float16: 2.0**8, torch.bfloat16: 2.0**120}

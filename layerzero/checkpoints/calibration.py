@@ -64,8 +64,8 @@ def run_text(
 def spread_rows(ids: Sequence[int]) -> list[Sequence[int]]:
     """Rows of ROW tokens: all, or MOST_ROWS of them as far apart as they can be."""
     rows = [ids[start : start + ROW] for start in range(0, len(ids), ROW)]
-    taken = min(len(rows), MOST_ROWS)
-    return [rows[turn * len(rows) // taken] for turn in range(taken)]
+    count = min(len(rows), MOST_ROWS)
+    return [rows[turn * len(rows) // count] for turn in range(count)]
 
 
 def _adding(name: str, grams: dict[str, Tensor]) -> Callable[..., None]:

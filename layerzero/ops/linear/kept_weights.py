@@ -91,8 +91,9 @@ class PackedWeights:
     def ready(self, weight: Tensor) -> Tensor | None:
         """The panels of `weight` where this very tensor has them unchanged; nothing is made or compared."""
         entry = self._entries.get((weight.data_ptr(), weight.dtype, weight.shape, weight.stride()))
-        known = entry is not None and entry.tensor() is weight and not weight.is_inference()
-        return entry.panels if known and entry.version == weight._version else None
+        if entry is None or entry.tensor() is not weight or weight.is_inference():
+            return None
+        return entry.panels if entry.version == weight._version else None
 
     def _of_another(self, weight: Tensor, entry: _PackedWeight) -> Tensor | None:
         """The panels for another tensor over the memory, whose counter may be equal by chance."""
