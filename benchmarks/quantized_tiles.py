@@ -109,6 +109,7 @@ def measure(
     x = torch.randn(rows, dense[0].shape[1], device=device).to(dense[0].dtype)
     calls = [op.build(x, **weight.arguments())[1] for weight in weights]
     kernels = takers(calls[0], device)
+    named: list[tuple[str, str, str, dict[str, Any]]]
     named = [(name, name, CUDA, {}) for name in kernels] + list(own_tiles(tuple(kernels), rows))
     truth = x.double() @ weights[0].dequantize(torch.float64).t()
     found: dict[str, dict[str, Any]] = {}

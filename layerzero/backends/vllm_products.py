@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,8 @@ def need_arguments(name: str, schema: Any) -> None:
         raise ImportError(f"vllm's {name} needs {', '.join(OPERATORS[name])}, got {', '.join(names)}")
 
 
-class MarlinCodes(NamedTuple):
+@dataclass(frozen=True)
+class MarlinCodes:
     """Codes (C, K) in Marlin's tiles; those of int8 are counted from 0."""
 
     bits: int
@@ -107,7 +109,8 @@ class MarlinCodes(NamedTuple):
         return packed
 
 
-class MarlinScales(NamedTuple):
+@dataclass(frozen=True)
+class MarlinScales:
     """Scales in the order of Marlin's threads; `width` is of those that all columns share, else 0."""
 
     dtype: torch.dtype
@@ -135,12 +138,13 @@ class MarlinScales(NamedTuple):
 
 def marlin_zero_points(zero_point: Tensor) -> Tensor:
     """Zero points (C, G) as words of eight columns, (G, C / 8)."""
-    ordered = arrange(arrange(zero_point.t(), _BY_GROUP), _ZEROS).int().unflatten(1, (-1, 8))
+    ordered: Tensor = arrange(arrange(zero_point.t(), _BY_GROUP), _ZEROS).int().unflatten(1, (-1, 8))
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=zero_point.device)
     return (ordered << shifts).sum(-1, dtype=torch.int32)
 
 
-class MacheteCodes(NamedTuple):
+@dataclass(frozen=True)
+class MacheteCodes:
     """Codes (C, K) as Machete's tiles have them beside rows of `dtype`."""
 
     dtype: torch.dtype
@@ -154,7 +158,8 @@ class MacheteCodes(NamedTuple):
         return packed
 
 
-class MacheteScales(NamedTuple):
+@dataclass(frozen=True)
+class MacheteScales:
     """Scales by group and column."""
 
     dtype: torch.dtype
@@ -185,7 +190,8 @@ def _words(weight: Tensor, flip: int) -> Tensor:
 
 def arrange(columns: Tensor, order: list[int]) -> Tensor:
     """Columns (G, C) in an order that repeats."""
-    return columns.unflatten(1, (-1, len(order)))[..., order].flatten(1).contiguous()
+    blocks: Tensor = columns.unflatten(1, (-1, len(order)))
+    return blocks[..., order].flatten(1).contiguous()
 
 
 _SHARING: dict[torch.device, list[PackedWeights]] = {}

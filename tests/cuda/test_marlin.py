@@ -50,8 +50,9 @@ def weight_of(form: str, how: dict[str, Any], columns: int, inner: int) -> Quant
 
 def error_of(out: Tensor, args: tuple[Any, ...]) -> float:
     """The largest error over the largest output, against float64 of the weight's numbers."""
-    x, bias = args[0].double(), None if args[3] is None else args[3].double()
-    truth = quantized_linear_reference(x, *args[1:3], bias, *args[4:])
+    x, weight, scale, bias, inputs, *others = args
+    shift = None if bias is None else bias.double()
+    truth = quantized_linear_reference(x.double(), weight, scale, shift, inputs, *others)
     return float((out.double() - truth).abs().max() / truth.abs().max())
 
 
