@@ -118,8 +118,10 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Operators with vLLM's schemas on the CPU; the names of those that laid something out."""
     calls: list[str] = []
     library = torch.library.Library("lz_recorded_vllm", "DEF")
-    computing: dict[str, Callable[..., Any]] = {"gptq_marlin_repack": repack, "machete_prepack_B": prepack, "machete_mm": machete,
-                 "marlin_gemm": marlin}  # fmt: skip
+    computing: dict[str, Callable[..., Any]] = {
+        "gptq_marlin_repack": repack, "machete_prepack_B": prepack, "machete_mm": machete,
+        "marlin_gemm": marlin,
+    }  # fmt: skip
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
 
