@@ -92,6 +92,7 @@ def groups() -> tuple[Group, ...]:
     for name, select in {
         "flash_attn_2": "flash_attn_2.",
         "flash_attn_3": "flash_attn_3.",
+        "vllm": "vllm_marlin. or vllm_machete.",
         "xformers": "xformers.",
         "liger": "liger.",
         "triton": "triton.",

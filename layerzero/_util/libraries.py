@@ -6,12 +6,14 @@ the process that imports it.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -140,3 +142,16 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def extension_of(package: str, pattern: str) -> Path:
+    """The compiled file in an installed package, below its folder; nothing of the package is imported.
+
+    Raises: ImportError: the package is not installed, or was built without it.
+    """
+    spec = importlib.util.find_spec(package)
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    for folder in folders:
+        for path in sorted(Path(folder).glob(pattern)):
+            return path
+    raise ImportError(f"no {pattern} in {package}: {folders or 'it is not installed'}")

@@ -53,6 +53,7 @@ _OPS_OF = {
     "torch_varlen": "ragged_attention",
     "triton_kernels": "add_rms_norm add_rms_norm_quantize append_kv paged_attention quantize "
     "quantized_linear rope_append_kv sample sample_topk sample_topp verify_chain",
+    "vllm_products": "quantized_linear",
     "xformers": "attention",
     "zentorch": "add_rms_norm attention linear moe quantized_linear rms_norm",
 }
@@ -61,7 +62,7 @@ BUILTIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {_PACKAGE + name: tuple(ops.split()) for name, ops in _OPS_OF.items()}
 )
 # What serves GPUs alone: the first call of a process on a CPU does not wait for their descriptions.
-_GPU_LIBRARIES = ("cuda_kernels", "flash_attn", "flashinfer", "xformers")
+_GPU_LIBRARIES = ("cuda_kernels", "flash_attn", "flashinfer", "vllm_products", "xformers")
 CUDA_ALONE = frozenset(_PACKAGE + name for name in _OPS_OF if name.startswith(_GPU_LIBRARIES))
 
 

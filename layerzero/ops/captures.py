@@ -30,10 +30,14 @@ def passing_captures() -> Generator[None]:
         _PASSING.reset(token)
 
 
+def is_capturing() -> bool:
+    """Whether the current CUDA stream captures a graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def is_claiming() -> bool:
     """Whether the current CUDA stream captures a graph that keeps what it reads."""
-    is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return is_capturing and not _PASSING.get()
+    return is_capturing() and not _PASSING.get()
 
 
 def keep_if_captured(*tensors: Tensor) -> None:

@@ -62,6 +62,16 @@ def test_products_are_taken_where_their_tiles_fit(
     assert not any(name.startswith("cuda") for name in takers(product(form, dtype, **how), ADA))
 
 
+@pytest.mark.parametrize("name", ["triton.quantized_linear.codes", "torch.quantized_linear.scaled_mm"])
+def test_float8_on_a_card_without_it_is_a_reason_before_the_call(name: str) -> None:
+    """An Ampere card has no such numbers; the kernel's verdict says what it needs and what is there."""
+    (kernel,) = (kernel for kernel in load_builtin(op="quantized_linear") if kernel.id == name)
+    request = product("fp8_e4m3", torch.bfloat16).replace(platform="cuda", device="cuda:0")
+    reasons = rejections(kernel, request, hypothetical_gpu(86))
+    (verdict,) = (each for each in reasons if each.reason is Reason.SM_TOO_OLD)
+    assert verdict.field == "sm" and verdict.needs.startswith(">= ") and verdict.got == "86"
+
+
 def attended(codes: torch.dtype | None, heads: int = 8, width: int = 128) -> CallSpec:
     """The request of one token over pages of codes, or of numbers."""
     op = table.get("paged_attention")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
+from layerzero.checkpoints import calibration
 from layerzero.checkpoints import gptq as algorithm
 from layerzero.checkpoints.gptq import gptq
 from layerzero.checkpoints.rounding import error_of
@@ -91,3 +94,19 @@ def test_groups_of_any_size_lie_in_one_block(size: int) -> None:
     assert made.group_size == size
     off = (made.dequantize(torch.float64) - by_definition(weight, made, gram)).abs() > 1e-4
     assert off.float().mean() < 0.02
+
+
+@pytest.mark.parametrize(("tokens", "firsts"), [(2, [0]), (1030, [0, 512, 1024]), (24 * 512, None)])
+def test_a_text_that_fits_runs_whole(tokens: int, firsts: list[int] | None) -> None:
+    """Row behind row, each token once."""
+    rows = calibration.spread_rows(range(tokens))
+    assert [token for row in rows for token in row] == list(range(tokens))
+    assert firsts is None or [row[0] for row in rows] == firsts
+
+
+def test_rows_of_a_longer_text_are_spread_over_it() -> None:
+    """As many as may run, from its beginning to its last tenth."""
+    rows = calibration.spread_rows(range(512 * 100))
+    assert len(rows) == calibration.MOST_ROWS and {len(row) for row in rows} == {512}
+    steps = [(b[0] - a[0]) // 512 for a, b in pairwise(rows)]
+    assert rows[0][0] == 0 and rows[-1][0] > 0.9 * 512 * 100 and set(steps) == {4, 5}

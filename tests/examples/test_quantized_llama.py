@@ -22,10 +22,17 @@ from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import layerzero as lz  # noqa: E402
+from layerzero.checkpoints.calibration import run_text  # noqa: E402
 from layerzero.checkpoints.folder import TensorFolder  # noqa: E402
 from layerzero.checkpoints.writing import LAYOUTS, LEFT_ALONE, quantize_folder, weights_to_round  # noqa: E402
 from layerzero.formats import QuantizedTensor  # noqa: E402
-from layerzero.spec.tolerances import PARITY_LOGITS, PERPLEXITY, PERPLEXITY_KV  # noqa: E402
+from layerzero.spec.tolerances import (  # noqa: E402
+    PARITY_LOGITS,
+    PERPLEXITY,
+    PERPLEXITY_GPTQ,
+    PERPLEXITY_GPTQ_OVER_NEAREST,
+    PERPLEXITY_KV,
+)
 
 TOKENS = 384
 SETTINGS = lz.Settings(device="cpu", inference=True, warm="off")
@@ -33,10 +40,15 @@ CODES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.
 
 
 @pytest.fixture(scope="module")
-def text() -> Tensor:
+def prose() -> str:
+    """The shipped text."""
+    return lzma.decompress((llama.FOLDER / "prose.txt.xz").read_bytes()).decode()
+
+
+@pytest.fixture(scope="module")
+def text(prose: str) -> Tensor:
     """The end of the shipped text, as tokens."""
-    prose = lzma.decompress((llama.FOLDER / "prose.txt.xz").read_bytes()).decode()[-8000:]
-    return torch.tensor(load_tokenizer(llama.FOLDER).encode(prose).ids[: TOKENS + 1])
+    return torch.tensor(load_tokenizer(llama.FOLDER).encode(prose[-8000:]).ids[: TOKENS + 1])
 
 
 def logits_of(model: llama.Llama, text: Tensor) -> Tensor:
@@ -109,6 +121,53 @@ def test_a_quantized_model_computes_its_weights_numbers_and_reads_the_text_nearl
     logits = logits_of(model, text)
     assert (logits - logits_of(with_numbers(folder), text)).abs().max() <= PARITY_LOGITS
     assert 0.97 <= perplexity(logits, text) / plain <= PERPLEXITY[form]
+
+
+PASSAGES = range(6)  # each behind what calibrates, 200,000 characters from the next
+
+
+@pytest.fixture(scope="module")
+def passages(prose: str) -> list[Tensor]:
+    """Tokens out of the last 1.2 million characters."""
+    tokenizer, begin = load_tokenizer(llama.FOLDER), len(prose) - 200_000 * len(PASSAGES)
+    starts = [begin + 200_000 * at for at in PASSAGES]
+    return [torch.tensor(tokenizer.encode(prose[s : s + 8000]).ids[: TOKENS + 1]) for s in starts]
+
+
+@pytest.fixture(scope="module")
+def calibration(prose: str) -> tuple[dict[str, Tensor], int]:
+    """What the matrices multiply while the text before the passages runs."""
+    pytest.importorskip("transformers", reason="calibration needs transformers")
+    names = weights_to_round(TensorFolder(llama.FOLDER), LEFT_ALONE)
+    return run_text(llama.FOLDER, prose[: -200_000 * len(PASSAGES)], names)
+
+
+def perplexity_of_all(folder: Path, passages: list[Tensor]) -> float:
+    """Of all passages together."""
+    model = llama.load(folder, pages=32)
+    logs = [math.log(perplexity(logits_of(model, text), text)) for text in passages]
+    return math.exp(sum(logs) / len(logs))
+
+
+@pytest.fixture(scope="module")
+def plain_of_all(passages: list[Tensor]) -> float:
+    """Of the model as it is shipped."""
+    return perplexity_of_all(llama.FOLDER, passages)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", LAYOUTS)
+def test_gptq_reads_text_that_it_was_not_calibrated_by_no_worse_than_the_nearest(
+    form: str, tmp_path: Path, passages: list[Tensor], calibration: Any, plain_of_all: float
+) -> None:
+    """Perplexity within the format's bound of the unquantized model's, and beside rounding to the nearest."""
+    grams, tokens = calibration
+    found = {}
+    for method in ("nearest", "gptq"):
+        quantize_folder(llama.FOLDER, tmp_path / method, form, method=method, grams=grams, tokens=tokens)
+        found[method] = perplexity_of_all(tmp_path / method, passages)
+    assert found["gptq"] / plain_of_all <= PERPLEXITY_GPTQ[form]
+    assert found["gptq"] <= PERPLEXITY_GPTQ_OVER_NEAREST * found["nearest"]
 
 
 @pytest.mark.parametrize("form", CODES)

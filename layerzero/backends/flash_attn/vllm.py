@@ -8,7 +8,6 @@ operands go in as such.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero._util.libraries import extension_of
 from layerzero.backends.flash_attn.shared import FEATURES, HEAD_SIZES, THIRD, both, hopper, workspace_bytes
 from layerzero.ops.attention.adapters import Result, bounds, int32
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
@@ -57,12 +57,7 @@ def extension() -> Path:
 
     Raises: ImportError: vllm is not installed, or was built without it.
     """
-    spec = importlib.util.find_spec("vllm")
-    folders = spec.submodule_search_locations if spec is not None else None
-    for folder in folders or ():
-        for path in sorted(Path(folder).glob(f"vllm_flash_attn/{_EXTENSION}*.so")):
-            return path
-    raise ImportError(f"no {_EXTENSION} in vllm: {'it is not installed' if not folders else list(folders)}")
+    return extension_of("vllm", f"vllm_flash_attn/{_EXTENSION}*.so")
 
 
 @functools.cache

@@ -88,6 +88,13 @@ class PackedWeights:
             return self._of_another(weight, entry)
         return entry.panels
 
+    def ready(self, weight: Tensor) -> Tensor | None:
+        """The panels of `weight` where this very tensor has them unchanged; nothing is made or compared."""
+        entry = self._entries.get((weight.data_ptr(), weight.dtype, weight.shape, weight.stride()))
+        if entry is None or entry.tensor() is not weight or weight.is_inference():
+            return None
+        return entry.panels if entry.version == weight._version else None
+
     def _of_another(self, weight: Tensor, entry: _PackedWeight) -> Tensor | None:
         """The panels for another tensor over the memory, whose counter may be equal by chance."""
         if entry.panels is None or not self._equal(entry.panels, weight):
