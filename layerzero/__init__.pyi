@@ -1001,7 +1001,7 @@ async def rms_norm_linear(
     timeout: float | None = None,
     batching: Literal["off", "rows", "all"] | None = None,
 ) -> Tensor:
-    """Scale each row of `x` to unit root mean square, times `norm_weight`; multiply it by `weight` transposed.
+    """Scale each row of `x` to unit root mean square, times `norm_weight`, and multiply it by `weight`.
 
     Args: x (..., K), any float dtype; norm_weight (K,) or None; weight (C, K) and bias (C,) or None as
         `linear` has them; eps is added to the mean square.

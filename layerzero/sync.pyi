@@ -714,7 +714,7 @@ def rms_norm_linear(
     eps: float = 1e-06,
     backend: str | None = None,
 ) -> Tensor:
-    """Scale each row of `x` to unit root mean square, times `norm_weight`; multiply it by `weight` transposed.
+    """Scale each row of `x` to unit root mean square, times `norm_weight`, and multiply it by `weight`.
 
     Args: x (..., K), any float dtype; norm_weight (K,) or None; weight (C, K) and bias (C,) or None as
         `linear` has them; eps is added to the mean square.

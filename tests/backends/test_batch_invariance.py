@@ -57,9 +57,9 @@ SIZES: dict[str, tuple[dict[str, int], ...]] = {
     "paged_attention": ({}, {"P": 16, "D": 64}, {"P": 1}),
     "mla_attention": ({}, {"P": 64, "D": 40}),
 }
-# No kernel promises bits for a loss of training, nor for experts, whose products choose their sums by
-# how many rows each of them gets: strict determinism refuses both by name.
-REFUSED = {"linear_cross_entropy", "moe"}
+# No kernel promises bits for a loss of training, for a norm with its product, nor for experts, whose products
+# choose their sums by how many rows each of them gets: strict determinism refuses them by name.
+REFUSED = {"linear_cross_entropy", "moe", "rms_norm_linear"}
 # Only kernels of GPUs promise bits for these: on a CPU strict determinism refuses them.
 ON_GPUS = {"add_rms_norm_quantize"}
 # Asks that make one number of all rows, or masks that belong to a place in the batch.

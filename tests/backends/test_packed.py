@@ -109,7 +109,7 @@ def test_half_precision_is_followed_and_told_apart(dtype: torch.dtype) -> None:
 def test_a_norm_in_front_gives_the_bits_of_the_two_kernels(
     size: tuple[int, int, int], with_weight: bool
 ) -> None:
-    """In float32 fusing changes no bit; half precision is not rounded in between; the norm's weight may change."""
+    """In float32 fusing changes no bit; half precision is not rounded in between; weights may change."""
     torch.manual_seed(8)
     count, columns, inner = size
     x, weight = torch.randn(count, inner), torch.randn(columns, inner) * inner**-0.5

@@ -63,7 +63,7 @@ def test_kernels_and_fusions_are_those_of_brute_force(name: str, monkeypatch: py
 
 
 def test_the_policy_decides_between_one_step_and_two() -> None:
-    """Where the fused op is preferred it covers the norm and all its products; preferred apart, they stay so."""
+    """Preferred, the fused op covers the norm and all its products; preferred apart, they stay so."""
 
     def fusions(*preferred: str) -> list[tuple[str, ...]]:
         with lz.start(scoped=True), contextlib.ExitStack() as stack, torch.no_grad():

@@ -19,7 +19,7 @@ from layerzero.spec.call_spec import CallSpec, WorkEstimate
 def rms_norm_linear(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-6
 ) -> SignedCall:
-    """Scale each row of `x` to unit root mean square, times `norm_weight`; multiply it by `weight` transposed.
+    """Scale each row of `x` to unit root mean square, times `norm_weight`, and multiply it by `weight`.
 
     Args: x (..., K), any float dtype; norm_weight (K,) or None; weight (C, K) and bias (C,) or None as
         `linear` has them; eps is added to the mean square.
