@@ -100,10 +100,10 @@ def test_a_wrong_query_is_told_from_a_right_one(there: dict[str, set[str]]) -> N
         "rate(layerzero_kv_pages)",
         "layerzero_kv_pages{",
     ):
-        with pytest.raises(ValueError, match="unclosed|expected|unexpected"):
+        with pytest.raises(ValueError, match=r"unclosed|expected|unexpected"):
             parser.parse(query)
     (asked,) = wanted(parser.parse('sum by (nowhere) (layerzero_kv_pages{state="used"})'))
-    assert asked == ("layerzero_kv_pages", {"nowhere", "state"})
+    assert asked == ("layerzero_kv_pages", frozenset({"nowhere", "state"}))
     assert "nowhere" not in there["layerzero_kv_pages"] and len(ASKED) > 20
 
 

@@ -95,8 +95,7 @@ cluster.shutdown()
 )
 def test_lines_of_other_processes_count(parent: str, tmp_path: Path) -> None:
     """What a child, a fork that ends at once, a terminated worker and an actor run is in the data."""
-    pytest.importorskip("coverage", reason="needs coverage, of the extra stress")
-    from coverage import CoverageData
+    coverage = pytest.importorskip("coverage", reason="needs coverage, of the extra stress")
 
     script, room = tmp_path / "parent.py", tmp_path / "room"
     script.write_text(PARENTS[parent])
@@ -107,7 +106,7 @@ def test_lines_of_other_processes_count(parent: str, tmp_path: Path) -> None:
         check=True, timeout=300,
     )  # fmt: skip
     coverage_pieces.combine(sorted(room.iterdir()), tmp_path / "all")
-    data = CoverageData(str(tmp_path / "all"))
+    data = coverage.CoverageData(str(tmp_path / "all"))
     data.read()
     (path,) = [path for path in data.measured_files() if path.endswith("layerzero/_util/version.py")]
     source = Path(path).read_text().splitlines()
