@@ -37,13 +37,9 @@ FUZZ_FLAGS ?= --jobs 2
 fuzz: $(VENV)/.installed-test  ## a million changed inputs for each parser of what comes from outside
 	$(PY) -m tests.fuzz --all --plain --runs 1000000 $(FUZZ_FLAGS)
 
-# Folder by folder, so that one test's mistake does not cost the figures of the others; fails below the bound in pyproject.toml.
-COVERED ?= $(filter-out tests/cuda/ tests/benchmarks/ tests/docs/ tests/data/ tests/mutations/,$(wildcard tests/*/))
+# A quarter of an hour at a time, and again until it says that no piece is left; COVERAGE_FLAGS="--minutes 230" does all.
 coverage: $(VENV)/.installed-stress  ## lines that the tests run, at least 90 % of what needs no card
-	@$(PY) -m coverage erase
-	@failed=0; export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; for folder in $(COVERED); do \
-	    $(PY) -m coverage run -m pytest -q -p no:cacheprovider -o timeout=900 $$folder || [ $$? = 5 ] || failed=1; done; \
-	$(PY) -m coverage combine -q && $(PY) -m coverage report || failed=1; exit $$failed
+	@$(PY) -m scripts.coverage_pieces $(COVERAGE_FLAGS)
 
 lint: ruff layers mypy pyright  ## ruff, mypy --strict, pyright, import order
 

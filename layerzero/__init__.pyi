@@ -160,7 +160,7 @@ def bind(op: Literal["add_layer_norm", "add_rms_norm", "quantize", "rope", "sele
 @overload
 def bind(op: Literal["add_rms_norm_quantize", "verify_tree"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., tuple[Tensor, Tensor, Tensor]]: ...
 @overload
-def bind(op: Literal["alibi", "append_kv", "cross_entropy", "dequantize", "embedding", "fused_experts", "layer_norm", "linear", "linear_cross_entropy", "mlp", "moe", "quantized_linear", "rms_norm", "rope_append_kv", "sample", "sample_topk", "sample_topp"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Tensor]: ...
+def bind(op: Literal["alibi", "append_kv", "cross_entropy", "dequantize", "embedding", "fused_experts", "layer_norm", "linear", "linear_cross_entropy", "mlp", "moe", "quantized_linear", "rms_norm", "rms_norm_linear", "rope_append_kv", "sample", "sample_topk", "sample_topp"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Tensor]: ...
 @overload
 def bind(op: Literal["attention", "mla_attention", "paged_attention", "ragged_attention"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Tensor | tuple[Tensor, Tensor]]: ...
 @overload
@@ -985,6 +985,30 @@ async def rms_norm(
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
     Returns: x's shape and dtype; the mean is taken in float32.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1910.07467.
+    """
+
+async def rms_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-06,
+    backend: str | None = None,
+    priority: int = 1,
+    timeout: float | None = None,
+    batching: Literal["off", "rows", "all"] | None = None,
+) -> Tensor:
+    """Scale each row of `x` to unit root mean square, times `norm_weight`, and multiply it by `weight`.
+
+    Args: x (..., K), any float dtype; norm_weight (K,) or None; weight (C, K) and bias (C,) or None as
+        `linear` has them; eps is added to the mean square.
+    Waiting: backend is a kernel's id or a backend's name, for this call alone.
+        priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
+        started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
+    Returns: (..., C) in x's dtype; a kernel need not round the rows in between to it.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 1910.07467.
     """

@@ -705,6 +705,25 @@ def rms_norm(
     Source: arXiv 1910.07467.
     """
 
+def rms_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-06,
+    backend: str | None = None,
+) -> Tensor:
+    """Scale each row of `x` to unit root mean square, times `norm_weight`, and multiply it by `weight`.
+
+    Args: x (..., K), any float dtype; norm_weight (K,) or None; weight (C, K) and bias (C,) or None as
+        `linear` has them; eps is added to the mean square.
+    Choosing: backend is a kernel's id or a backend's name, for this call alone.
+    Returns: (..., C) in x's dtype; a kernel need not round the rows in between to it.
+    Raises: ValueError, TypeError: an argument does not fit, by name.
+    Source: arXiv 1910.07467.
+    """
+
 def rope(
     q: Tensor,
     k: Tensor,
@@ -900,6 +919,7 @@ __all__ = [
     "quantized_linear",
     "ragged_attention",
     "rms_norm",
+    "rms_norm_linear",
     "rope",
     "rope_append_kv",
     "sample",

@@ -36,7 +36,7 @@ _OPS_OF = {
     "flashinfer.sampling": "sample sample_topk sample_topp",
     "liger": "add_rms_norm cross_entropy layer_norm linear_cross_entropy mlp rms_norm rope",
     "native": "append_kv mla_attention paged_attention ragged_attention",
-    "native.packed": "linear mlp",
+    "native.packed": "linear mlp rms_norm_linear",
     "native.products": "linear mlp",
     "native.quantized": "fused_experts quantized_linear",
     "native.rows": "add_rms_norm rms_norm rope rope_append_kv",

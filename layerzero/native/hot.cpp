@@ -21,7 +21,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -24,12 +24,13 @@ _LEADING: MappingProxyType[str, tuple[int, ...]] = MappingProxyType(
         "linear": (0,),
         "mlp": (0,),
         "rms_norm": (0,),
+        "rms_norm_linear": (0,),
     }
 )
 # How many axes an operand of attention has where each sequence has its own.
 _PER_SEQUENCE = MappingProxyType({"attn_mask": 4, "alibi_slopes": 2})
 # What autocast casts to its own dtype, as torch does the same functions, and what to float32.
-_LOWERED = frozenset({"attention", "linear", "mlp"})
+_LOWERED = frozenset({"attention", "linear", "mlp", "rms_norm_linear"})
 _WIDENED = frozenset({"cross_entropy", "linear_cross_entropy"})
 
 

@@ -26,6 +26,7 @@ FILES = MappingProxyType(
         "quantized_linear": "quantize.quantized_linear",
         "ragged_attention": "paged.ragged",
         "rms_norm": "norm.rms_norm",
+        "rms_norm_linear": "linear.norm_linear",
         "rope": "rope.rope",
         "rope_append_kv": "paged.rope_append",
         "sample": "sampling.sampling",

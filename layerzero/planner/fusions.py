@@ -107,6 +107,7 @@ def find_fusions(block: PlacedBlock, *, can_join: bool) -> list[Fusion]:
         _norm_quantize,
         _rope_append,
         _joined_linears,
+        _norm_linear,
         _gated_mlp,
         _plain_mlp,
         _linear_loss,
@@ -221,6 +222,20 @@ def _joined_linears(reading: _Reading) -> Iterator[Fusion]:
                 start += width
             full = (part[0][1].full or ())[0], _joined(reading, part, 1), _joined(reading, part, 2)
             yield Fusion("linears", frozenset(place for place, _ in part), table.get("linear"), full, gives)
+
+
+def _norm_linear(reading: _Reading) -> Iterator[Fusion]:
+    """A norm with the product of it, or with all of its products as one."""
+    products = [
+        (frozenset({place}), op.full or (), {op.outputs[0]: Take(0)}) for place, op in reading.each("linear")
+    ]
+    products += [(joined.covers, joined.full, dict(joined.gives)) for joined in _joined_linears(reading)]
+    for covers, (x, weight, bias), gives in products:
+        norm = reading.made_by(x, "rms_norm")
+        if norm is not None:
+            rows, norm_weight, eps = reading.block.ops[norm].full or ()
+            full = (rows, norm_weight, weight, bias, eps)
+            yield Fusion("norm+linear", covers | {norm}, table.get("rms_norm_linear"), full, gives)
 
 
 def _joined(reading: _Reading, part: tuple[tuple[int, PlacedOp], ...], argument: int) -> Any:

@@ -441,6 +441,9 @@ def _plain(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any]
         return [rand(n, c), rand(n, c), weight, rand(c) if "bias" in asks else None], {}
     if case.op == "layer_norm":
         return [rand(n, c), weight, rand(c) if "bias" in asks else None], {}
+    if case.op == "rms_norm_linear":
+        norm_weight = None if "no_weight" in asks else rand(k)
+        return [rand(n, k), norm_weight, rand(c, k) * k**-0.5, rand(c) if "bias" in asks else None], {}
     if case.op == "linear":
         return [rand(n, k), rand(c, k), rand(c) if "bias" in asks else None], {}
     if case.op == "embedding":

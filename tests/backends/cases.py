@@ -100,6 +100,7 @@ ASKS: dict[str, tuple[str, ...]] = {
     "layer_norm": ("no_weight", "bias"),
     "add_layer_norm": ("no_weight", "bias"),
     "linear": ("bias",),
+    "rms_norm_linear": ("bias", "no_weight"),
     "mlp": ("bias", *(f"act_{name}" for name in ACTIVATIONS)),
     "embedding": ("padding_idx",),
     "cross_entropy": ("mean", "label_smoothing", "class_weights"),

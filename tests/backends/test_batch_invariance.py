@@ -36,7 +36,7 @@ ALONG = {
     "fused_experts": (0, 1, 2), "select_experts": (0,),
     "layer_norm": (0,), "linear": (0,), "linear_cross_entropy": (0, 2), "quantize": (0, 4),
     "quantized_linear": (0,), "mla_attention": (0, 1, 4, 5), "mlp": (0,), "paged_attention": (0, 3, 4),
-    "rms_norm": (0,), "rope": (0, 1, 2), "rope_append_kv": (0, 1, 2, 3, 8),
+    "rms_norm": (0,), "rms_norm_linear": (0,), "rope": (0, 1, 2), "rope_append_kv": (0, 1, 2, 3, 8),
     "sample": (0, 4), "sample_topk": (0, 3), "sample_topp": (0, 3),
     "verify_chain": (0, 1, 2, 3), "verify_tree": (0, 1, 2, 4),
 }  # fmt: skip
@@ -57,9 +57,9 @@ SIZES: dict[str, tuple[dict[str, int], ...]] = {
     "paged_attention": ({}, {"P": 16, "D": 64}, {"P": 1}),
     "mla_attention": ({}, {"P": 64, "D": 40}),
 }
-# No kernel promises bits for a loss of training, nor for experts, whose products choose their sums by
-# how many rows each of them gets: strict determinism refuses both by name.
-REFUSED = {"linear_cross_entropy", "moe"}
+# No kernel promises bits for a loss of training, for a norm with its product, nor for experts, whose products
+# choose their sums by how many rows each of them gets: strict determinism refuses them by name.
+REFUSED = {"linear_cross_entropy", "moe", "rms_norm_linear"}
 # Only kernels of GPUs promise bits for these: on a CPU strict determinism refuses them.
 ON_GPUS = {"add_rms_norm_quantize"}
 # Asks that make one number of all rows, or masks that belong to a place in the batch.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.backends.native import load_module, packed, products
+from layerzero.backends.native import load_module, packed, products, rows
 from layerzero.ops import table
 from layerzero.ops.linear import kept_weights
 from layerzero.ops.op import Args
@@ -18,7 +18,7 @@ from layerzero.spec import tolerances
 from layerzero.spec.kernel import Kernel, rejections
 from tests.backends import cases
 
-LINEAR, MLP = map(cases.of_any_vendor, packed.KERNELS)
+LINEAR, NORMED, MLP = map(cases.of_any_vendor, packed.KERNELS)
 MISSING = cases.why_not_here(LINEAR)
 pytestmark = [
     *cases.COMPILED,
@@ -102,6 +102,29 @@ def test_half_precision_is_followed_and_told_apart(dtype: torch.dtype) -> None:
     bits = torch.randn(48, 64).to(dtype).clamp(0.5, 1.5)
     assert wrong(LINEAR, x, bits, None) == []
     assert wrong(LINEAR, (x * 1e-3).to(other), bits.view(other), None) == []
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("with_weight", [True, False])
+def test_a_norm_in_front_gives_the_bits_of_the_two_kernels(
+    size: tuple[int, int, int], with_weight: bool
+) -> None:
+    """In float32 fusing changes no bit; half precision is not rounded in between; weights may change."""
+    torch.manual_seed(8)
+    count, columns, inner = size
+    x, weight = torch.randn(count, inner), torch.randn(columns, inner) * inner**-0.5
+    bias, scale = torch.randn(columns), torch.rand(inner) if with_weight else None
+    norm = next(kernel for kernel in rows.KERNELS if kernel.op == "rms_norm").load()
+    for _ in range(2):
+        wanted = LINEAR.load()(norm(x, scale, 1e-5), weight, bias)
+        assert torch.equal(right(NORMED, x, scale, weight, bias, 1e-5), wanted)
+        if scale is not None:
+            scale.mul_(-2)
+    weight.data.mul_(-1)
+    assert wrong(NORMED, x, scale, weight, bias, 1e-5) == []
+    for dtype in HALF:
+        half = [None if each is None else each.to(dtype) for each in (x, scale, weight, bias)]
+        assert wrong(NORMED, *half, 1e-5) == []
 
 
 def strided(weight: Tensor) -> Tensor:

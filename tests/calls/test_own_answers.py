@@ -98,6 +98,11 @@ CALLS: list[tuple[str, Call, Call]] = [
     ),
     ("linear", {"x": draw(3, 8), "weight": draw(5, 8), "bias": draw(5)}, {}),
     (
+        "rms_norm_linear",
+        {"x": draw(3, 8), "norm_weight": draw(8), "weight": draw(5, 8), "bias": draw(5), "eps": 1e-6},
+        {"eps": 1.0},
+    ),
+    (
         "mlp",
         {
             "x": draw(3, 8), "w_up": draw(12, 8), "w_down": draw(8, 6), "b_up": draw(12), "b_down": draw(8),

@@ -40,6 +40,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "quantize": ("x=4x8:bf16", "format=fp8_e4m3"),
     "quantized_linear": ("x=4x8", "weight=16x8:i8", "scale=16x1"),
     "rms_norm": ("x=4x8", "weight=8"),
+    "rms_norm_linear": ("x=4x8", "norm_weight=8", "weight=16x8"),
     "rope_append_kv": (
         "q=4x4x8",
         "k=4x2x8",

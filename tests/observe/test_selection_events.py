@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
@@ -19,8 +18,6 @@ from layerzero.observe.counters import Counters
 from layerzero.observe.histograms import MAX_SERIES, OVERFLOW, SECONDS, Histograms, HistogramSeries
 from layerzero.observe.kernel_times import KERNEL_SECONDS
 from layerzero.observe.selection_events import SELECTION_MADE, SELECTION_SECONDS
-
-DASHBOARD = Path(__file__).resolve().parents[2] / "examples" / "observability" / "dashboard.json"
 
 
 def test_no_duration_is_lost_under_threads() -> None:
@@ -116,38 +113,6 @@ def test_kernel_times_count_every_call_by_kernel() -> None:
         )
         counts, total = series.snapshot()
     assert sum(counts) == 20 and total > 0
-
-
-def samples(runtime: Any) -> set[str]:
-    """The names of all samples of a scrape, as Prometheus' own parser reads them."""
-    pytest.importorskip("prometheus_client")
-    from prometheus_client import CollectorRegistry, generate_latest
-    from prometheus_client.parser import text_string_to_metric_families
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(metrics.collector(runtime))
-    text = generate_latest(registry).decode()
-    return {s.name for family in text_string_to_metric_families(text) for s in family.samples}
-
-
-def test_the_dashboard_asks_for_metrics_that_exist() -> None:
-    """Every metric of every panel is in a scrape of a process that decided, ran, failed and cached."""
-    from layerzero.kvcache import KVCacheSpec, PagedCache
-
-    with lz.start(lz.Settings(device="cpu", warm="off", kernel_times=True), scoped=True) as runtime:
-        for _ in range(2):
-            lz.sync.rms_norm(torch.ones(3, 8))
-        runtime.counters.add("failures", kernel="a.rms_norm")
-        runtime.counters.add("fallbacks", kernel="a.rms_norm", reason="RuntimeError")
-        cache = PagedCache(KVCacheSpec(num_kv_heads=1, head_dim=4), pages=8, page_size=4)
-        scraped = samples(runtime)
-        del cache
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    asked = {
-        name for panel in panels for t in panel["targets"] for name in re.findall(r"layerzero_\w+", t["expr"])
-    }
-    assert len(panels) >= 12 and len(asked) > 18
-    assert asked - scraped == set()
 
 
 def test_opentelemetry_has_the_same_numbers() -> None:

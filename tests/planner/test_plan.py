@@ -99,6 +99,8 @@ def test_the_record_says_what_is_fused_and_what_transforms_cost() -> None:
         ("mlp", "mlp", lambda w: lambda x: F.linear(F.gelu(F.linear(x, w)), w.t().contiguous()), 1),
         ("gate+up+activation", "mlp", lambda w: gated(w, w * 0.5, w.t().contiguous()), 1),
         ("gate+up+activation", "mlp", lambda w: halves(torch.cat([w, w * 0.5]), w.t().contiguous()), 1),
+        ("norm+linear", "rms_norm_linear", lambda w: lambda x: lz.sync.linear(
+            lz.sync.rms_norm(x, w[0], eps=1e-3), w, w[:, 1].clone()), 1),
         ("linear+loss", "linear_cross_entropy", lambda w: lambda x: lz.sync.cross_entropy(
             lz.sync.linear(x, w), torch.arange(len(x)), reduction="none"), 1),
         ("add+norm+quantize", "add_rms_norm_quantize", lambda w: lambda x, y: lz.sync.quantize(

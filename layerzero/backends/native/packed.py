@@ -48,6 +48,25 @@ def _linear() -> Callable[..., Any]:
     return linear
 
 
+def _rms_norm_linear() -> Callable[..., Any]:
+    native, panels, linear = load_module(LIBRARY).norm_linear_kept, packed_weights(), _linear()
+
+    def rms_norm_linear(
+        x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        for look in (panels.of, panels.repack):
+            packed = look(weight)
+            if packed is None:
+                break
+            out: Tensor | None = native(x, norm_weight, weight, packed, bias, eps)
+            if out is not None:
+                return out
+        whole: Tensor = linear(functional.rms_norm(x, x.shape[-1:], norm_weight, eps), weight, bias)
+        return whole
+
+    return rms_norm_linear
+
+
 def _mlp() -> Callable[..., Any]:
     native, panels, linear = load_module(LIBRARY).mlp_kept, packed_weights(), _linear()
 
@@ -73,6 +92,11 @@ def _linear_workspace(request: CallSpec) -> int:
     """The weight in panels, and rows in float32 where those given or asked for are not."""
     inner, width = request.dim("K"), request.dim("C")
     return 4 * inner * in_panels(width) + _copy_bytes(request, inner, width)
+
+
+def _norm_linear_workspace(request: CallSpec) -> int:
+    """What the product takes, and the rows normed."""
+    return _linear_workspace(request) + 4 * request.dim("N") * request.dim("K")
 
 
 def _mlp_workspace(request: CallSpec) -> int:
@@ -109,6 +133,10 @@ _ACTIVATED = " ".join(f"act_{name}" for name in (*GATES, *PLAIN))
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "native.linear.packed", _linear, (0.85, 0.6, 4.0), features="bias", workspace_bytes=_linear_workspace
+    ),
+    _kernel(
+        "native.rms_norm_linear.packed", _rms_norm_linear, (0.85, 0.6, 4.0), features="bias no_weight",
+        workspace_bytes=_norm_linear_workspace,
     ),
     _kernel(
         "native.mlp.packed", _mlp, (0.85, 0.6, 8.0), features=f"bias {_ACTIVATED}",

@@ -22,6 +22,7 @@
 #include <utility>
 
 #include "memory.h"
+#include "norms.h"
 #include "vectors.h"
 
 namespace {
@@ -430,7 +431,28 @@ std::optional<at::Tensor> linear_kept(const at::Tensor& x, const at::Tensor& wei
   return out.to(x.scalar_type());
 }
 
-// The same for both halves of a feed-forward block.
+// The same of rows that are normed first, which stay in float32.
+std::optional<at::Tensor> norm_linear_kept(const at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
+                                           const at::Tensor& weight, const at::Tensor& panels,
+                                           const std::optional<at::Tensor>& bias, double eps) {
+  const pybind11::gil_scoped_release released;
+  if (!usable(x, weight, panels)) return std::nullopt;
+  const at::Tensor rows = dense(x), out = result_of(x, weight.size(0));
+  const auto by = dense(norm_weight), added = dense(bias);
+  const int64_t width = weight.size(1), count = rows_of(rows);
+  const float *from = rows.const_data_ptr<float>(), *factors = by ? by->const_data_ptr<float>() : nullptr;
+  const Room room(HIDDEN, count * width);
+  float* normed = room.data();
+  spread(ceil_div(count, HEIGHT), [&](int64_t item, int64_t) {
+    for (int64_t i = item * HEIGHT; i < std::min(count, (item + 1) * HEIGHT); ++i)
+      norm_row(from + i * width, factors, normed + i * width, width, float(eps));
+  });
+  const Panels w{panels.const_data_ptr<float>(), weight, added};
+  product_everywhere(w, count, {normed, width}, {out.data_ptr<float>(), w.columns});
+  return out.to(x.scalar_type());
+}
+
+// The product for both halves of a feed-forward block.
 std::optional<at::Tensor> mlp_kept(const at::Tensor& x, const at::Tensor& w_up, const at::Tensor& w_down,
                                    const at::Tensor& p_up, const at::Tensor& p_down,
                                    const std::optional<at::Tensor>& b_up, const std::optional<at::Tensor>& b_down,
@@ -452,5 +474,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pack", reading(&pack));
   m.def("equal", reading(&equal));
   m.def("linear_kept", reading(&linear_kept));
+  m.def("norm_linear_kept", reading(&norm_linear_kept));
   m.def("mlp_kept", reading(&mlp_kept));
 }

@@ -17,10 +17,10 @@
 
 #include "append.h"
 #include "memory.h"
+#include "norms.h"
 
 namespace {
 
-constexpr int64_t LANES = 16;           // partial sums, which the compiler keeps in registers
 constexpr int64_t WORK = int64_t(1) << 15;  // elements that are worth a thread
 
 template <typename Row>
@@ -28,21 +28,6 @@ void each_row(int64_t rows, int64_t width, Row&& row) {
   at::parallel_for(0, rows, std::max<int64_t>(1, WORK / std::max<int64_t>(1, width)), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) row(i);
   });
-}
-
-void norm_row(const float* x, const float* weight, float* out, int64_t width, float eps) {
-  float sums[LANES] = {};
-  int64_t i = 0;
-  for (; i + LANES <= width; i += LANES)
-    for (int64_t j = 0; j < LANES; ++j) sums[j] += x[i + j] * x[i + j];
-  float sum = 0;
-  for (int64_t j = 0; j < LANES; ++j) sum += sums[j];
-  for (; i < width; ++i) sum += x[i] * x[i];
-  const float scale = 1.0f / std::sqrt(sum / float(width) + eps);
-  if (weight == nullptr)
-    for (int64_t j = 0; j < width; ++j) out[j] = x[j] * scale;
-  else
-    for (int64_t j = 0; j < width; ++j) out[j] = x[j] * scale * weight[j];
 }
 
 // Numbers in memory as float32, written as they are or rounded to the nearest, ties to even.

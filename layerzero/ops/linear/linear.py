@@ -27,7 +27,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SignedCall:
     raise NotImplementedError
 
 
-def _check(args: Args) -> CallSpec:
+def check_linear(args: Args) -> CallSpec:
+    """Validate and describe an affine map."""
     x, weight, bias = args
     checks.need_tensor("x", x)
     if x.dim() == 0:
@@ -59,11 +60,16 @@ def contiguous_if_odd(x: Tensor) -> Tensor:
     return x.contiguous() if x.shape[-1] % 2 else x
 
 
-def _work(spec: CallSpec) -> WorkEstimate:
+def linear_work(spec: CallSpec) -> WorkEstimate:
     """A multiplication and an addition an element of the three-way product; every tensor moves once."""
     n, c, k = spec.dim("N"), spec.dim("C"), spec.dim("K")
     moved = n * k + c * k + n * c + (c if "bias" in spec.features else 0)
     return WorkEstimate(flops=2.0 * n * c * k, bytes=float(moved * checks.dtype_bytes(spec.dtype)))
+
+
+def linear_outputs(args: Args) -> tuple[OutputSpec, ...]:
+    """x's leading axes with the weight's rows, in x's dtype."""
+    return (OutputSpec((*args[0].shape[:-1], args[1].shape[0]), checks.dtype_name(args[0].dtype)),)
 
 
 def _empty(args: Args) -> Tensor | None:
@@ -78,12 +84,10 @@ def _empty(args: Args) -> Tensor | None:
 LINEAR = register(
     Op(
         build=linear,
-        check=_check,
+        check=check_linear,
         reference=linear_reference,
-        outputs=lambda args: (
-            OutputSpec((*args[0].shape[:-1], args[1].shape[0]), checks.dtype_name(args[0].dtype)),
-        ),
-        work=_work,
+        outputs=linear_outputs,
+        work=linear_work,
         operands=(0, 1, 2),
         exact_dims=frozenset({"C", "K"}),
         empty=_empty,
