@@ -209,7 +209,7 @@ def test_children_of_trio_made_without_grad_have_none_and_meet(name: str, before
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_around_an_await_of_trio_is_its_tasks_own(block: str) -> None:
-    """Neighbours and children made outside never see it; who waits in it finds it again, also after a cancel."""
+    """Neighbours never see it; who waits in it finds it again, also after a cancel."""
     seen: list[tuple[Any, ...]] = []
     inner: list[tuple[Any, ...]] = []
 
