@@ -177,20 +177,20 @@ def test_children_of_trio_made_without_grad_have_none_and_meet(name: str, before
     async def child() -> None:
         outs.append(await CALLS[name]())
 
-    async def crowd(size: int) -> int:
+    async def crowd(size: int, *, grad: bool) -> int:
         outs.clear()
         async with trio.open_nursery() as nursery:
-            for _ in range(size):
-                nursery.start_soon(child)
+            with torch.set_grad_enabled(grad):  # left before the first of them begins
+                for _ in range(size):
+                    nursery.start_soon(child)
         return sum(out.requires_grad for out in outs)
 
     async def main() -> None:
         for _ in range(3 if before == "a call" else 0):
             assert (await CALLS[name]()).requires_grad
         for _ in range(3):
-            with torch.no_grad():
-                assert await crowd(64) == 0
-            assert torch.is_grad_enabled() and await crowd(8) == 8
+            assert await crowd(64, grad=False) == 0
+            assert torch.is_grad_enabled() and await crowd(8, grad=True) == 8
 
     async def inside() -> None:
         async with lz.start(lz.Settings(warm="off")) as runtime:
