@@ -55,7 +55,8 @@ def isolate_task_modes(loop: asyncio.AbstractEventLoop | None = None) -> asyncio
     if loop is None:
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # another library's: it has no loop drivers either
+        except RuntimeError:
+            trio_run()  # whose tasks from now on are isolated, too
             return None
     factory: Any = loop.get_task_factory()
     if not isinstance(factory, _TaskFactory):
@@ -72,6 +73,15 @@ def stop_isolating_task_modes(loop: asyncio.AbstractEventLoop) -> None:
         factory.users -= 1
         if not factory.users:
             loop.set_task_factory(factory.previous)
+
+
+def trio_run() -> Any:
+    """The trio run in this thread, or None; without trio in the program nothing is imported."""
+    if "trio" not in sys.modules:
+        return None
+    from layerzero.scheduler.trio_driver import current_loop
+
+    return current_loop()
 
 
 def _warn_shared_modes(loop: asyncio.AbstractEventLoop) -> None:
@@ -143,7 +153,7 @@ class LoopDrivers:
 
     def _current_of_trio(self) -> LoopDriver:
         """The front of the trio run in this thread."""
-        loop = self._trio_loop()
+        loop = trio_run()
         if loop is None:
             raise RuntimeError(
                 "an awaited call needs a running event loop of asyncio or trio in this thread, got none; "
@@ -151,14 +161,6 @@ class LoopDrivers:
             )
         driver = self.by_loop.get(loop)
         return driver if driver is not None else self._open(loop)
-
-    def _trio_loop(self) -> Any:
-        """The trio run in this thread, or None; without trio in the program nothing is imported."""
-        if "trio" not in sys.modules:
-            return None
-        from layerzero.scheduler.trio_driver import current_loop
-
-        return current_loop()
 
     def _open(self, loop: Any) -> LoopDriver:
         with self._lock:
@@ -257,7 +259,7 @@ class LoopDrivers:
 
     async def drain(self, timeout_s: float) -> bool:
         """Drain the running loop's front, close the others; False if callers were cut off."""
-        loop = asyncio._get_running_loop() or self._trio_loop()
+        loop = asyncio._get_running_loop() or trio_run()
         driver = self.by_loop.get(loop)
         in_time = await driver.drain(timeout_s) if driver is not None else True
         self.close()

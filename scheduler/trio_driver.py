@@ -21,6 +21,7 @@ from trio.lowlevel import Abort, Task
 from layerzero._util import log
 from layerzero.scheduler.core.pending_call import RUNNING, PendingCall
 from layerzero.scheduler.loop_driver import LoopDriver
+from layerzero.scheduler.modes.task_modes import TASK_MODES
 
 CALLBACK_FAILED = "loop_driver.callback_failed"
 
@@ -115,6 +116,15 @@ class TrioLoop(Instrument):
         trio.lowlevel.spawn_system_task(self._take_turns, name="layerzero-turns")
 
     # -- what trio tells ---------------------------------------------------------------------------
+
+    def task_spawned(self, task: Task) -> None:
+        """A task was made, which has not begun: torch's modes are its own from here on.
+
+        The run's system tasks, ours among them, are children of its root, and stay as they are.
+        """
+        nursery = task.parent_nursery
+        if nursery is not None and nursery.parent_task is not trio.lowlevel.current_root_task():
+            task.coro = TASK_MODES.isolate(task.coro)
 
     def task_exited(self, task: Task) -> None:
         """A task of the run has ended."""

@@ -55,7 +55,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 os.environ.setdefault("LAYERZERO_PERFDB", "none")
 os.environ.setdefault("LAYERZERO_SHIPPED_TABLES", "false")
 
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))  # and in every child
 
 # What most installations run: the awaited path's compiled twin (compiled once, on a machine's first run).
 # `tests/native/twins.py` runs what concerns it in Python alone as well.

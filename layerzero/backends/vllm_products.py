@@ -276,15 +276,16 @@ def _workspace(request: CallSpec) -> int:
     return 2 * columns * (inner + 4 * max(1, inner // request.dim("S", inner)))
 
 
+UNTIMED = (0.01, 0.01, 500.0)
 _kernel = functools.partial(
     Kernel.of,
-    measured="an estimate: behind cuda.quantized_linear.four_bits until it is timed",
+    measured="no figure: behind every other kernel until it is timed on a card",
     source="vllm 0.26.0: the schemas and vllm/model_executor/layers/quantization/utils; not run on a card",
     platforms="cuda",
     torch_min="2.11",
     dtypes="float16 bfloat16",
     gradient=False,
-    graph_safe=True,
+    graph_safe=False,  # until tests/cuda/test_marlin.py has captured it
     slow_import=True,
     last_stride1=True,
     alignment=16,
@@ -292,7 +293,7 @@ _kernel = functools.partial(
     tie_break_order=39,
     distributions=("vllm>=0.26",),
 )
-_marlin = functools.partial(_kernel, load=_loading(marlin_linear), efficiency=(0.55, 0.4, 16.0), sm_min=80)
+_marlin = functools.partial(_kernel, load=_loading(marlin_linear), efficiency=UNTIMED, sm_min=80)
 _COMMON = "scale_16bit bias inputs_float"
 _TILES = ("K % 128 == 0", "C % 64 == 0", "N >= 1")
 
@@ -313,7 +314,7 @@ KERNELS: tuple[Kernel, ...] = (
         features="quant_mxfp4 scale_per_group bias inputs_float", limits=_TILES,
     ),
     _kernel(
-        "vllm_machete.quantized_linear.integers", _loading(machete_linear), (0.6, 0.45, 16.0),
+        "vllm_machete.quantized_linear.integers", _loading(machete_linear), UNTIMED,
         features=f"quant_int4 quant_int8 scale_per_row scale_per_group {_COMMON}", sm_min=90, sm_max=90,
         limits=("K % 64 == 0", "C % 128 == 0", "N >= 1", "S in [64, 128] when scale_per_group"),
     ),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import trio
 from torch import Tensor
 
 import layerzero as lz
@@ -165,3 +166,75 @@ def test_a_task_that_is_cancelled_inside_a_block_takes_it_along(serve: Served) -
         assert all(task.cancelled() for task in tasks) and modes() == plain
 
     serve(main)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("before", ["the runtime", "a call"])
+def test_children_of_trio_made_without_grad_have_none_and_meet(name: str, before: str) -> None:
+    """All 64 of them, in `async with lz.start()` from its first call on, else behind the run's first."""
+    outs: list[Tensor] = []
+
+    async def child() -> None:
+        outs.append(await CALLS[name]())
+
+    async def crowd(size: int, *, grad: bool) -> int:
+        outs.clear()
+        async with trio.open_nursery() as nursery:
+            with torch.set_grad_enabled(grad):  # left before the first of them begins
+                for _ in range(size):
+                    nursery.start_soon(child)
+        return sum(out.requires_grad for out in outs)
+
+    async def main() -> None:
+        for _ in range(3 if before == "a call" else 0):
+            assert (await CALLS[name]()).requires_grad
+        for _ in range(3):
+            assert await crowd(64, grad=False) == 0
+            assert torch.is_grad_enabled() and await crowd(8, grad=True) == 8
+
+    async def inside() -> None:
+        async with lz.start(lz.Settings(warm="off")) as runtime:
+            await main()
+            assert max(runtime.device("cpu").loop_drivers.stats().sizes) == 64
+
+    async def around() -> None:
+        await main()
+
+    if before == "the runtime":
+        trio.run(inside)
+    else:
+        with lz.start(lz.Settings(warm="off")):
+            trio.run(around)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_around_an_await_of_trio_is_its_tasks_own(block: str) -> None:
+    """Neighbours never see it; who waits in it finds it again, also after a cancel."""
+    seen: list[tuple[Any, ...]] = []
+    inner: list[tuple[Any, ...]] = []
+
+    async def blocks() -> None:
+        with BLOCKS[block]():
+            inner.append(modes())
+            for _ in range(4):
+                await trio.lowlevel.checkpoint()
+                inner.append(modes())
+            with trio.move_on_after(0):
+                await trio.sleep_forever()
+            inner.append(modes())
+
+    async def plain() -> None:
+        for _ in range(6):
+            seen.append(modes())
+            await CALL()
+
+    async def main() -> None:
+        async with lz.start(lz.Settings(warm="off")):
+            outside = modes()
+            async with trio.open_nursery() as nursery:
+                for task in (plain, blocks, plain, blocks, plain):
+                    nursery.start_soon(task)
+            assert set(seen) == {outside} and modes() == outside
+            assert len(set(inner)) == 1 and (block == "no autocast" or set(inner) != {outside})
+
+    trio.run(main)
