@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from layerzero._util import foreign, log
+from layerzero.backends import is_builtin
 from layerzero.calls.blocking import context_device, context_runtime
 from layerzero.ops.op import Args, Op
 from layerzero.selection.record import Selection
@@ -102,7 +103,8 @@ def torchs_kernel(op: Op, selection: Selection) -> tuple[Kernel | None, str]:
     assert kernel is not None
     if is_torch(kernel):
         return kernel, selection.why
-    kernel_of_torch = _in_its_place(op, selection)
+    # Who adds a kernel wants it called, and not another one for what its call costs.
+    kernel_of_torch = _in_its_place(op, selection) if is_builtin(kernel) else None
     why = "fused by the compiler" if op.name in _FUSABLE else "a call from the graph costs more than it gains"
     return kernel_of_torch, f"{why}, in the place of {kernel.id}"
 
@@ -128,7 +130,7 @@ def _in_its_place(op: Op, selection: Selection) -> Kernel | None:
 
 def is_torch(kernel: Kernel) -> bool:
     """Whether a kernel is made of torch's operators and nothing else."""
-    return kernel.backend in _IN_TORCH and kernel.id not in _COMPILES_ITSELF
+    return kernel.backend in _IN_TORCH and kernel.id not in _COMPILES_ITSELF and is_builtin(kernel)
 
 
 def traceable(op: Op, selection: Selection, kernel: Kernel) -> Callable[..., Any]:
