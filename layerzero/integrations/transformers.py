@@ -60,10 +60,11 @@ class PatchedName(str):
     """
 
     original: str
+    key: str
 
     def __new__(cls, original: str, name: str = NAME) -> PatchedName:
         patched = super().__new__(cls, name)
-        patched.original = original
+        patched.original, patched.key = original, name
         return patched
 
     def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
@@ -80,7 +81,8 @@ class PatchedName(str):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = str.__hash__
+    def __hash__(self) -> int:
+        return hash(self.key)
 
 
 def patch(model: Any, parts: Iterable[str] = PARTS) -> Any:

@@ -120,7 +120,7 @@ class HeadForward(Substitute):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Logits, later inside a training model's forward."""
-        if _TRAINING.get() is not self.module or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _TRAINING.get() is not self.module:
             return self.original(*args, **kwargs)
         why = self._obstacle(args, kwargs)
         if why:
