@@ -26,6 +26,8 @@ _FUSABLE = frozenset({"add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"
 # An estimate of what an operator in a graph costs the CPU beside torch's kernel in it, caches being neither
 # warm nor cold; a GPU works meanwhile.
 _OPERATOR_US = 30.0
+# How far prices are off, as a part of torch's: what gains less may as well lose.
+_PRICE_ERROR = 0.1
 _CHOSEN = "compile.chosen"
 
 
@@ -125,7 +127,8 @@ def _in_its_place(op: Op, selection: Selection) -> Kernel | None:
     beside = selection.candidate(kernel.id).accepted
     if beside is None or selection.request.device != "cpu":
         return None
-    return kernel if beside.total_us - accepted.total_us < _OPERATOR_US else None
+    least = max(_OPERATOR_US, _PRICE_ERROR * beside.total_us)
+    return kernel if beside.total_us - accepted.total_us < least else None
 
 
 def is_torch(kernel: Kernel) -> bool:
