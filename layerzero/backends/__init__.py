@@ -101,6 +101,11 @@ def _of_module(name: str, op: str) -> Iterable[Kernel]:
     return (kernel for kernel in importlib.import_module(name).KERNELS if kernel.op == op)
 
 
+def is_builtin(kernel: Kernel) -> bool:
+    """Whether a kernel is one of ours, whatever its id; a user's or a plugin's is not."""
+    return any(kernel.load is ours.load for ours in load_builtin(op=kernel.op))
+
+
 def load_plugins(names: Collection[str]) -> list[Kernel]:
     """The kernels of the plugins in `names`, by entry point name; their ops are known from then on.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from layerzero._util import foreign, log
+from layerzero.backends import is_builtin
 from layerzero.calls.blocking import context_device, context_runtime
 from layerzero.ops.op import Args, Op
 from layerzero.selection.record import Selection
@@ -25,6 +26,8 @@ _FUSABLE = frozenset({"add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"
 # An estimate of what an operator in a graph costs the CPU beside torch's kernel in it, caches being neither
 # warm nor cold; a GPU works meanwhile.
 _OPERATOR_US = 30.0
+# How far prices are off, as a part of torch's: what gains less may as well lose.
+_PRICE_ERROR = 0.1
 _CHOSEN = "compile.chosen"
 
 
@@ -102,7 +105,8 @@ def torchs_kernel(op: Op, selection: Selection) -> tuple[Kernel | None, str]:
     assert kernel is not None
     if is_torch(kernel):
         return kernel, selection.why
-    kernel_of_torch = _in_its_place(op, selection)
+    # Who adds a kernel wants it called, and not another one for what its call costs.
+    kernel_of_torch = _in_its_place(op, selection) if is_builtin(kernel) else None
     why = "fused by the compiler" if op.name in _FUSABLE else "a call from the graph costs more than it gains"
     return kernel_of_torch, f"{why}, in the place of {kernel.id}"
 
@@ -123,12 +127,13 @@ def _in_its_place(op: Op, selection: Selection) -> Kernel | None:
     beside = selection.candidate(kernel.id).accepted
     if beside is None or selection.request.device != "cpu":
         return None
-    return kernel if beside.total_us - accepted.total_us < _OPERATOR_US else None
+    least = max(_OPERATOR_US, _PRICE_ERROR * beside.total_us)
+    return kernel if beside.total_us - accepted.total_us < least else None
 
 
 def is_torch(kernel: Kernel) -> bool:
     """Whether a kernel is made of torch's operators and nothing else."""
-    return kernel.backend in _IN_TORCH and kernel.id not in _COMPILES_ITSELF
+    return kernel.backend in _IN_TORCH and kernel.id not in _COMPILES_ITSELF and is_builtin(kernel)
 
 
 def traceable(op: Op, selection: Selection, kernel: Kernel) -> Callable[..., Any]:

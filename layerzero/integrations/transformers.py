@@ -60,11 +60,15 @@ class PatchedName(str):
     """
 
     original: str
+    key: str
 
     def __new__(cls, original: str, name: str = NAME) -> PatchedName:
         patched = super().__new__(cls, name)
-        patched.original = original
+        patched.original, patched.key = original, name
         return patched
+
+    def __deepcopy__(self, memo: Any) -> PatchedName:
+        return self  # models copy their configurations while torch's compiler looks on
 
     def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
         return self.original, str.__str__(self)
@@ -80,7 +84,8 @@ class PatchedName(str):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = str.__hash__
+    def __hash__(self) -> int:
+        return hash(self.key)
 
 
 def patch(model: Any, parts: Iterable[str] = PARTS) -> Any:
@@ -216,7 +221,8 @@ def forward(
         kwargs = {name: value for name, value in kwargs.items() if name in _TAKEN | _SWITCHES}
     strange = [name for name in _strange(kwargs) if name not in _SWITCHES or kwargs[name]]
     if strange:
-        _warn_fallback(module, query, strange)
+        if not torch.compiler.is_compiling():
+            _warn_fallback(module, query, strange)
         return _original_attention(
             module, query, key, value, attention_mask, causal, dropout, scaling, kwargs
         )
@@ -246,8 +252,9 @@ def _strange(kwargs: dict[str, Any]) -> Iterator[str]:
 
 def _with_bias(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor:
     """A bias on every score and the mask as one additive mask."""
-    sdpa: Any = importlib.import_module("transformers.integrations.sdpa_attention")
-    joined: Tensor = sdpa.create_position_bias_mask(bias[..., : key.shape[2]], mask, causal, query, key)
+    from transformers.integrations.sdpa_attention import create_position_bias_mask
+
+    joined: Tensor = create_position_bias_mask(bias[..., : key.shape[2]], mask, causal, query, key)
     return joined
 
 
@@ -277,9 +284,10 @@ def _original_attention(
     if inside and not isinstance(name, PatchedName):
         raise ValueError(f"{inside[0]} of {type(module).__name__} needs a model given to layerzero.patch")
     if original == "sdpa" and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
-        sdpa: Any = importlib.import_module("transformers.integrations.sdpa_attention")
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         options = {"dropout": dropout, "scaling": scaling, "is_causal": causal, **kwargs}
-        result: tuple[Tensor, Tensor | None] = sdpa.sdpa_attention_forward(
+        result: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, mask, **options
         )
         return result

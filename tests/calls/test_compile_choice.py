@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import layerzero as lz
+from layerzero.calls import inlining
 from layerzero.operators.choice import CHOICE
 
 # torch's own recording backend does it.
@@ -169,6 +170,22 @@ def test_a_small_call_is_frozen_as_torchs_where_a_call_from_the_graph_costs_more
     assert why == "a call from the graph costs more than it gains, in the place of native.mlp.packed"
     kernel, _, inlined = frozen(64, 512)
     assert kernel == "native.mlp.packed" and not inlined
+
+
+def test_a_gain_within_the_error_of_prices_is_none_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is called gains more than that; were prices off by their whole, nothing would be called."""
+    sizes = (64, 512), (4096, 512), (512, 2048)
+    args = [torch.randn(size, generator=torch.Generator().manual_seed(0)) for size in sizes]
+    lz.sync.mlp(*args, backend="native.mlp.packed")  # loaded, so that it may be chosen
+
+    def holds_an_operator() -> bool:
+        torch._dynamo.reset()
+        with lz.compile_choice("freeze"):
+            return any("layerzero" in target for target in traced(lambda *t: lz.sync.mlp(*t), *args)[1])
+
+    assert holds_an_operator()
+    monkeypatch.setattr(inlining, "_PRICE_ERROR", 1.0)
+    assert not holds_an_operator()
 
 
 def test_a_mode_that_does_not_exist_is_named() -> None:

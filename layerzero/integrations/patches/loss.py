@@ -86,8 +86,9 @@ class CausalForward(Substitute):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        trains = self.enabled and self.module.training and kwargs.get("labels") is not None
-        if not trains or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self.enabled:
+            return self.original(*args, **kwargs)
+        if not self.module.training or kwargs.get("labels") is None:
             return self.original(*args, **kwargs)
         token = _TRAINING.set(self.head.module)
         try:
@@ -120,7 +121,7 @@ class HeadForward(Substitute):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Logits, later inside a training model's forward."""
-        if _TRAINING.get() is not self.module or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _TRAINING.get() is not self.module:
             return self.original(*args, **kwargs)
         why = self._obstacle(args, kwargs)
         if why:

@@ -1,0 +1,112 @@
+"""Patched models under `torch.compile(fullgraph=True)`: whole, with the model's numbers, in as few graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import layerzero as lz
+from layerzero.integrations.patches.substitute import PARTS
+from tests.integrations import models
+
+FEW = ("llama", "gemma2", "bert", "t5")
+EACH = [pytest.param(f, marks=() if f in FEW else pytest.mark.slow) for f in models.FAMILIES]
+# These compute attention in functions of their own, which a compiled graph leaves as they are.
+OWN_ATTENTION = frozenset({"deberta", "deberta_first", "falcon"})
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """No test sees what another has compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: Any) -> tuple[Any, CompileCounterWithBackend]:
+    """The model compiled whole, and what counts its graphs; a break raises."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    return torch.compile(model, fullgraph=True, backend=counter), counter
+
+
+def targets(counter: CompileCounterWithBackend) -> str:
+    return " ".join(str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_a_patched_model_is_one_graph_with_the_numbers_of_the_model(family: str) -> None:
+    """Every part patched; attention is our operator in each of its layers."""
+    model = models.build(family)
+    plain = models.answer(model, family)
+    lz.patch(model)
+    run, counter = compiled(model)
+    batch = models.inputs(family)
+    with torch.no_grad():
+        run(**batch)
+    torch.testing.assert_close(models.answer(run, family), plain, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+    assert ("layerzero.attention" in targets(counter)) is (family not in OWN_ATTENTION)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_alone_compiles_whole_and_as_seldom_as_without_it(part: str) -> None:
+    """Three sizes, and a model that trains and rests: no graph more than the model without a patch has."""
+
+    def graphs(model: Any) -> tuple[int, list[Tensor]]:
+        run, counter = compiled(model)
+        outs = []
+        for training in (False, True):
+            model.train(training)
+            for tokens in (4, 5, 6):
+                ids = torch.arange(2 * tokens).view(2, tokens) + 3
+                out = run(input_ids=ids, labels=ids)
+                outs += [out.logits.detach(), out.loss.detach()]
+        return counter.frame_count, outs
+
+    model = models.build("llama")
+    wanted, plain = graphs(model)
+    lz.patch(model, parts=[part])
+    got, outs = graphs(model)
+    assert got <= wanted
+    for ours, theirs in zip(outs, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    lz.unpatch(model)
+
+
+def test_a_patched_model_that_trains_compiled_has_the_gradients_of_the_model() -> None:
+    """Through Inductor, all parts, with labels."""
+    ids = models.text(9, 9)["input_ids"]
+
+    def gradients(patched: bool) -> dict[str, Tensor]:
+        model = models.build("llama").train()
+        if patched:
+            lz.patch(model)
+        torch.compile(model, fullgraph=True)(input_ids=ids, labels=ids).loss.backward()
+        return {name: value.grad for name, value in model.named_parameters()}
+
+    plain = gradients(False)
+    for name, got in gradients(True).items():
+        torch.testing.assert_close(got, plain[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_unpatched_it_compiles_anew_as_the_model_that_it_was() -> None:
+    """No graph of the patched one runs on."""
+    model = models.build("llama")
+    plain = models.answer(model, "llama")
+    run, counter = compiled(model)
+    batch = models.inputs("llama")
+    real = batch["attention_mask"].bool()
+    for change, holds in ((lz.patch, True), (lz.unpatch, False), (lz.patch, True)):
+        change(model)
+        seen = len(counter.graphs)
+        with torch.no_grad():
+            torch.testing.assert_close(run(**batch).logits[real], plain, rtol=1e-4, atol=1e-5)
+        new = " ".join(str(node.target) for graph in counter.graphs[seen:] for node in graph.graph.nodes)
+        assert ("layerzero.attention" in new) is holds
