@@ -269,7 +269,7 @@ class IsolatedWorker:
                 self._interrupted()
                 raise
         if error is not None:
-            raise self._lost(life, kernel, error) from error
+            raise self._lost(life, kernel, error) from error  # pyright: ignore[reportPossiblyUnboundVariable]
         return self._need_done(reply)  # pyright: ignore[reportPossiblyUnboundVariable]
 
     def run(self, kernel: str, frame: frames.Frame, args: Args) -> list[Tensor]:
@@ -300,7 +300,7 @@ class IsolatedWorker:
             self._lock.release()
         if error is None:
             raise fault_error(self.name, reply, self._unavailable)  # pyright: ignore[reportPossiblyUnboundVariable]
-        raise self._lost(life, kernel, error) from error
+        raise self._lost(life, kernel, error) from error  # pyright: ignore[reportPossiblyUnboundVariable]
 
     def _answered(self, life: WorkerLife, frame: frames.Frame, args: Args) -> bytes:
         """What a life says to a call, whose tensors are in shared memory by then."""

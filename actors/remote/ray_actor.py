@@ -239,7 +239,7 @@ class DeviceActor:
 
         async def emit(item: Any) -> None:
             connection.send_item(envelope.number, item)
-            await asyncio.sleep(0)  # written before the generator goes on: it may end this process
+            await asyncio.sleep(0)  # written before the generator runs further: it may end this process
             await connection.writable()
 
         return await host.emit(fn, args, kwargs, emit)

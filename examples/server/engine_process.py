@@ -60,7 +60,7 @@ class _Server:
         self.pipe.send(Ready(self.service.max_model_len))
 
     def _lost(self) -> None:
-        """Nobody wants what the front has left behind."""
+        """No process wants what the front has left behind."""
         self._gone(self)
         for task in self._tasks.values():
             task.cancel()
@@ -100,7 +100,7 @@ class _Server:
                     send(Token(number, *drawn))
         except lz.OverloadedError as overloaded:
             send(End(number, ("OverloadedError", str(overloaded), overloaded.retry_after)))
-        except lz.DeviceLostError as lost:  # no replica is left; this process can go on
+        except lz.DeviceLostError as lost:  # no replica is left; this process can continue
             send(End(number, (type(lost).__name__, str(lost), 0.0)))
         except Exception as error:
             LOG.exception("a request failed")

@@ -82,8 +82,8 @@ class StepRunner:
         self._graphed = cache.device.type == "cuda" if graphs is None else graphs
         self.prefill_buckets: tuple[int, ...] = tuple(sorted(set(prefill_buckets))) if self._graphed else ()
         if max_graphs is None:
-            most = 2 * (len(sizes) + len(self.prefill_buckets)) * len(self.table_widths)
-            max_graphs = max(MAX_GRAPHS, most)
+            graph_count = 2 * (len(sizes) + len(self.prefill_buckets)) * len(self.table_widths)
+            max_graphs = max(MAX_GRAPHS, graph_count)
         self._steps = captured_steps(max_graphs, max_graph_bytes)
         self._graphs: dict[tuple[int, int], GraphedFunction] = {}  # by table width and number of values
         # A slot for each row of padding; a step with prompts has more rows than the bucket before it.

@@ -127,8 +127,8 @@ def _in_its_place(op: Op, selection: Selection) -> Kernel | None:
     beside = selection.candidate(kernel.id).accepted
     if beside is None or selection.request.device != "cpu":
         return None
-    least = max(_OPERATOR_US, _PRICE_ERROR * beside.total_us)
-    return kernel if beside.total_us - accepted.total_us < least else None
+    needed_us = max(_OPERATOR_US, _PRICE_ERROR * beside.total_us)
+    return kernel if beside.total_us - accepted.total_us < needed_us else None
 
 
 def is_torch(kernel: Kernel) -> bool:

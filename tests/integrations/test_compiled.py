@@ -88,7 +88,9 @@ def test_a_patched_model_that_trains_compiled_has_the_gradients_of_the_model() -
         model = models.build("llama").train()
         if patched:
             lz.patch(model)
-        torch.compile(model, fullgraph=True)(input_ids=ids, labels=ids).loss.backward()
+        compiled: Any = torch.compile(model, fullgraph=True)
+        loss: Any = compiled(input_ids=ids, labels=ids).loss
+        loss.backward()
         return {name: value.grad for name, value in model.named_parameters()}
 
     plain = gradients(False)

@@ -194,9 +194,9 @@ def _fused_experts(
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten() + 1, minlength=w_up.shape[0] + 1).tolist()
     score, begin = weights.flatten(), counts[0]
-    asked = [expert for expert, count in enumerate(counts[1:]) if count]
-    up = laid_out(w_up, up_scale, format, up_zero, up_second, block_size, asked)
-    down = laid_out(w_down, down_scale, format, down_zero, down_second, block_size, asked)
+    needed = [expert for expert, count in enumerate(counts[1:]) if count]
+    up = laid_out(w_up, up_scale, format, up_zero, up_second, block_size, needed)
+    down = laid_out(w_down, down_scale, format, down_zero, down_second, block_size, needed)
 
     def rounded(part: Tensor) -> Tensor:
         if whole or inputs == "float":
