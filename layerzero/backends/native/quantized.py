@@ -203,7 +203,7 @@ def _fused_experts(
             return part
         return rounded_rows(part, inputs, w_up.dtype, format, block_size)
 
-    for expert in asked:
+    for expert in needed:
         places = order[begin : begin + counts[expert + 1]]
         begin += counts[expert + 1]
         weight, part = score[places].unsqueeze(1), rows[places // chosen.shape[1]]
