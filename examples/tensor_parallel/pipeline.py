@@ -19,7 +19,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.kvcache import AttentionMetadata
-from layerzero.ops.host_copies import to_device_with_host_copy
+from layerzero.ops.host_copies import to_device_with_host_copy, to_host_values
 from layerzero.parallel import Layout, Pipeline, stage_weights
 from tensor_parallel.llama import PAGES, TensorParallelLlama, same_checkpoint
 
@@ -145,6 +145,6 @@ class PipelineLlama(TensorParallelLlama):
         """The tokens on the host, where the next step of each sequence begins."""
         draws, greedy = columns[5:7]
         if all(greedy):
-            return results.cpu()
+            return to_host_values(results)
         with self._member.using_model("draw"):  # which no other rank chooses for
-            return sample_tokens(results, draws).cpu()
+            return to_host_values(sample_tokens(results, draws))

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,11 +34,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarni
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_streams_of_all_fronts_reach_the_replicas_and_go_on_behind_the_next_router(
-    ray_cluster: Any, monkeypatch: pytest.MonkeyPatch
+    ray_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each stream has its text, also where the process that routes is killed; any front tells of all."""
     monkeypatch.setenv("LAYERZERO_PLACEMENT_TIMEOUT_S", str(LIMIT_S))
-    with served("--cluster", "auto", "--replicas", "2", "--fronts", "2") as server:
+    # By its address: the server is a process of its own, and this machine may have other clusters.
+    with served("--cluster", ray_head, "--replicas", "2", "--fronts", "2") as server:
         wait_for_fronts(server)
         alone = asyncio.run(streams(server, 4, max_tokens=100))
         assert len(set(alone)) == 4 and "" not in alone
