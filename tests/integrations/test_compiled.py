@@ -55,7 +55,9 @@ def test_a_patched_model_is_one_graph_with_the_numbers_of_the_model(family: str)
     assert ("layerzero.attention" in targets(counter)) is (family not in OWN_ATTENTION)
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "part", [p if p in ("attention", "loss") else pytest.param(p, marks=pytest.mark.slow) for p in PARTS]
+)
 def test_a_part_alone_compiles_whole_and_as_seldom_as_without_it(part: str) -> None:
     """Three sizes, and a model that trains and rests: no graph more than the model without a patch has."""
 
