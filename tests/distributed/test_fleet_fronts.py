@@ -31,7 +31,7 @@ from tests.waiting import LIMIT_S  # noqa: E402
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_streams_of_all_fronts_reach_the_replicas_and_go_on_behind_the_next_router(
     ray_head: str, monkeypatch: pytest.MonkeyPatch
