@@ -130,7 +130,7 @@ BLOCKING_DOC = """    Choosing: backend is a kernel's id or a backend's name, fo
 
 
 def with_signature_of(call: Callable[..., Any], op: Op, extra_doc: str) -> Callable[..., Any]:
-    """`call` under the op's name, with its documentation, its signature and what is beyond them.
+    """`call` under the op's name, with its documentation and signature, and `call`'s own parameters in both.
 
     `extra_doc` documents the keyword-only parameters that `call` itself names: those beside the op's own.
     """
