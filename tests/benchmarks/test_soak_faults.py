@@ -23,6 +23,7 @@ from benchmarks.soaking import comparing, ends, resources, serving
 from benchmarks.soaking.ends import ANSWERED, CANCELLED, STUCK, WRONG, Ends
 from layerzero.actors.isolation.arena import HostArena
 from layerzero.cli.deployment import Deployment, compare, examine
+from tests.waiting import EVERY_S, LIMIT_S
 
 TIMES = [float(second) for second in range(0, 600, 5)]
 
@@ -113,6 +114,9 @@ def test_processes_are_found_after_their_parents_death(monkeypatch: pytest.Monke
     printed = subprocess.run([sys.executable, "-S", "-c", script], capture_output=True, text=True, check=True)
     orphan = int(printed.stdout)
     try:
+        until = time.monotonic() + LIMIT_S
+        while not resources.marked() and time.monotonic() < until:
+            time.sleep(EVERY_S)  # within exec a process has no environment for a moment
         assert resources.marked() == [orphan]
     finally:
         os.kill(orphan, signal.SIGKILL)

@@ -36,10 +36,20 @@ def fronts_of(server: Served) -> set[int]:
     listening = {f"socket:[{line[9]}]" for line in lines if line[3] == "0A" and line[1].endswith(":" + port)}
 
     def listens(pid: int) -> bool:
-        files = list(Path(f"/proc/{pid}/fd").iterdir())
-        return any(file.is_symlink() and os.readlink(file) in listening for file in files)
+        try:
+            return any(_link(file) in listening for file in Path(f"/proc/{pid}/fd").iterdir())
+        except OSError:  # it has ended meanwhile
+            return False
 
     return {pid for pid in server.children() if listens(pid)}
+
+
+def _link(file: Path) -> str:
+    """What an open file of a running process is; nothing where it was closed meanwhile."""
+    try:
+        return os.readlink(file)
+    except OSError:
+        return ""
 
 
 def engine_of(server: Served) -> int:

@@ -57,8 +57,9 @@ class Served:
     def children(self) -> list[int]:
         """The processes of the server beside its first, in the order in which they were started."""
         threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        children = [pid for thread in threads for pid in thread.read_text().split()]
-        return sorted(int(pid) for pid in children if b"spawn_main" in _command(pid))
+        children = [pid for thread in threads for pid in _read(thread).split()]
+        commands = {int(pid): _read(Path(f"/proc/{int(pid)}/cmdline")) for pid in children}
+        return sorted(pid for pid, command in commands.items() if b"spawn_main" in command)
 
     def engine(self) -> int:
         """The process that draws tokens: the child that runs the model."""
@@ -187,10 +188,11 @@ def _batches(server: Served) -> float:
     )
 
 
-def _command(pid: str) -> bytes:
+def _read(path: Path) -> bytes:
+    """A file of a process or thread; nothing where that has ended meanwhile."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
+        return path.read_bytes()
+    except OSError:
         return b""
 
 
@@ -255,10 +257,8 @@ def test_both_processes_end(number: signal.Signals, status: int) -> None:
 
 
 def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    stat = _read(Path(f"/proc/{pid}/stat"))
+    return not stat or stat.rpartition(b")")[2].split()[0] == b"Z"
 
 
 @pytest.mark.asyncio
