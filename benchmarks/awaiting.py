@@ -14,9 +14,9 @@ from harness import SETTLING, Plan, settled, summary
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
 from layerzero.runtime import current
+from layerzero.scheduler.scheduled_device import ScheduledDevice
 
 CALLERS = 64
 STEPS = 30
@@ -202,5 +202,7 @@ class _Crowd:
         return lambda: call(*full)
 
 
-def _device() -> LocalDevice:
-    return current().device("cpu")
+def _device() -> ScheduledDevice:
+    device = current().device("cpu")
+    assert isinstance(device, ScheduledDevice)
+    return device

@@ -302,7 +302,7 @@ async def chaos(asked: argparse.Namespace) -> dict[str, Any]:
     else:
         started = {"num_cpus": 2, "num_gpus": 2, "include_dashboard": False}
         ray.init("local", **started, log_to_driver=False, configure_logging=False)
-    given = {"hang_s": HANG_S, "cluster_devices": 2} if asked.cable else {}
+    given: dict[str, Any] = {"hang_s": HANG_S, "cluster_devices": 2} if asked.cable else {}
     try:
         settings = lz.Settings(cluster="auto", device="cpu", max_restarts=10_000, **given)
         async with lz.start(settings) as runtime:

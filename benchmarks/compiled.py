@@ -31,6 +31,13 @@ PLAN, TINY = Plan(rounds=60), Plan(rounds=100)
 class Block(torch.nn.Module):
     """One layer; `ours` says whose ops compute it, and when its kernels are chosen, so that a graph knows."""
 
+    qkv: Tensor
+    out: Tensor
+    up: Tensor
+    down: Tensor
+    first: Tensor
+    second: Tensor
+
     def __init__(self, ours: str, generator: torch.Generator) -> None:
         super().__init__()
         self.ours, size = ours, WIDTH // HEADS
@@ -78,6 +85,9 @@ class Block(torch.nn.Module):
 
 class Model(torch.nn.Module):
     """Tokens to logits."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, ours: str) -> None:
         super().__init__()

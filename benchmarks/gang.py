@@ -34,7 +34,7 @@ from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
 from layerzero.actors.group.config import GroupConfig
 from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
-from layerzero.actors.group.step_message import pack
+from layerzero.actors.group.step_message import decode, pack
 from layerzero.actors.group.steps import Steps
 from layerzero.actors.remote.stores import TorchStore
 
@@ -154,7 +154,7 @@ def _received(walk: Steps, count: int, gate: Gate) -> Nanoseconds:
             begin = clock()
             frame = line.receive()
             middle = clock()
-            manifest, _ = walk.accept(frame)
+            manifest, _ = walk.accept(decode(frame))
             admitted = clock()
             walk.values(manifest)
             ended = clock()

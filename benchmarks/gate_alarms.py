@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.harness import environment, write
 from layerzero.gates.paired_rounds import PacedCall, PaceProcess, PairedResult, compare_paces
-from layerzero.gates.stages import confirmed
+from layerzero.gates.stages import confirm
 
 ROOT = Path(__file__).resolve().parents[1]
 CALL = PacedCall("rms_norm x=16x512:float32 weight=512:float32")
@@ -81,7 +81,7 @@ def main() -> None:
 
 def run(tree: Path, number: int) -> PairedResult:
     """One run of the gate: this tree is what `tree` is compared with."""
-    result = confirmed(lambda: compare_paces(CALL, ROOT, tree, slower=LIMIT))
+    result = confirm(lambda: compare_paces(CALL, ROOT, tree, slower=LIMIT))
     print(f"  {number}: {result.answer} {result.ratio:.3f} {result.above}/{result.rounds}", flush=True)
     return result
 

@@ -110,7 +110,7 @@ class PlainRecord(Record):
 
 def settings_of(options: argparse.Namespace) -> lz.Settings:
     """The runtime of a run; a rehearsal runs nothing at once, since its CPU stands for a GPU."""
-    more = {"max_inline_us": 0.0} if options.rehearse else {}
+    more: dict[str, Any] = {"max_inline_us": 0.0} if options.rehearse else {}
     return lz.Settings(device=options.device, inference=True, warm="eager", freeze_gc=True, **more)
 
 
@@ -128,10 +128,10 @@ def begin(options: argparse.Namespace, results: Path, **sections: Any) -> PlainR
 def gathered(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lengths: Tensor, *_: Any) -> Tensor:
     """Paged decode out of torch's parts, for a GPU without a library: gather the pages, mask, SDPA."""
     size, groups = k_cache.shape[1], q.shape[1] != k_cache.shape[2]
-    dense = [pool[tables.long()].flatten(1, 2).transpose(1, 2) for pool in (k_cache, v_cache)]
+    keys, values = (pool[tables.long()].flatten(1, 2).transpose(1, 2) for pool in (k_cache, v_cache))
     seen = torch.arange(tables.shape[1] * size, device=q.device) < lengths[:, None]
     out = torch.nn.functional.scaled_dot_product_attention(
-        q.unsqueeze(2), *dense, attn_mask=seen[:, None, None], enable_gqa=groups
+        q.unsqueeze(2), keys, values, attn_mask=seen[:, None, None], enable_gqa=groups
     )
     return out.squeeze(2)
 

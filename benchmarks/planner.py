@@ -211,7 +211,7 @@ def timed(run: Callable[[], Any], calls: int, cuda: bool) -> float:
     return (time.perf_counter() - begin) / calls * 1e6
 
 
-def compare(arms: dict[str, Callable[[], Any]], rounds: int, calls: int, cuda: bool) -> dict[str, Any]:
+def compare(arms: dict[str, Callable[..., Any]], rounds: int, calls: int, cuda: bool) -> dict[str, Any]:
     """Microseconds of both arms, and how many times as fast the planned one is, round by round."""
     samples: dict[str, list[float]] = {name: [] for name in arms}
     order = list(arms)

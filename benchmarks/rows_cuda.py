@@ -88,7 +88,7 @@ def candidates(op: str, args: Args, modes: frozenset[str]) -> Iterator[tuple[Ker
             yield kernel, kernel.load()
 
 
-def compared(runs: dict[str, Callable[[], Any]], calls: int) -> dict[str, Any]:
+def compared(runs: dict[str, Callable[..., Any]], calls: int) -> dict[str, Any]:
     """Medians of interleaved rounds; what fails says why."""
     arms: dict[str, Callable[[], float]] = {}
     failed: dict[str, str] = {}

@@ -105,7 +105,12 @@ async def soak(minutes: float, folder: Path, address: str) -> dict[str, Any]:
             fleet, gang = Fleet(pool, folder / "executed", began, DEVICES[2]), Gang(pool, group, began)
             isolated, serving = Isolated(began), Serving(folder, began)
             callers = [fleet.ends, fleet.generations, gang.ends, serving.ends, serving.ends]
-            parts = {"fleet": fleet, "rank group": gang, "isolated": isolated, "server": serving}
+            parts: dict[str, Any] = {
+                "fleet": fleet,
+                "rank group": gang,
+                "isolated": isolated,
+                "server": serving,
+            }
             comparing, faults = Comparing(pool, address), Faults(list(parts.values()), callers)
             watch = Watch(began, minutes * 60)
             telling = asyncio.ensure_future(tell(faults, comparing, watch, began))
@@ -116,8 +121,10 @@ async def soak(minutes: float, folder: Path, address: str) -> dict[str, Any]:
         checks["fleet: no device has calls"] = all(device.load == 0 for device in pool.devices.values())
         planting = Planting(pool, DEVICES[1], DEVICES[2])
         await planting.run(PLANT_ROUNDS)
-    judged = [part for name, part in {**parts, "consistency": comparing}.items() if name not in stuck]
-    for part in (*judged, planting):
+    judged: list[Any] = [
+        part for name, part in {**parts, "consistency": comparing}.items() if name not in stuck
+    ]
+    for part in [*judged, planting]:
         checks |= part.checks()
     return {
         "minutes": round(seconds / 60, 2), "stuck": stuck, "checks": checks,

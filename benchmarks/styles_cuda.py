@@ -222,6 +222,7 @@ def known(runtime: lz.Runtime, device: torch.device) -> dict[str, Any]:
         "groups": [
             {"run_ms": round(group.run_s * 1e3, 3), "period_ms": round(group.period_s * 1e3, 3)}
             for group in groups
+            if group is not None
         ],
     }
 

@@ -43,10 +43,11 @@ def libraries() -> dict[str, tuple[Any, Batch]]:
     """A source of each library, and what its own call for a batch gives."""
     hugging_face = HuggingFace.from_file(str(ROOT / "examples" / "data" / "generate" / "tokenizer.json"))
     tekken = MistralTokenizer.from_file(str(DATA / "tekken_240911.json"))
-    encoding = tekken.instruct_tokenizer.tokenizer._model
+    by_name: Any = tekken.instruct_tokenizer.tokenizer
+    encoding = by_name._model
     pieces = MistralTokenizer.from_file(str(DATA / "mistral_instruct_tokenizer_240323.model.v3"))
-    processor = pieces.instruct_tokenizer.tokenizer._model
-    by_name = tekken.instruct_tokenizer.tokenizer
+    by_pieces: Any = pieces.instruct_tokenizer.tokenizer
+    processor = by_pieces._model
     return {
         "tokenizers": (hugging_face, lambda texts: [e.ids for e in hugging_face.encode_batch_fast(texts)]),
         "tiktoken": (encoding, encoding.encode_ordinary_batch),

@@ -106,7 +106,7 @@ async def _timed(call: Any) -> float:
     return time.perf_counter() - begin
 
 
-async def interleaved(arms: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, list[float]]:
+async def interleaved(arms: dict[str, Callable[..., Any]], rounds: int = ROUNDS) -> dict[str, list[float]]:
     """Seconds of each arm, in turns; the first round of each warms up."""
     found: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(rounds + 1):

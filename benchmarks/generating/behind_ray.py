@@ -53,7 +53,8 @@ def main() -> None:
     # A cluster of its own, whatever else runs on this machine.
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(Completions.bind(pages, threads), route_prefix="/v1/completions")
+    deployment: Any = Completions
+    serve.run(deployment.bind(pages, threads), route_prefix="/v1/completions")
     print("ready", flush=True)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     serve.shutdown()

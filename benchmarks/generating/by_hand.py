@@ -111,7 +111,7 @@ class Contiguous:
 def step(cache: Paged | Contiguous, ids: Tensor) -> Tensor:
     """The logits (B, V) after one token `ids` (B,) of every sequence of the batch."""
     model = cache.model
-    config, layers = model.config, model.layers
+    config, layers = model.config, list[Any](model.layers)  # no weight here has codes
     cache.begin()
     cos, sin = (
         table[cache.positions].unsqueeze(1).to(model.embed_tokens.dtype)

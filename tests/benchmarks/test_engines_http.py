@@ -18,8 +18,8 @@ import layerzero as lz
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from generating.folder import TINY, write_folder  # type: ignore[import-not-found]  # noqa: E402
-from generating.streams import Reply, Shape, bodies, dechunked  # type: ignore[import-not-found]  # noqa: E402
+from generating.folder import TINY, write_folder  # noqa: E402
+from generating.streams import Reply, Shape, bodies, dechunked  # noqa: E402
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
