@@ -66,7 +66,7 @@ async def tune(
 
     def notify(landed: Future[TuneReport]) -> None:
         if landed.cancelled():
-            return  # by the last to leave: nobody waits
+            return  # by the last to leave, on the loop itself: no caller waits
         try:
             anyio.from_thread.run_sync(finished.set, token=token)
         except RuntimeError:
