@@ -26,8 +26,7 @@ from layerzero.scheduler.core.limits import BatchLimits
 from layerzero.scheduler.core.pending_call import Batch, Caller, Failed, PendingCall
 from layerzero.scheduler.driver_timers import CallDeadlines, DueTimer
 from layerzero.scheduler.inline_runs import InlineRuns, YieldOnce
-from layerzero.scheduler.modes.streams import HOST, DeviceStreams
-from layerzero.scheduler.protocols import HostReader
+from layerzero.scheduler.modes.streams import HOST, DeviceStreams, HostReader
 from layerzero.scheduler.watching import BatchWatch
 from layerzero.spec.errors import OverloadedError, RuntimeClosedError
 from layerzero.spec.settings import Settings

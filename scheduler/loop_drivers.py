@@ -16,10 +16,9 @@ from layerzero.native import FAST_PATH
 from layerzero.scheduler.core.bisect import Executor
 from layerzero.scheduler.core.limits import BatcherStats
 from layerzero.scheduler.loop_driver import MAX_INFLIGHT_ON_HOST, LoopDriver
-from layerzero.scheduler.modes.streams import HOST, DeviceStreams
+from layerzero.scheduler.modes.streams import HOST, DeviceStreams, HostReader
 from layerzero.scheduler.modes.task_modes import TASK_MODES
 from layerzero.scheduler.modes.torch_modes import capture
-from layerzero.scheduler.protocols import HostReader
 from layerzero.scheduler.watching import BatchWatch
 from layerzero.spec.errors import RuntimeClosedError
 from layerzero.spec.settings import Settings

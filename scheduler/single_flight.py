@@ -9,102 +9,68 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from layerzero._util.fork_safety import renew_after_fork
 from layerzero.spec.errors import SelectionTimeoutError
 
 T = TypeVar("T")
-Callback = Callable[[], None]
 
 
 class Flight(Generic[T]):
-    """One computation on its way; waiters are called back once, on the thread that computed.
+    """One computation on its way, and in `future` what becomes of it.
 
-    `claims` counts who was given the flight and has not left: `wait`, or `add` and then `leave`, gives one
-    claim back.
+    `claims` counts who was given the flight and has not left: `wait`, or one `leave`, gives one claim back.
     """
 
     def __init__(self, owner: SingleFlight[T], key: Hashable, compute: Callable[[], T]) -> None:
         self.key = key
-        self.ended = False
-        self.claims = 0
+        self.claims = 1
+        self.future: Future[T] = Future()
         self._owner = owner
-        self._compute: Callable[[], T] | None = compute
-        self._lock = owner.lock
-        self._started = False
-        self._waiters: list[Callback] = []
-        self._error: BaseException | None = None
-        self._value: T
+        self._compute = compute
 
-    def add(self, on_done: Callback) -> None:
-        """Call `on_done()` once it has landed; at once if it has."""
-        with self._lock:
-            if not self.ended:
-                self._waiters.append(on_done)
-                return
-        on_done()
-
-    def leave(self, on_done: Callback) -> None:
+    def leave(self) -> None:
         """Give a claim back, landed or not. The last to leave takes back what has not started."""
-        with self._lock:
+        with self._owner.lock:
             self.claims -= 1
-            if on_done in self._waiters:
-                self._waiters.remove(on_done)
-            if not self.claims and not self._started and not self.ended:
+            if not self.claims and self.future.cancel():
                 self._owner.forget(self)
-                self._compute = None
 
     def result(self) -> T:
         """The value, or its error raised; only after it has landed."""
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        return self._value
+        if (error := self.future.exception()) is not None:
+            raise error.with_traceback(None)
+        return self.future.result()
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until it has landed; its value.
 
         Raises: SelectionTimeoutError: `timeout_s` passed first; the flight continues for the others.
         """
-        done = threading.Event()
-        on_done = done.set
-        self.add(on_done)
         try:
-            if not done.wait(timeout_s):
-                raise SelectionTimeoutError(f"{self.key!r} took longer than {timeout_s} s")
+            self.future.exception(timeout_s)
+        except TimeoutError as error:
+            raise SelectionTimeoutError(f"{self.key!r} took longer than {timeout_s} s") from error
         finally:
-            self.leave(on_done)
+            self.leave()
         return self.result()
 
     def run(self) -> None:
         """Compute and land; for the one who was given the flight by `start`."""
-        with self._lock:
-            compute = self._compute
-            self._started = True
-        if compute is None:
+        if not self.future.set_running_or_notify_cancel():
             return  # taken back before it started
         try:
-            self._value = compute()
+            value = self._compute()
         except BaseException as error:
-            self._error = error
+            self._owner.forget(self)
+            self.future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
-        finally:
-            self._finish()
-
-    def fail(self, error: BaseException) -> None:
-        """Land with `error`: what should have run it could not take it."""
-        self._error = error
-        self._finish()
-
-    def _finish(self) -> None:
-        with self._lock:
-            self.ended = True
-            self._compute = None
+        else:
             self._owner.forget(self)
-            waiters, self._waiters = self._waiters, []
-        for on_done in waiters:
-            on_done()
+            self.future.set_result(value)
 
 
 class SingleFlight(Generic[T]):
@@ -131,11 +97,11 @@ class SingleFlight(Generic[T]):
                 flight.claims += 1
                 return flight
             flight = self._flights[key] = Flight(self, key, compute)
-            flight.claims = 1
         try:
             self._start(flight.run)
         except BaseException as error:
-            flight.fail(error)
+            self.forget(flight)
+            flight.future.set_exception(error)
             raise
         return flight
 

@@ -177,7 +177,7 @@ def bind_stub() -> str:
 
 def awaitable_stub() -> str:
     """The text of `layerzero/__init__.pyi`: the public names from where they are defined, then the ops."""
-    homes = {module: list(names) for module, names in layerzero._HOMES.items()}  # type: ignore[attr-defined]
+    homes = {module: names.split() for module, names in layerzero._HOMES.items()}  # type: ignore[attr-defined]
     for module in layerzero._MODULES.values():  # type: ignore[attr-defined]
         package, _, name = module.rpartition(".")
         homes.setdefault(package, []).append(name)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -63,21 +64,22 @@ async def tune(
     token = anyio.lowlevel.current_token()
     flight = _FLIGHTS.flight(job.key(), job.run)
 
-    def notify() -> None:
+    def notify(landed: Future[TuneReport]) -> None:
+        if landed.cancelled():
+            return  # by the last to leave, on the loop itself: no caller waits
         try:
             anyio.from_thread.run_sync(finished.set, token=token)
         except RuntimeError:
             log.debug("tuning.caller_gone")  # its loop ended while we measured
 
-    def listen() -> None:
-        flight.add(notify)
-
     # From a thread of its own: a flight that has landed meanwhile calls back at once, and not from the loop.
-    threading.Thread(target=listen, name="layerzero-tune-reports", daemon=True).start()
+    threading.Thread(
+        target=flight.future.add_done_callback, args=(notify,), name="layerzero-tune-reports", daemon=True
+    ).start()
     try:
         await finished.wait()
     finally:
-        flight.leave(notify)
+        flight.leave()
     return flight.result()
 
 

@@ -50,7 +50,6 @@ _OPS_OF = {
     "torch_quantized": "dequantize quantize quantized_linear",
     "torch_ragged": "ragged_attention",
     "torch_sdpa": "attention",
-    "torch_varlen": "ragged_attention",
     "triton_kernels": "add_rms_norm add_rms_norm_quantize append_kv paged_attention quantize "
     "quantized_linear rope_append_kv sample sample_topk sample_topp verify_chain",
     "vllm_products": "quantized_linear",

@@ -25,10 +25,9 @@ _COMMANDS_OF = {
     "judging.report": ("compare", "report"),
     "policy": ("policy",),
     "quantize": ("quantize",),
-    "solve": ("solve",),
     "top": ("top",),
     "trace": ("trace",),
-    "tune": ("bench", "perfdb", "tune"),
+    "tune": ("bench", "perfdb", "solve", "tune"),
     "warmup": ("ready", "warmup"),
 }
 COMMANDS = {name: module for module, names in _COMMANDS_OF.items() for name in names}

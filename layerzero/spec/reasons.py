@@ -40,249 +40,189 @@ class Reason(StrEnum):
     category: Category
     summary: str
 
-    def __new__(cls, value: str, category: Category, summary: str) -> Reason:
+    def __new__(cls, value: str, category: str, summary: str) -> Reason:
         member = str.__new__(cls, value)
         member._value_ = value
-        member.category = category
+        member.category = Category(category)
         member.summary = summary
         return member
 
-    PLATFORM_MISMATCH = "PLATFORM_MISMATCH", Category.HARDWARE, "runs on another kind of device"
-    SM_TOO_OLD = "SM_TOO_OLD", Category.HARDWARE, "needs a newer compute capability"
-    SM_TOO_NEW = "SM_TOO_NEW", Category.HARDWARE, "is not built for so new a compute capability"
-    MMA_FAMILY_UNSUPPORTED = "MMA_FAMILY_UNSUPPORTED", Category.HARDWARE, "needs another tensor core family"
-    ARCH_UNSUPPORTED = "ARCH_UNSUPPORTED", Category.HARDWARE, "is built for other architectures"
-    CPU_VENDOR_UNSUPPORTED = "CPU_VENDOR_UNSUPPORTED", Category.HARDWARE, "is for another CPU vendor"
-    ISA_MISSING = "ISA_MISSING", Category.HARDWARE, "needs CPU instructions that are missing"
-    CUDA_TOO_OLD = "CUDA_TOO_OLD", Category.HARDWARE, "needs a newer CUDA"
-    DRIVER_TOO_OLD = "DRIVER_TOO_OLD", Category.HARDWARE, "needs a newer driver"
-    TORCH_TOO_OLD = "TORCH_TOO_OLD", Category.HARDWARE, "needs a newer torch"
-    TORCH_TOO_NEW = "TORCH_TOO_NEW", Category.HARDWARE, "is not known to work with so new a torch"
+    PLATFORM_MISMATCH = "PLATFORM_MISMATCH", "hardware", "runs on another kind of device"
+    SM_TOO_OLD = "SM_TOO_OLD", "hardware", "needs a newer compute capability"
+    SM_TOO_NEW = "SM_TOO_NEW", "hardware", "is not built for so new a compute capability"
+    MMA_FAMILY_UNSUPPORTED = "MMA_FAMILY_UNSUPPORTED", "hardware", "needs another tensor core family"
+    ARCH_UNSUPPORTED = "ARCH_UNSUPPORTED", "hardware", "is built for other architectures"
+    CPU_VENDOR_UNSUPPORTED = "CPU_VENDOR_UNSUPPORTED", "hardware", "is for another CPU vendor"
+    ISA_MISSING = "ISA_MISSING", "hardware", "needs CPU instructions that are missing"
+    CUDA_TOO_OLD = "CUDA_TOO_OLD", "hardware", "needs a newer CUDA"
+    DRIVER_TOO_OLD = "DRIVER_TOO_OLD", "hardware", "needs a newer driver"
+    TORCH_TOO_OLD = "TORCH_TOO_OLD", "hardware", "needs a newer torch"
+    TORCH_TOO_NEW = "TORCH_TOO_NEW", "hardware", "is not known to work with so new a torch"
 
-    DTYPE_UNSUPPORTED = "DTYPE_UNSUPPORTED", Category.DTYPE, "does not take this dtype"
-    DTYPES_MIXED = "DTYPES_MIXED", Category.DTYPE, "needs one dtype for all operands"
-    INDEX_DTYPE_UNSUPPORTED = "INDEX_DTYPE_UNSUPPORTED", Category.DTYPE, "does not take this index dtype"
-    QUANT_FORMAT_UNSUPPORTED = (
-        "QUANT_FORMAT_UNSUPPORTED",
-        Category.DTYPE,
-        "does not take this quantized format",
-    )
-    SCALE_LAYOUT_MISMATCH = "SCALE_LAYOUT_MISMATCH", Category.DTYPE, "needs scales laid out differently"
-    SCALE_SHAPE_MISMATCH = "SCALE_SHAPE_MISMATCH", Category.DTYPE, "its scale has another shape"
-    SCALE_DTYPE_MISMATCH = "SCALE_DTYPE_MISMATCH", Category.DTYPE, "its scale has another dtype"
-    SCALE_NOT_POSITIVE = "SCALE_NOT_POSITIVE", Category.DTYPE, "its scale is zero or negative"
-    SCALE_NOT_FINITE = "SCALE_NOT_FINITE", Category.DTYPE, "its scale is NaN or infinite"
-    ZERO_POINT_MISMATCH = "ZERO_POINT_MISMATCH", Category.DTYPE, "its zero point does not fit"
-    QUANT_GROUP_UNSUPPORTED = "QUANT_GROUP_UNSUPPORTED", Category.DTYPE, "its format has no such group"
-    GROUP_DOES_NOT_DIVIDE = "GROUP_DOES_NOT_DIVIDE", Category.DTYPE, "its group does not divide the axis"
-    PACKED_LAYOUT_MISMATCH = "PACKED_LAYOUT_MISMATCH", Category.DTYPE, "its codes are packed differently"
-    CHECKPOINT_FORMAT_MISMATCH = (
-        "CHECKPOINT_FORMAT_MISMATCH",
-        Category.DTYPE,
-        "claims one format and holds another",
-    )
-    KV_DTYPE_MISMATCH = "KV_DTYPE_MISMATCH", Category.DTYPE, "needs a KV cache of another dtype"
+    DTYPE_UNSUPPORTED = "DTYPE_UNSUPPORTED", "dtype", "does not take this dtype"
+    DTYPES_MIXED = "DTYPES_MIXED", "dtype", "needs one dtype for all operands"
+    INDEX_DTYPE_UNSUPPORTED = "INDEX_DTYPE_UNSUPPORTED", "dtype", "does not take this index dtype"
+    QUANT_FORMAT_UNSUPPORTED = "QUANT_FORMAT_UNSUPPORTED", "dtype", "does not take this quantized format"
+    SCALE_LAYOUT_MISMATCH = "SCALE_LAYOUT_MISMATCH", "dtype", "needs scales laid out differently"
+    SCALE_SHAPE_MISMATCH = "SCALE_SHAPE_MISMATCH", "dtype", "its scale has another shape"
+    SCALE_DTYPE_MISMATCH = "SCALE_DTYPE_MISMATCH", "dtype", "its scale has another dtype"
+    SCALE_NOT_POSITIVE = "SCALE_NOT_POSITIVE", "dtype", "its scale is zero or negative"
+    SCALE_NOT_FINITE = "SCALE_NOT_FINITE", "dtype", "its scale is NaN or infinite"
+    ZERO_POINT_MISMATCH = "ZERO_POINT_MISMATCH", "dtype", "its zero point does not fit"
+    QUANT_GROUP_UNSUPPORTED = "QUANT_GROUP_UNSUPPORTED", "dtype", "its format has no such group"
+    GROUP_DOES_NOT_DIVIDE = "GROUP_DOES_NOT_DIVIDE", "dtype", "its group does not divide the axis"
+    PACKED_LAYOUT_MISMATCH = "PACKED_LAYOUT_MISMATCH", "dtype", "its codes are packed differently"
+    CHECKPOINT_FORMAT_MISMATCH = "CHECKPOINT_FORMAT_MISMATCH", "dtype", "claims one format and holds another"
+    KV_DTYPE_MISMATCH = "KV_DTYPE_MISMATCH", "dtype", "needs a KV cache of another dtype"
 
-    HEAD_DIM_TOO_LARGE = "HEAD_DIM_TOO_LARGE", Category.SHAPE, "head size above its limit"
-    HEAD_DIM_TOO_SMALL = "HEAD_DIM_TOO_SMALL", Category.SHAPE, "head size below its limit"
-    HEAD_DIM_ALIGNMENT = "HEAD_DIM_ALIGNMENT", Category.SHAPE, "head size is not a multiple it needs"
-    HEAD_DIM_INVALID = "HEAD_DIM_INVALID", Category.SHAPE, "head size is not one it was built for"
-    HEAD_DIMS_DIFFER = "HEAD_DIMS_DIFFER", Category.SHAPE, "needs equal head sizes of keys and values"
-    SEQ_TOO_LONG = "SEQ_TOO_LONG", Category.SHAPE, "sequence above its limit"
-    SEQ_TOO_SHORT = "SEQ_TOO_SHORT", Category.SHAPE, "sequence below its limit"
-    SEQ_LENGTHS_DIFFER = "SEQ_LENGTHS_DIFFER", Category.SHAPE, "needs as many queries as keys"
-    BATCH_TOO_LARGE = "BATCH_TOO_LARGE", Category.SHAPE, "batch above its limit"
-    BATCH_TOO_SMALL = "BATCH_TOO_SMALL", Category.SHAPE, "batch below its limit"
-    HEADS_UNSUPPORTED = "HEADS_UNSUPPORTED", Category.SHAPE, "number of heads is not one it takes"
-    CUDA_BLOCK_LIMIT_EXCEEDED = (
-        "CUDA_BLOCK_LIMIT_EXCEEDED",
-        Category.SHAPE,
-        "grid above what the device launches",
-    )
-    GROUP_SIZE_UNSUPPORTED = (
-        "GROUP_SIZE_UNSUPPORTED",
-        Category.SHAPE,
-        "query heads per key head not supported",
-    )
-    PAGE_SIZE_UNSUPPORTED = "PAGE_SIZE_UNSUPPORTED", Category.SHAPE, "page size is not one it takes"
-    ROWS_UNSUPPORTED = "ROWS_UNSUPPORTED", Category.SHAPE, "number of rows is not one it takes"
-    WIDTH_TOO_LARGE = "WIDTH_TOO_LARGE", Category.SHAPE, "row width above its limit"
-    WIDTH_ALIGNMENT = "WIDTH_ALIGNMENT", Category.SHAPE, "row width is not a multiple it needs"
-    SIZE_UNSUPPORTED = "SIZE_UNSUPPORTED", Category.SHAPE, "a size is not one it takes"
+    HEAD_DIM_TOO_LARGE = "HEAD_DIM_TOO_LARGE", "shape", "head size above its limit"
+    HEAD_DIM_TOO_SMALL = "HEAD_DIM_TOO_SMALL", "shape", "head size below its limit"
+    HEAD_DIM_ALIGNMENT = "HEAD_DIM_ALIGNMENT", "shape", "head size is not a multiple it needs"
+    HEAD_DIM_INVALID = "HEAD_DIM_INVALID", "shape", "head size is not one it was built for"
+    HEAD_DIMS_DIFFER = "HEAD_DIMS_DIFFER", "shape", "needs equal head sizes of keys and values"
+    SEQ_TOO_LONG = "SEQ_TOO_LONG", "shape", "sequence above its limit"
+    SEQ_TOO_SHORT = "SEQ_TOO_SHORT", "shape", "sequence below its limit"
+    SEQ_LENGTHS_DIFFER = "SEQ_LENGTHS_DIFFER", "shape", "needs as many queries as keys"
+    BATCH_TOO_LARGE = "BATCH_TOO_LARGE", "shape", "batch above its limit"
+    BATCH_TOO_SMALL = "BATCH_TOO_SMALL", "shape", "batch below its limit"
+    HEADS_UNSUPPORTED = "HEADS_UNSUPPORTED", "shape", "number of heads is not one it takes"
+    CUDA_BLOCK_LIMIT_EXCEEDED = "CUDA_BLOCK_LIMIT_EXCEEDED", "shape", "grid above what the device launches"
+    GROUP_SIZE_UNSUPPORTED = "GROUP_SIZE_UNSUPPORTED", "shape", "query heads per key head not supported"
+    PAGE_SIZE_UNSUPPORTED = "PAGE_SIZE_UNSUPPORTED", "shape", "page size is not one it takes"
+    ROWS_UNSUPPORTED = "ROWS_UNSUPPORTED", "shape", "number of rows is not one it takes"
+    WIDTH_TOO_LARGE = "WIDTH_TOO_LARGE", "shape", "row width above its limit"
+    WIDTH_ALIGNMENT = "WIDTH_ALIGNMENT", "shape", "row width is not a multiple it needs"
+    SIZE_UNSUPPORTED = "SIZE_UNSUPPORTED", "shape", "a size is not one it takes"
 
-    LAYOUT_UNSUPPORTED = "LAYOUT_UNSUPPORTED", Category.MEMORY_LAYOUT, "needs another layout"
-    NOT_CONTIGUOUS = "NOT_CONTIGUOUS", Category.MEMORY_LAYOUT, "needs contiguous tensors"
-    STRIDE_LAST_DIM = "STRIDE_LAST_DIM", Category.MEMORY_LAYOUT, "needs a last stride of 1"
-    MISALIGNED = "MISALIGNED", Category.MEMORY_LAYOUT, "needs aligned data pointers"
+    LAYOUT_UNSUPPORTED = "LAYOUT_UNSUPPORTED", "memory_layout", "needs another layout"
+    NOT_CONTIGUOUS = "NOT_CONTIGUOUS", "memory_layout", "needs contiguous tensors"
+    STRIDE_LAST_DIM = "STRIDE_LAST_DIM", "memory_layout", "needs a last stride of 1"
+    MISALIGNED = "MISALIGNED", "memory_layout", "needs aligned data pointers"
 
-    CAUSAL_UNSUPPORTED = "CAUSAL_UNSUPPORTED", Category.FEATURE, "has no causal masking"
-    MASK_BOOL_UNSUPPORTED = "MASK_BOOL_UNSUPPORTED", Category.FEATURE, "takes no boolean mask"
-    MASK_FLOAT_UNSUPPORTED = "MASK_FLOAT_UNSUPPORTED", Category.FEATURE, "takes no additive mask"
-    MASK_WITH_CAUSAL = "MASK_WITH_CAUSAL", Category.FEATURE, "takes a mask or causal, not both"
-    EMPTY_ROWS_UNSAFE = "EMPTY_ROWS_UNSAFE", Category.FEATURE, "is wrong for rows that see no key"
-    GQA_UNSUPPORTED = "GQA_UNSUPPORTED", Category.FEATURE, "needs as many key heads as query heads"
-    DROPOUT_UNSUPPORTED = "DROPOUT_UNSUPPORTED", Category.FEATURE, "has no dropout"
-    SCALE_UNSUPPORTED = "SCALE_UNSUPPORTED", Category.FEATURE, "takes no scale of the caller's"
-    WINDOW_UNSUPPORTED = "WINDOW_UNSUPPORTED", Category.FEATURE, "has no sliding window"
-    SOFTCAP_UNSUPPORTED = "SOFTCAP_UNSUPPORTED", Category.FEATURE, "has no soft cap"
-    ALIBI_UNSUPPORTED = "ALIBI_UNSUPPORTED", Category.FEATURE, "has no ALiBi"
-    LSE_UNSUPPORTED = "LSE_UNSUPPORTED", Category.FEATURE, "returns no log-sum-exp"
-    LSE_GRADIENT_UNSUPPORTED = (
-        "LSE_GRADIENT_UNSUPPORTED",
-        Category.FEATURE,
-        "has no gradient through log-sum-exp",
-    )
-    MASK_GRADIENT_UNSUPPORTED = "MASK_GRADIENT_UNSUPPORTED", Category.FEATURE, "has no gradient for its mask"
-    MASK_DTYPE_UNSUPPORTED = (
-        "MASK_DTYPE_UNSUPPORTED",
-        Category.FEATURE,
-        "takes no mask wider than its operands",
-    )
-    SINKS_UNSUPPORTED = "SINKS_UNSUPPORTED", Category.FEATURE, "has no attention sinks"
+    CAUSAL_UNSUPPORTED = "CAUSAL_UNSUPPORTED", "feature", "has no causal masking"
+    MASK_BOOL_UNSUPPORTED = "MASK_BOOL_UNSUPPORTED", "feature", "takes no boolean mask"
+    MASK_FLOAT_UNSUPPORTED = "MASK_FLOAT_UNSUPPORTED", "feature", "takes no additive mask"
+    MASK_WITH_CAUSAL = "MASK_WITH_CAUSAL", "feature", "takes a mask or causal, not both"
+    EMPTY_ROWS_UNSAFE = "EMPTY_ROWS_UNSAFE", "feature", "is wrong for rows that see no key"
+    GQA_UNSUPPORTED = "GQA_UNSUPPORTED", "feature", "needs as many key heads as query heads"
+    DROPOUT_UNSUPPORTED = "DROPOUT_UNSUPPORTED", "feature", "has no dropout"
+    SCALE_UNSUPPORTED = "SCALE_UNSUPPORTED", "feature", "takes no scale of the caller's"
+    WINDOW_UNSUPPORTED = "WINDOW_UNSUPPORTED", "feature", "has no sliding window"
+    SOFTCAP_UNSUPPORTED = "SOFTCAP_UNSUPPORTED", "feature", "has no soft cap"
+    ALIBI_UNSUPPORTED = "ALIBI_UNSUPPORTED", "feature", "has no ALiBi"
+    LSE_UNSUPPORTED = "LSE_UNSUPPORTED", "feature", "returns no log-sum-exp"
+    LSE_GRADIENT_UNSUPPORTED = "LSE_GRADIENT_UNSUPPORTED", "feature", "has no gradient through log-sum-exp"
+    MASK_GRADIENT_UNSUPPORTED = "MASK_GRADIENT_UNSUPPORTED", "feature", "has no gradient for its mask"
+    MASK_DTYPE_UNSUPPORTED = "MASK_DTYPE_UNSUPPORTED", "feature", "takes no mask wider than its operands"
+    SINKS_UNSUPPORTED = "SINKS_UNSUPPORTED", "feature", "has no attention sinks"
     SINKS_GRADIENT_UNSUPPORTED = (
         "SINKS_GRADIENT_UNSUPPORTED",
-        Category.FEATURE,
+        "feature",
         "has no gradient beside attention sinks",
     )
-    SCORE_MOD_UNSUPPORTED = "SCORE_MOD_UNSUPPORTED", Category.FEATURE, "takes no score modifier"
-    BLOCK_MASK_UNSUPPORTED = "BLOCK_MASK_UNSUPPORTED", Category.FEATURE, "takes no block mask"
-    XPOS_UNSUPPORTED = "XPOS_UNSUPPORTED", Category.FEATURE, "has no XPos scale"
-    BIAS_UNSUPPORTED = "BIAS_UNSUPPORTED", Category.FEATURE, "takes no bias"
-    FEATURE_REQUIRED = (
-        "FEATURE_REQUIRED",
-        Category.FEATURE,
-        "takes only calls that ask for what it is made for",
-    )
-    WEIGHT_REQUIRED = "WEIGHT_REQUIRED", Category.FEATURE, "needs a weight"
-    ACTIVATION_UNSUPPORTED = "ACTIVATION_UNSUPPORTED", Category.FEATURE, "has not this activation"
-    INTERLEAVED_UNSUPPORTED = "INTERLEAVED_UNSUPPORTED", Category.FEATURE, "has no interleaved rotation"
-    PARTIAL_ROTARY_UNSUPPORTED = "PARTIAL_ROTARY_UNSUPPORTED", Category.FEATURE, "rotates whole heads only"
-    PADDING_IDX_UNSUPPORTED = "PADDING_IDX_UNSUPPORTED", Category.FEATURE, "has no padding index"
-    LABEL_SMOOTHING_UNSUPPORTED = "LABEL_SMOOTHING_UNSUPPORTED", Category.FEATURE, "has no label smoothing"
-    CLASS_WEIGHTS_UNSUPPORTED = "CLASS_WEIGHTS_UNSUPPORTED", Category.FEATURE, "takes no class weights"
-    SEED_PER_ROW_UNSUPPORTED = "SEED_PER_ROW_UNSUPPORTED", Category.FEATURE, "has no seed for each row"
-    TOP_K_UNSUPPORTED = "TOP_K_UNSUPPORTED", Category.FEATURE, "does not filter by top-k"
-    TOP_P_UNSUPPORTED = "TOP_P_UNSUPPORTED", Category.FEATURE, "does not filter by top-p"
-    TOP_K_WITH_TOP_P = "TOP_K_WITH_TOP_P", Category.FEATURE, "filters by top-k or by top-p, not by both"
-    FEATURE_UNSUPPORTED = "FEATURE_UNSUPPORTED", Category.FEATURE, "lacks something the call asks for"
+    SCORE_MOD_UNSUPPORTED = "SCORE_MOD_UNSUPPORTED", "feature", "takes no score modifier"
+    BLOCK_MASK_UNSUPPORTED = "BLOCK_MASK_UNSUPPORTED", "feature", "takes no block mask"
+    XPOS_UNSUPPORTED = "XPOS_UNSUPPORTED", "feature", "has no XPos scale"
+    BIAS_UNSUPPORTED = "BIAS_UNSUPPORTED", "feature", "takes no bias"
+    FEATURE_REQUIRED = "FEATURE_REQUIRED", "feature", "takes only calls that ask for what it is made for"
+    WEIGHT_REQUIRED = "WEIGHT_REQUIRED", "feature", "needs a weight"
+    ACTIVATION_UNSUPPORTED = "ACTIVATION_UNSUPPORTED", "feature", "has not this activation"
+    INTERLEAVED_UNSUPPORTED = "INTERLEAVED_UNSUPPORTED", "feature", "has no interleaved rotation"
+    PARTIAL_ROTARY_UNSUPPORTED = "PARTIAL_ROTARY_UNSUPPORTED", "feature", "rotates whole heads only"
+    PADDING_IDX_UNSUPPORTED = "PADDING_IDX_UNSUPPORTED", "feature", "has no padding index"
+    LABEL_SMOOTHING_UNSUPPORTED = "LABEL_SMOOTHING_UNSUPPORTED", "feature", "has no label smoothing"
+    CLASS_WEIGHTS_UNSUPPORTED = "CLASS_WEIGHTS_UNSUPPORTED", "feature", "takes no class weights"
+    SEED_PER_ROW_UNSUPPORTED = "SEED_PER_ROW_UNSUPPORTED", "feature", "has no seed for each row"
+    TOP_K_UNSUPPORTED = "TOP_K_UNSUPPORTED", "feature", "does not filter by top-k"
+    TOP_P_UNSUPPORTED = "TOP_P_UNSUPPORTED", "feature", "does not filter by top-p"
+    TOP_K_WITH_TOP_P = "TOP_K_WITH_TOP_P", "feature", "filters by top-k or by top-p, not by both"
+    FEATURE_UNSUPPORTED = "FEATURE_UNSUPPORTED", "feature", "lacks something the call asks for"
 
-    NO_GRADIENT = "NO_GRADIENT", Category.MODE, "has no backward"
-    NOT_DETERMINISTIC = "NOT_DETERMINISTIC", Category.MODE, "is not deterministic"
-    NOT_BATCH_INVARIANT = "NOT_BATCH_INVARIANT", Category.MODE, "gives a row other bits in another batch"
-    CUDA_GRAPH_UNSAFE = "CUDA_GRAPH_UNSAFE", Category.MODE, "is not proved safe under graph capture"
-    AUTOCAST_UNSUPPORTED = "AUTOCAST_UNSUPPORTED", Category.MODE, "does not follow autocast"
+    NO_GRADIENT = "NO_GRADIENT", "mode", "has no backward"
+    NOT_DETERMINISTIC = "NOT_DETERMINISTIC", "mode", "is not deterministic"
+    NOT_BATCH_INVARIANT = "NOT_BATCH_INVARIANT", "mode", "gives a row other bits in another batch"
+    CUDA_GRAPH_UNSAFE = "CUDA_GRAPH_UNSAFE", "mode", "is not proved safe under graph capture"
+    AUTOCAST_UNSUPPORTED = "AUTOCAST_UNSUPPORTED", "mode", "does not follow autocast"
     SDPA_BACKEND_DISABLED = (
         "SDPA_BACKEND_DISABLED",
-        Category.MODE,
+        "mode",
         "is none of the implementations that torch's sdpa_kernel leaves switched on",
     )
-    RANKS_DIFFER = "RANKS_DIFFER", Category.MODE, "is not on every rank what it is on rank 0"
-    TP_INVARIANCE_REQUIRED = "TP_INVARIANCE_REQUIRED", Category.MODE, "is not invariant to the group's size"
+    RANKS_DIFFER = "RANKS_DIFFER", "mode", "is not on every rank what it is on rank 0"
+    TP_INVARIANCE_REQUIRED = "TP_INVARIANCE_REQUIRED", "mode", "is not invariant to the group's size"
 
-    BACKEND_MISSING = "BACKEND_MISSING", Category.BACKEND, "its library is not installed"
-    BACKEND_IMPORT_FAILED = "BACKEND_IMPORT_FAILED", Category.BACKEND, "its library does not import"
-    BACKEND_VERSION_MISMATCH = "BACKEND_VERSION_MISMATCH", Category.BACKEND, "its library has another version"
-    BACKEND_PLATFORM_BUILD = (
-        "BACKEND_PLATFORM_BUILD",
-        Category.BACKEND,
-        "its library was built for something else",
-    )
-    DESCRIPTOR_ONLY = "DESCRIPTOR_ONLY", Category.BACKEND, "is described, and no code here calls it"
-    KERNEL_LOAD_FAILED = "KERNEL_LOAD_FAILED", Category.BACKEND, "could not be loaded"
-    JIT_FAILED = "JIT_FAILED", Category.BACKEND, "did not compile"
-    PYTHON_FREE_THREADED = "PYTHON_FREE_THREADED", Category.BACKEND, "needs a Python with its global lock"
+    BACKEND_MISSING = "BACKEND_MISSING", "backend", "its library is not installed"
+    BACKEND_IMPORT_FAILED = "BACKEND_IMPORT_FAILED", "backend", "its library does not import"
+    BACKEND_VERSION_MISMATCH = "BACKEND_VERSION_MISMATCH", "backend", "its library has another version"
+    BACKEND_PLATFORM_BUILD = "BACKEND_PLATFORM_BUILD", "backend", "its library was built for something else"
+    DESCRIPTOR_ONLY = "DESCRIPTOR_ONLY", "backend", "is described, and no code here calls it"
+    KERNEL_LOAD_FAILED = "KERNEL_LOAD_FAILED", "backend", "could not be loaded"
+    JIT_FAILED = "JIT_FAILED", "backend", "did not compile"
+    PYTHON_FREE_THREADED = "PYTHON_FREE_THREADED", "backend", "needs a Python with its global lock"
 
-    WORKER_FAILED = "WORKER_FAILED", Category.BACKEND, "its process did not start, or refused it"
-    WORKER_VERSION = "WORKER_VERSION", Category.BACKEND, "its environment has another version of this library"
-    ISOLATION_UNSUPPORTED = "ISOLATION_UNSUPPORTED", Category.BACKEND, "cannot run in a process of its own"
+    WORKER_FAILED = "WORKER_FAILED", "backend", "its process did not start, or refused it"
+    WORKER_VERSION = "WORKER_VERSION", "backend", "its environment has another version of this library"
+    ISOLATION_UNSUPPORTED = "ISOLATION_UNSUPPORTED", "backend", "cannot run in a process of its own"
 
-    WORKER_CRASHED = "WORKER_CRASHED", Category.HEALTH, "ended the process that it ran in"
-    WORKER_HUNG = "WORKER_HUNG", Category.HEALTH, "did not answer within the time limit of a call"
-    CIRCUIT_OPEN = "CIRCUIT_OPEN", Category.HEALTH, "failed too often and rests"
-    QUARANTINED = "QUARANTINED", Category.HEALTH, "is quarantined"
-    DEVICE_LOST = "DEVICE_LOST", Category.HEALTH, "its device is gone"
+    WORKER_CRASHED = "WORKER_CRASHED", "health", "ended the process that it ran in"
+    WORKER_HUNG = "WORKER_HUNG", "health", "did not answer within the time limit of a call"
+    CIRCUIT_OPEN = "CIRCUIT_OPEN", "health", "failed too often and rests"
+    QUARANTINED = "QUARANTINED", "health", "is quarantined"
+    DEVICE_LOST = "DEVICE_LOST", "health", "its device is gone"
 
-    POLICY_DENIED = "POLICY_DENIED", Category.POLICY, "is denied by policy"
-    POLICY_NOT_ALLOWED = "POLICY_NOT_ALLOWED", Category.POLICY, "is not on the policy's allow list"
-    LOCKED_TO_ANOTHER = "LOCKED_TO_ANOTHER", Category.POLICY, "another kernel is locked"
-    STRICT_NEEDS_TRANSFORM = (
-        "STRICT_NEEDS_TRANSFORM",
-        Category.POLICY,
-        "strict mode refuses the transforms it needs",
-    )
+    POLICY_DENIED = "POLICY_DENIED", "policy", "is denied by policy"
+    POLICY_NOT_ALLOWED = "POLICY_NOT_ALLOWED", "policy", "is not on the policy's allow list"
+    LOCKED_TO_ANOTHER = "LOCKED_TO_ANOTHER", "policy", "another kernel is locked"
+    STRICT_NEEDS_TRANSFORM = "STRICT_NEEDS_TRANSFORM", "policy", "strict mode refuses the transforms it needs"
 
-    GPU_TAKEN = "GPU_TAKEN", Category.RESOURCE, "belongs to another device of a cluster"
-    MEMORY_HEADROOM_EXCEEDED = "MEMORY_HEADROOM_EXCEEDED", Category.RESOURCE, "needs more memory than is free"
-    DISPATCH_TABLE_MISS = (
-        "DISPATCH_TABLE_MISS",
-        Category.DISPATCH_TABLE,
-        "no solved bucket covers the request",
-    )
+    GPU_TAKEN = "GPU_TAKEN", "resource", "belongs to another device of a cluster"
+    MEMORY_HEADROOM_EXCEEDED = "MEMORY_HEADROOM_EXCEEDED", "resource", "needs more memory than is free"
+    DISPATCH_TABLE_MISS = "DISPATCH_TABLE_MISS", "dispatch_table", "no solved bucket covers the request"
     DISPATCH_TABLE_POLICY_DIFFERS = (
         "DISPATCH_TABLE_POLICY_DIFFERS",
-        Category.DISPATCH_TABLE,
+        "dispatch_table",
         "it was solved under another policy",
     )
 
-    BUNDLE_ENVIRONMENT_DIFFERS = (
-        "BUNDLE_ENVIRONMENT_DIFFERS",
-        Category.BUNDLE,
-        "was made in another environment",
-    )
-    BUNDLE_DAMAGED = "BUNDLE_DAMAGED", Category.BUNDLE, "is cut off or was altered"
-    BUNDLE_FORMAT = "BUNDLE_FORMAT", Category.BUNDLE, "is no bundle, or one of another format"
-    BUNDLE_UNSAFE = "BUNDLE_UNSAFE", Category.BUNDLE, "holds what a bundle must not hold"
-    BUNDLE_UNTRUSTED = "BUNDLE_UNTRUSTED", Category.BUNDLE, "is not known to be the one that is wanted"
+    BUNDLE_ENVIRONMENT_DIFFERS = "BUNDLE_ENVIRONMENT_DIFFERS", "bundle", "was made in another environment"
+    BUNDLE_DAMAGED = "BUNDLE_DAMAGED", "bundle", "is cut off or was altered"
+    BUNDLE_FORMAT = "BUNDLE_FORMAT", "bundle", "is no bundle, or one of another format"
+    BUNDLE_UNSAFE = "BUNDLE_UNSAFE", "bundle", "holds what a bundle must not hold"
+    BUNDLE_UNTRUSTED = "BUNDLE_UNTRUSTED", "bundle", "is not known to be the one that is wanted"
 
-    BLOCK_CYCLIC = "BLOCK_CYCLIC", Category.BLOCK, "its ops wait for each other"
-    BLOCK_EDGE_MISSING = "BLOCK_EDGE_MISSING", Category.BLOCK, "an edge comes from nowhere"
-    BLOCK_NAME_TAKEN = "BLOCK_NAME_TAKEN", Category.BLOCK, "two of its ops or inputs have one name"
-    BLOCK_OP_UNKNOWN = "BLOCK_OP_UNKNOWN", Category.BLOCK, "it holds an op that does not exist"
-    BLOCK_OP_WRITES = "BLOCK_OP_WRITES", Category.BLOCK, "it holds an op of torch that changes its operands"
-    BLOCK_NOT_TRACEABLE = "BLOCK_NOT_TRACEABLE", Category.BLOCK, "the function cannot be traced into ops"
-    BLOCK_EMPTY = "BLOCK_EMPTY", Category.BLOCK, "it has no op or no output"
+    BLOCK_CYCLIC = "BLOCK_CYCLIC", "block", "its ops wait for each other"
+    BLOCK_EDGE_MISSING = "BLOCK_EDGE_MISSING", "block", "an edge comes from nowhere"
+    BLOCK_NAME_TAKEN = "BLOCK_NAME_TAKEN", "block", "two of its ops or inputs have one name"
+    BLOCK_OP_UNKNOWN = "BLOCK_OP_UNKNOWN", "block", "it holds an op that does not exist"
+    BLOCK_OP_WRITES = "BLOCK_OP_WRITES", "block", "it holds an op of torch that changes its operands"
+    BLOCK_NOT_TRACEABLE = "BLOCK_NOT_TRACEABLE", "block", "the function cannot be traced into ops"
+    BLOCK_EMPTY = "BLOCK_EMPTY", "block", "it has no op or no output"
 
-    PLAN_DAMAGED = "PLAN_DAMAGED", Category.PLAN, "is a file of plans that is cut off or was altered"
-    PLAN_FORMAT = "PLAN_FORMAT", Category.PLAN, "is no file of plans, or one of another format"
+    PLAN_DAMAGED = "PLAN_DAMAGED", "plan", "is a file of plans that is cut off or was altered"
+    PLAN_FORMAT = "PLAN_FORMAT", "plan", "is no file of plans, or one of another format"
     PLAN_ENVIRONMENT_DIFFERS = (
         "PLAN_ENVIRONMENT_DIFFERS",
-        Category.PLAN,
+        "plan",
         "was made for another machine or other kernels",
     )
-    PLAN_POLICY_DIFFERS = "PLAN_POLICY_DIFFERS", Category.PLAN, "was planned under another policy"
-    PLAN_BLOCK_DIFFERS = "PLAN_BLOCK_DIFFERS", Category.PLAN, "was made for another block or other sizes"
-    PLAN_KERNEL_REFUSED = (
-        "PLAN_KERNEL_REFUSED",
-        Category.PLAN,
-        "names a kernel that does not take its call now",
-    )
-    REPORT_FORMAT = "REPORT_FORMAT", Category.REPORT, "is no report, or one of another format"
-    REPORT_DAMAGED = "REPORT_DAMAGED", Category.REPORT, "is a report that is cut off or was altered"
+    PLAN_POLICY_DIFFERS = "PLAN_POLICY_DIFFERS", "plan", "was planned under another policy"
+    PLAN_BLOCK_DIFFERS = "PLAN_BLOCK_DIFFERS", "plan", "was made for another block or other sizes"
+    PLAN_KERNEL_REFUSED = "PLAN_KERNEL_REFUSED", "plan", "names a kernel that does not take its call now"
+    REPORT_FORMAT = "REPORT_FORMAT", "report", "is no report, or one of another format"
+    REPORT_DAMAGED = "REPORT_DAMAGED", "report", "is a report that is cut off or was altered"
 
-    BASELINE_DAMAGED = "BASELINE_DAMAGED", Category.GATE, "is missing, cut off or was altered"
-    BASELINE_FORMAT = "BASELINE_FORMAT", Category.GATE, "is of another format"
-    BASELINE_UNTRUSTED = "BASELINE_UNTRUSTED", Category.GATE, "is not known to be the baseline that is wanted"
-    BASELINE_ENVIRONMENT_DIFFERS = (
-        "BASELINE_ENVIRONMENT_DIFFERS",
-        Category.GATE,
-        "was measured on another machine",
-    )
-    BASELINE_STALE = "BASELINE_STALE", Category.GATE, "is too old"
-    WAIVER_EXPIRED = "WAIVER_EXPIRED", Category.GATE, "has passed its last day"
-    PACE_SLOWER = "PACE_SLOWER", Category.GATE, "is slower than what it is compared with"
-    PACE_UNDECIDED = "PACE_UNDECIDED", Category.GATE, "is neither slower nor as fast within its rounds"
+    BASELINE_DAMAGED = "BASELINE_DAMAGED", "gate", "is missing, cut off or was altered"
+    BASELINE_FORMAT = "BASELINE_FORMAT", "gate", "is of another format"
+    BASELINE_UNTRUSTED = "BASELINE_UNTRUSTED", "gate", "is not known to be the baseline that is wanted"
+    BASELINE_ENVIRONMENT_DIFFERS = "BASELINE_ENVIRONMENT_DIFFERS", "gate", "was measured on another machine"
+    BASELINE_STALE = "BASELINE_STALE", "gate", "is too old"
+    WAIVER_EXPIRED = "WAIVER_EXPIRED", "gate", "has passed its last day"
+    PACE_SLOWER = "PACE_SLOWER", "gate", "is slower than what it is compared with"
+    PACE_UNDECIDED = "PACE_UNDECIDED", "gate", "is neither slower nor as fast within its rounds"
 
-    TOKENIZER_MISMATCH = "TOKENIZER_MISMATCH", Category.TOKENIZER, "is another tokenizer than the one meant"
-    TOKENIZER_CHANGED = (
-        "TOKENIZER_CHANGED",
-        Category.TOKENIZER,
-        "is not the tokenizer that a cache was filled by",
-    )
-    TOKENIZER_VOCABULARY = (
-        "TOKENIZER_VOCABULARY",
-        Category.TOKENIZER,
-        "gives ids that the model has no row for",
-    )
+    TOKENIZER_MISMATCH = "TOKENIZER_MISMATCH", "tokenizer", "is another tokenizer than the one meant"
+    TOKENIZER_CHANGED = "TOKENIZER_CHANGED", "tokenizer", "is not the tokenizer that a cache was filled by"
+    TOKENIZER_VOCABULARY = "TOKENIZER_VOCABULARY", "tokenizer", "gives ids that the model has no row for"
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -174,3 +174,19 @@ def tensors_in(outcomes: Sequence[Any]) -> Iterator[Tensor]:
                 yield value
         elif isinstance(value, tuple | list):
             yield from tensors_in(value)
+
+
+class HostReader(Protocol):
+    """What copies results of one device to the host for one event loop."""
+
+    def start(self, tensor: Tensor, stream: Stream) -> PendingCall:
+        """Copy `tensor`, which `stream` writes; await what comes back for the copy, or what it raised."""
+        ...
+
+    def flush(self, launches: int | None = None) -> None:
+        """Launch the copies that were started and are not launched yet, behind so many batches or all."""
+        ...
+
+    def lose(self, error: Exception | None) -> None:
+        """Fail every read that is waited for, and later ones until `lose(None)`."""
+        ...

@@ -23,12 +23,14 @@ from layerzero.measure.tuning import TuneReport
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.store import read_rows
 from layerzero.runtime import Runtime, install, uninstall
+from layerzero.scheduler.single_flight import SingleFlight
 from layerzero.selection.context import SelectionOptions
 from layerzero.selection.cost.measured import MeasuredCosts
 from layerzero.selection.decide import roofline_cost
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.kernel import Kernel
 from tests.kernels import kernel
+from tests.waiting import LIMIT_S
 
 CALL = norm("rms_norm", 16, 64, "float32")
 X, WEIGHT = torch.randn(16, 64), torch.randn(64)
@@ -330,3 +332,23 @@ def test_a_new_version_of_a_library_starts_anew(installed: Runtime, monkeypatch:
     monkeypatch.setattr("layerzero.perfdb.versions_of", lambda kernel: "upgraded 2.0")
     with runtime(Path(str(installed.settings.perfdb))) as later:
         assert later.device("cpu").costs is roofline_cost
+
+
+def test_the_last_caller_to_leave_takes_back_what_has_not_started(
+    installed: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that is cancelled before the measuring began ends at once, and nothing is left on its way."""
+    flights: SingleFlight[TuneReport] = SingleFlight(lambda run: None)
+    monkeypatch.setattr("layerzero.api.tune._FLIGHTS", flights)
+
+    async def give_up() -> None:
+        task = asyncio.create_task(tune([CALL], quick=True))
+        while not any(vars(f.future)["_done_callbacks"] for f in flights._flights.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    caller = threading.Thread(target=lambda: asyncio.run(give_up()), daemon=True)
+    caller.start()
+    caller.join(LIMIT_S)
+    assert not caller.is_alive() and len(flights) == 0

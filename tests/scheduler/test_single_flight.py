@@ -40,14 +40,11 @@ async def join(flight: Flight[Any]) -> Any:
         if not landed.done():
             landed.set_result(None)
 
-    def told() -> None:
-        loop.call_soon_threadsafe(land)
-
-    flight.add(told)
+    flight.future.add_done_callback(lambda _: loop.call_soon_threadsafe(land))
     try:
         await landed
     finally:
-        flight.leave(told)
+        flight.leave()
     return flight.result()
 
 
@@ -229,6 +226,6 @@ def test_a_landed_flight_answers_late_waiters(worker: Worker) -> None:
     """Waiting for a flight that has already ended returns at once, in threads and in tasks."""
     flights: SingleFlight[int] = SingleFlight(worker.submit)
     flight = flights.flight("key", lambda: 5)
-    until(lambda: flight.ended)
+    until(flight.future.done)
     assert flight.wait(0) == 5
     assert asyncio.run(join(flight)) == 5
