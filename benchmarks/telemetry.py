@@ -1,16 +1,20 @@
-"""What telemetry costs: a call with each kind of it on beside the same call without, and one count alone.
+"""What telemetry costs: a call or a generation step with each kind of it beside without, and one count alone.
 
     python benchmarks/telemetry.py --out benchmarks/results/telemetry_cpu.json
+    python benchmarks/telemetry.py --parts steps counts --out benchmarks/results/telemetry_steps_cpu.json
 
-Two tables: `calls` (two processes on one core, by turns, as `lz gate` compares paces: microseconds of a call
-without, and by how much it takes longer with) and `counts` (nanoseconds of what a decision or a batch counts;
-a remembered call counts nothing). Exit status 1 where detailed timing takes more than a twentieth of a call
-of 20 us or longer.
+Three tables. `calls`: two processes on one core, by turns, as `lz gate` compares paces: microseconds of a
+call without, and by how much it takes longer with. `steps`: a generation step of 64 requests to the shipped
+model, two runtimes of one process by turns; the first row has nothing on in both: what the machine adds.
+`counts`: nanoseconds of what a decision, a batch or a remembered call counts, without the loop around it.
+Exit status 1 where kernel times take more than a twentieth of a call of 20 us or longer, or more than a
+hundredth of a generation step, or where a remembered call counts for longer than 50 ns.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import statistics
 import sys
@@ -18,15 +22,23 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # the model is an example
+
+from generate import SamplingParams, generate
+from generating.models import build
 from harness import environment, write
 
+import layerzero as lz
+from layerzero.calls.call_cache import BlockingCallCache
 from layerzero.gates.paired_rounds import PacedCall, PaceProcess
 from layerzero.observe.counters import Counters
 from layerzero.observe.histograms import Histograms
 from layerzero.observe.selection_events import SELECTION_SECONDS
+from layerzero.ops import table as ops_table
 
 CALLS = (
     PacedCall("rms_norm x=16x512:float32 weight=512:float32"),
@@ -41,6 +53,15 @@ KINDS = {
 }
 MOST, LONG_US = 1.05, 20.0
 WARM_BLOCKS = 30
+PARTS = {
+    "calls": ["call", "us", *(each for name in KINDS for each in (f"{name}: us more", "share"))],
+    "steps": ["on", "ms a step without", "with over without", "rounds that were longer"],
+    "counts": ["counted", "ns"],
+}
+# Of a generation step: what is on beside nothing.
+ON = {"nothing": {}, "kernel times": {"kernel_times": True}, "spans": {"spans": True}}
+REQUESTS, PROMPT, TOKENS, PAGE, MOST_OF_A_STEP = 64, 16, 12, 16, 1.01
+A_HIT, MOST_OF_A_HIT_NS = "a remembered call", 50.0
 
 
 def started(stack: ExitStack, call: PacedCall, variables: dict[str, str], cpu: int) -> PaceProcess:
@@ -89,10 +110,50 @@ def calls(rounds: int, folder: str) -> tuple[list[list[Any]], bool]:
     return found, good
 
 
-def counts() -> list[list[Any]]:
-    """Rows: what is counted, nanoseconds at the median."""
+def steps(rounds: int) -> tuple[list[list[Any]], bool]:
+    """Rows: what is on, ms of a step without, median ratio of processor time, rounds that were longer."""
+    model = build("shipped", pages=(REQUESTS + 1) * -(-(PROMPT + TOKENS) // PAGE), page_size=PAGE)
+
+    async def crowd() -> None:
+        async def one(seed: int) -> None:
+            prompt = [(seed * 31 + place) % model.config.vocab_size for place in range(PROMPT)]
+            async for _ in generate(model, prompt, SamplingParams(max_tokens=TOKENS, seed=seed)):
+                pass
+
+        await asyncio.gather(*(one(seed) for seed in range(REQUESTS)))
+
+    def step_ms() -> float:
+        begin = time.process_time()
+        asyncio.run(crowd())
+        return (time.process_time() - begin) / TOKENS * 1e3
+
+    found, good = [], True
+    for name, changes in ON.items():
+        ratios, times = [], []
+        with ExitStack() as stack:
+            ways = [copy_context(), copy_context()]
+            for way, settings in zip(ways, (lz.Settings(), lz.Settings(**changes)), strict=True):
+                started = lz.start(settings, scoped=True)
+                way.run(started.__enter__)
+                stack.callback(way.run, started.__exit__, None, None, None)
+            for number in range(-2, rounds):
+                first = number % 2
+                took = {way: ways[way].run(step_ms) for way in (first, 1 - first)}
+                if number >= 0:
+                    ratios.append(took[1] / took[0])
+                    times.append(took[0])
+        ratio, longer = statistics.median(ratios), sum(each > 1 for each in ratios)
+        found.append([name, round(statistics.median(times), 3), round(ratio, 4), f"{longer} of {rounds}"])
+        good = good and (name != "kernel times" or ratio <= MOST_OF_A_STEP)
+    return found, good
+
+
+def counts() -> tuple[list[list[Any]], bool]:
+    """Rows: what is counted, nanoseconds at the median; a remembered call is one step of its op's count."""
     counters, series = Counters(), Histograms().series(SELECTION_SECONDS, op="rms_norm")
+    known = BlockingCallCache(ops_table.get("rms_norm"), None, lambda: None)
     ways: dict[str, Callable[[], object]] = {
+        A_HIT: known.count_known,
         "a counter": lambda: counters.add("selections", op="rms_norm"),
         "the histogram of selections": lambda: series.observe(1e-5),
         "nothing": lambda: None,
@@ -104,9 +165,12 @@ def counts() -> list[list[Any]]:
             begin = time.perf_counter_ns()
             for _ in range(1000):
                 count()
-            took.append((time.perf_counter_ns() - begin) / 1000)
+            end = time.perf_counter_ns()
+            for _ in range(1000):
+                pass
+            took.append((2 * end - begin - time.perf_counter_ns()) / 1000)
         found.append([name, round(statistics.median(took), 1)])
-    return found
+    return found, found[0][1] <= MOST_OF_A_HIT_NS
 
 
 def main() -> int:
@@ -114,14 +178,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--step-rounds", type=int, default=120)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows, good = calls(given.rounds, folder)
-    columns = ["call", "us", *(each for name in KINDS for each in (f"{name}: us more", "share"))]
-    tables = {
-        "calls": {"columns": columns, "rows": rows},
-        "counts": {"columns": ["counted", "ns"], "rows": counts()},
-    }
+    tables, good = {}, True
+    for part in given.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            rows, holds = (
+                calls(given.rounds, folder) if part == "calls"
+                else steps(given.step_rounds) if part == "steps"
+                else counts()
+            )  # fmt: skip
+        tables[part] = {"columns": PARTS[part], "rows": rows}
+        good = good and holds
     for name, table in tables.items():
         print(name)
         for row in [table["columns"], *table["rows"]]:

@@ -36,6 +36,7 @@ class MutationRecord:
         self._rows[digest(mutation)] = {
             "mutation": digest(mutation), "place": mutation.place, "rows": list(mutation.rows),
             "verdict": verdict, "by": by, "why": why[:300], "commit": self._environment["commit"],
+            "machine": self._environment["machine"],
         }  # fmt: skip
         write(self._path, {"environment": self._environment, "rows": list(self._rows.values())})
 

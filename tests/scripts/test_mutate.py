@@ -127,6 +127,7 @@ def test_a_record_is_gone_on_from(tree: Path, tmp_path: Path, monkeypatch: pytes
     kept = json.loads(record.read_text())
     assert sorted(row["verdict"] for row in kept["rows"]) == ["SURVIVED", "killed", "killed"]
     assert {row["commit"] for row in kept["rows"]} == {kept["environment"]["commit"]}
+    assert {row["machine"] for row in kept["rows"]} == {kept["environment"]["machine"]}
 
 
 def contents(tree: Path) -> dict[str, bytes]:
