@@ -301,7 +301,8 @@ class FollowerChannel:
         except OSError as error:
             if peer is not None:
                 peer.close()
-            raise DeviceLostError(f"rank 0 does not answer at {host}:{port}: {error}", retryable=True) from error
+            why = f"rank 0 does not answer at {host}:{port}: {error}"
+            raise DeviceLostError(why, retryable=True) from error
         self._socket = peer
         send_small_frames(peer)
         limit_waits(peer, socket.SO_RCVTIMEO, None)
@@ -312,12 +313,12 @@ class FollowerChannel:
 
     def wait_for_hang_up(self) -> bool:
         """Block until the line has ended, and take nothing; whether rank 0 said its last word before."""
-        waits = b""
         if not wait_for_hang_up(self._socket):  # the system cannot say
             return True
+        waits = b""
         with suppress(OSError):
             waits = self._socket.recv(_MAX_FRAME, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        return (waits or bytes(self._buffer[: self._upto])).endswith(_LEAVING)  # which nobody takes
+        return (waits or bytes(self._buffer[: self._upto])).endswith(_LEAVING)  # which stays there
 
     def receive(self, timeout_s: float | None = None, *, heartbeat: bool = False) -> bytes:
         """The next frame, waiting for it; with `heartbeat` one of those ends the wait, too, as b"".

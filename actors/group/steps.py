@@ -333,7 +333,7 @@ class Walk:
         """From any thread: end the wait; only the first end counts."""
         if not self._over:
             self._over, self._error = True, error
-            with suppress(RuntimeError):  # the loop is closed, so nobody waits
+            with suppress(RuntimeError):  # the loop is closed, so no caller waits
                 self._loop.call_soon_threadsafe(self._ended.set)
 
 

@@ -113,7 +113,7 @@ def overlap(stages: list[list[Span]]) -> dict[str, Any]:
         "stages_ms": [round(statistics.mean(each), 4) for each in took],
         "busy": [round(sum(each) / whole, 4) for each in took],
         "at_once": round(together / whole, 4),
-        "nobody": round(1 - any_busy / whole, 4),
+        "idle": round(1 - any_busy / whole, 4),
         "timeline_ms": [
             [(round(first - begin, 3), round(end - begin, 3)) for first, end in spans[: 2 * BATCHES]]
             for spans in stages

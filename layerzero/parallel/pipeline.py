@@ -149,8 +149,8 @@ class Pipeline:
         a stage passes it on for so many rows of all callers, `returns(*columns, counts=...)` one as the last
         stage returns it: a row, or as many as they brought, for each caller. Results come back through the
         hosts, and go to the device of that tensor: tokens are best left on the CPU.
-        `finish(results, *columns)` runs on rank 0 where they come back, before the callers have them. Both, and `fn`, take `counts`, the rows
-        of each caller, where they name it. `unsent` is `member.batched`'s.
+        `finish(results, *columns)` runs on rank 0 where they come back, before the callers have them. Both,
+        and `fn`, take `counts`, the rows of each caller, where they name it. `unsent` is `member.batched`'s.
         Raises: ConfigurationError: another function has the name. ValueError: `unsent` names no parameter.
             When awaited: DeviceLostError: a rank is gone, and with it what was under way. ValueError: the
             request is under way already.

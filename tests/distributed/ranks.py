@@ -131,7 +131,7 @@ async def leaves(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
 
 
 async def hangs(runtime: lz.Runtime, shard: Shard, follows: bool) -> dict[str, Any]:
-    """Rank 0 hangs up in a step whose sum a follower waits for, and lives on: gloo tells nobody."""
+    """Rank 0 hangs up in a step whose sum a follower waits for, and lives on: gloo says nothing."""
     told: list[str] = []
     steps.ENDS_BY_ITSELF_S = 0.2
 
@@ -155,8 +155,10 @@ async def hangs(runtime: lz.Runtime, shard: Shard, follows: bool) -> dict[str, A
     if RANK:
         store.set(key, "1")
     else:
+        said["heard"] = False
         with suppress(dist.DistStoreError):  # it has not been told
             store.wait([key], timedelta(seconds=HANGS_S))
+            said["heard"] = True
     return said
 
 

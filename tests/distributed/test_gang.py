@@ -171,6 +171,7 @@ def test_a_follower_in_a_collective_is_told_that_rank_0_hung_up(way: str) -> Non
     assert other["error"] == "DeviceLostError", other
     assert "rank 0 is gone: it hung up while rank 1 was in step 1" in other["message"]
     assert len(other["told"]) == 1
+    assert first["heard"]  # that its callers went on, while rank 0 lived
 
 
 def test_ranks_that_batch_alike_compare_equal() -> None:

@@ -180,7 +180,7 @@ def test_a_slow_step_outlives_a_rank_0_that_left_in_order(
         def step(x: Tensor) -> Tensor:
             assert member._group.channel is not None
             member._group.channel.wait_for_hang_up()  # type: ignore[union-attr]
-            ran.append(left.wait(0.3))  # nobody sets it
+            ran.append(left.wait(0.3))
             return x
 
         member.batched(step, name="step", alike=False, prepare=(lambda counts: None) if ahead else None)
