@@ -72,8 +72,8 @@ class Run(NamedTuple):
 ON_FOUR = (
     (100.0, (Run("alone", 1), Run("decode", 2, 2))),
     (120.0, (Run("decode", 4),)),
-    (100.0, (Run("grid", 4),)),
-    (100.0, (Run("stages", 2), Run("grid", 2, 2))),
+    (200.0, (Run("grid", 4),)),
+    (200.0, (Run("stages", 2), Run("grid", 2, 2))),
     (45.0, (Run("stages", 4), Run("agree", 2))),
     (35.0, (Run("reordered", 2), Run("reordered", 4), Run("other_choice", 2), Run("other_choice", 4))),
     (60.0, (Run("speculate", 2), Run("agree", 4))),
@@ -82,12 +82,12 @@ ON_FOUR = (
 ON_TWO = (
     (400.0, (Run("decode", 2),)),
     (80.0, (Run("alone", 1),)),
-    (80.0, (Run("grid", 2),)),
+    (200.0, (Run("grid", 2),)),
     (75.0, (Run("speculate", 2),)),
     (32.0, (Run("reordered", 2), Run("other_choice", 2), Run("agree", 2))),
     (50.0, (Run("stages", 2),)),
 )
-ALONE_S = {"stages": 50.0, "decode": 400.0, "agree": 35.0, "speculate": 80.0, "alone": 60.0, "grid": 80.0}
+ALONE_S = {"stages": 50.0, "decode": 400.0, "agree": 35.0, "speculate": 80.0, "alone": 60.0, "grid": 200.0}
 
 
 def port() -> int:

@@ -132,6 +132,8 @@ class BatchRuns:
 
     def _on_batch_done(self, batch: Batch, outcomes: list[Any]) -> None:
         driver = self._driver
+        if batch not in self.inflight:  # it was given up
+            return
         self.inflight.remove(batch)
         expected = driver.batcher.expected_callers
         if expected is not None and batch.launch is not None:
@@ -140,6 +142,11 @@ class BatchRuns:
             else:
                 driver.completed(batch.launch.number, ticks=False)
         driver.complete(batch, outcomes)
+
+    def give_up(self, op: Any, error: Exception) -> None:
+        """Fail the callers of the batches of `op` that are under way; what these still give is dropped."""
+        for batch in [each for each in self.inflight if each.op is op]:
+            self._on_batch_done(batch, [Failed(error)] * len(batch))
 
     @property
     def _answers_early(self) -> bool:

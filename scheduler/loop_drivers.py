@@ -248,6 +248,14 @@ class LoopDrivers:
                 with suppress(RuntimeError):  # its loop is closed, so nothing reads there
                     driver.loop.call_soon_threadsafe(driver.readback.lose, error)
 
+    def give_up(self, op: Any, error: Exception) -> None:
+        """Fail the callers of batches of `op` that hang, on every loop; from any thread."""
+        with self._lock:
+            drivers = list(self.by_loop.values())
+        for driver in drivers:
+            with suppress(RuntimeError):  # its loop is closed, so no caller waits
+                driver.loop.call_soon_threadsafe(driver._runs.give_up, op, error)
+
     def stats(self) -> BatcherStats:
         """What all loop drivers have counted, those of closed loops included."""
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -52,14 +53,15 @@ class Worker:
             if self._closed:
                 raise RuntimeClosedError(f"worker {self.name!r} is closed")
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_work, args=(self._queue,), name=self.name, daemon=True
-                )
-                # A worker without a reference ends its thread; at exit `join_at_exit` does, in order.
-                weakref.finalize(self, self._queue.put, None).atexit = False
-                self._thread.start()
-                join_at_exit(self._thread, partial(_drop, self._queue))
+                self._start()
             self._queue.put((job, threads))
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=_work, args=(self._queue,), name=self.name, daemon=True)
+        # A worker without a reference ends its thread; at exit `join_at_exit` does, in order.
+        weakref.finalize(self, self._queue.put, None).atexit = False
+        self._thread.start()
+        join_at_exit(self._thread, partial(_drop, self._queue))
 
     @property
     def running(self) -> bool:
@@ -87,6 +89,16 @@ class Worker:
             return True
         thread.join(timeout_s)
         return not thread.is_alive()
+
+    def give_up(self) -> None:
+        """Leave the job that runs, which hangs, to its thread; later ones have another."""
+        with self._lock:
+            queue, self._queue = self._queue, SimpleQueue()
+            with suppress(Empty):
+                while True:
+                    self._queue.put(queue.get_nowait())
+            queue.put(None)
+            self._start()
 
     def after_fork(self) -> None:
         """In a forked child: no thread yet, an empty queue."""

@@ -25,11 +25,13 @@ from layerzero.actors.rpc.sockets import (
     frame_bytes,
     limit_waits,
     listen_unix,
+    read_on,
     receive_exactly,
     receive_frame,
     send_small_frames,
     shut_down,
     unread_bytes,
+    wait_for_hang_up,
 )
 from layerzero.spec.errors import ConsistencyError, DeviceLostError
 
@@ -38,6 +40,7 @@ _MAX_FRAME = 1 << 22
 _READ_BYTES = 1 << 16
 _UNAUTHENTICATED_BACKLOG = 16  # connections that may wait to be refused, besides the followers'
 _HEARTBEAT = b"\xff" * LENGTH.size  # a length that no frame has
+_LEAVING = b"\xff\xff\xff\xfe"  # another one, behind rank 0's last frame
 _HEARTBEAT_S = 1.0
 _MAX_LATE_HEARTBEATS = 3
 _STEP_END = struct.Struct("!cI")  # what a follower reports after a step, before the digest
@@ -123,7 +126,7 @@ class LeaderChannel:
                         peer = strangers.enter_context(peer.accept()[0])
                         peer.setblocking(False)
                         selector.register(peer, selectors.EVENT_READ, bytearray())
-                    elif _read_hello(peer, key.data):
+                    elif read_on(peer, key.data, _HELLO.size):
                         selector.unregister(peer)
                         self._authenticate(peer, key.data)
 
@@ -144,7 +147,7 @@ class LeaderChannel:
         Raises: DeviceLostError: one has failed or gone, or has not read for so long that its line is full;
             nothing may be run that needs it.
         """
-        data = frame_bytes(frame)
+        data = frame_bytes(frame) + (_LEAVING if last else b"")
         self._leaving = last
         with self._sending:
             for rank, peer in self._sockets.items():
@@ -298,8 +301,8 @@ class FollowerChannel:
         except OSError as error:
             if peer is not None:
                 peer.close()
-            message = f"rank 0 does not answer at {host}:{port}: {error}"
-            raise DeviceLostError(message, retryable=True) from error
+            why = f"rank 0 does not answer at {host}:{port}: {error}"
+            raise DeviceLostError(why, retryable=True) from error
         self._socket = peer
         send_small_frames(peer)
         limit_waits(peer, socket.SO_RCVTIMEO, None)
@@ -307,6 +310,15 @@ class FollowerChannel:
         self._limit: float | None = None
         self._buffer = bytearray(_READ_BYTES)
         self._from = self._upto = 0  # what has been received and not been returned
+
+    def wait_for_hang_up(self) -> bool:
+        """Block until the line has ended, and take nothing; whether rank 0 said its last word before."""
+        if not wait_for_hang_up(self._socket):  # the system cannot say
+            return True
+        waits = b""
+        with suppress(OSError):
+            waits = self._socket.recv(_MAX_FRAME, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return (waits or bytes(self._buffer[: self._upto])).endswith(_LEAVING)  # which stays there
 
     def receive(self, timeout_s: float | None = None, *, heartbeat: bool = False) -> bytes:
         """The next frame, waiting for it; with `heartbeat` one of those ends the wait, too, as b"".
@@ -348,6 +360,8 @@ class FollowerChannel:
             self._from += LENGTH.size
             return None
         (size,) = LENGTH.unpack_from(self._buffer, self._from)
+        if self._buffer.startswith(_LEAVING, self._from):
+            raise EOFError("it left")
         if size > _MAX_FRAME:
             raise ConsistencyError(f"a frame needs at most {_MAX_FRAME} bytes, got {size}")
         begin = self._from + LENGTH.size
@@ -385,15 +399,3 @@ class FollowerChannel:
         """Hang up; a thread that waits in `receive` raises."""
         shut_down(self._socket)
         self._socket.close()
-
-
-def _read_hello(peer: socket.socket, hello: bytearray) -> bool:
-    """Read on in a hello; whether it is complete, or will never be."""
-    try:
-        piece = peer.recv(_HELLO.size - len(hello))
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    hello += piece
-    return not piece or len(hello) == _HELLO.size

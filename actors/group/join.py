@@ -30,7 +30,7 @@ from layerzero.actors.group.functions import (
 from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.step_message import RequestId, check_sendable
-from layerzero.actors.group.steps import GroupScope, ReadAhead, Steps
+from layerzero.actors.group.steps import GroupScope, ReadAhead, Steps, StepWatch, Walk
 from layerzero.actors.remote.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE
@@ -52,7 +52,10 @@ class RankHandle:
         self._group = group
         self._runtime = runtime
         self._steps = Steps(group)
+        self._watch = StepWatch(group, self._lose_step)
         self._functions: dict[str, GroupFunction] = {}
+        self._batched: list[CollectiveFunction] = []
+        self._walk: Walk | None = None  # of a follower's `follow`
         self._results = ReplicatedResults()
         self.rank, self.ranks, self.epoch = group.rank, group.ranks, group.epoch
 
@@ -121,6 +124,7 @@ class RankHandle:
                 return self._call(function_name, arguments, counts)
 
         batched = CollectiveFunction(run, pure=False, name=function_name, device=self._group.device.device)
+        self._batched.append(batched)
         under_way: set[RequestId] = set()
 
         async def step(request: RequestId, *args: Any, **options: Any) -> Any:
@@ -159,6 +163,12 @@ class RankHandle:
         """
         self._group.need_same(values)
 
+    @property
+    def _device(self) -> ScheduledDevice:
+        device = self._group.device
+        assert isinstance(device, ScheduledDevice)  # of a runtime
+        return device
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether every rank has the rows of `tensor`, so that a call with it waits for no device."""
         return self._results.find(tensor) is not None
@@ -166,7 +176,8 @@ class RankHandle:
     def _call(self, name: str, columns: Sequence[Any], counts: list[int]) -> Any:
         function = self._functions[name]
         try:
-            out = function(columns, counts)
+            with self._watch.around(self._steps.sequence.number):
+                out = function(columns, counts)
             if function.replicated:
                 self._results.keep(self._steps.sequence.number, out)
         except BaseException as error:
@@ -210,7 +221,17 @@ class RankHandle:
         """
         if self.rank == 0:
             raise ConfigurationError("follow needs a follower, got rank 0: it decides")
-        await anyio.to_thread.run_sync(self._follow, abandon_on_cancel=True)
+        self._walk = Walk(self._device.loop_drivers.current().loop)
+        await self._walk.run(self._follow)
+
+    def _lose_step(self, error: DeviceLostError) -> None:
+        """Leave a step that hangs to its thread: its callers, and `follow`, have `error`."""
+        if self._walk is not None:
+            self._walk.end(error)
+            return
+        self._device.worker.give_up()
+        for batched in self._batched:
+            self._device.loop_drivers.give_up(batched, error)
 
     def _follow(self) -> None:
         inference = self._group.device.settings.inference is not False
@@ -252,10 +273,14 @@ class RankHandle:
 
     def close(self) -> None:
         """Leave the rank group; on rank 0 the followers' `follow` returns."""
-        failed, device = self.failure is not None, self._group.device
+        failed = self.failure is not None
         self._steps.close()
-        if failed and isinstance(device, ScheduledDevice):
-            device.loop_drivers.lose_reads(None)
+        if failed:
+            self._device.loop_drivers.lose_reads(None)
+
+    def watch_steps(self) -> None:
+        """Have steps end that wait for a rank that has gone; once the rank group has been joined."""
+        self._watch.start()
 
 
 class JoinContext:
@@ -271,6 +296,7 @@ class JoinContext:
         except BaseException:
             self._group.close()  # the join thread keeps running after cancellation
             raise
+        self._handle.watch_steps()
         return self._handle
 
     async def __aexit__(

@@ -4,12 +4,19 @@ it."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import torch
+from torch import distributed
 
+from layerzero._util import log
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
 from layerzero.actors.group.functions import GroupFunction
@@ -32,6 +39,8 @@ if TYPE_CHECKING:
     from layerzero.runtime import Runtime
 
 MAX_ANNOUNCED = 64  # step messages that a follower has read and not begun
+ENDS_BY_ITSELF_S = 1.0  # a step whose collectives break with the rank that they wait for
+LOOK_S = 0.02
 _PREPARED_S = 5.0  # and the group's limit: rank 0 has said something by then, and what it said is prepared
 
 
@@ -228,6 +237,115 @@ class ReadAhead:
         """Wait until a step has begun where many have not; False at the end of the walk."""
         self._room.acquire()
         return not self._ended
+
+
+class StepWatch:
+    """Ends a step that waits for a rank that has gone: nothing in the step itself can see it.
+
+    A library's collective may wait without end for a rank that has left. `around(number)` is a block for a
+    step; `lose(error)` is called where the group has failed and the step did not end by itself.
+    """
+
+    def __init__(self, group: RankGroup, lose: Callable[[DeviceLostError], None]) -> None:
+        self._group, self._lose = group, lose
+        self._number = 0  # of the step that this rank is in
+
+    def start(self) -> None:
+        """Begin, in a rank group that has been joined."""
+        self._group.when_failed(lambda why: self.on_thread(self._let_go))
+        if isinstance(self._group.channel, FollowerChannel):
+            self.on_thread(self._wait_for_hang_up)
+
+    @staticmethod
+    def on_thread(run: Callable[[], object]) -> None:
+        """Run it on a daemon thread of its own."""
+        threading.Thread(target=run, name="layerzero-group-steps", daemon=True).start()
+
+    @contextmanager
+    def around(self, number: int) -> Iterator[None]:
+        """A block for step `number`."""
+        self._number = number
+        try:
+            yield
+        finally:
+            self._number = 0
+
+    def _wait_for_hang_up(self) -> None:
+        """On a follower: fail the group where rank 0 hangs up in the middle of a step.
+
+        A rank 0 that left in order has done its part of every step, and each has the group's time to end.
+        """
+        group = self._group
+        assert isinstance(group.channel, FollowerChannel)
+        limit_s = group.timeout_s if group.channel.wait_for_hang_up() else ENDS_BY_ITSELF_S
+        while group.failure is None:
+            number = self._number
+            if number and not self._ends(number, limit_s):
+                group.fail(f"rank 0 is gone: it hung up while rank {group.rank} was in step {number}")
+            time.sleep(LOOK_S)
+
+    def _ends(self, number: int, limit_s: float) -> bool:
+        until = time.monotonic() + limit_s
+        while self._number == number and time.monotonic() < until:
+            time.sleep(LOOK_S)
+        return self._number != number
+
+    def _let_go(self) -> None:
+        """The group has failed: break what a step waits in, and have its callers go on where that is not
+        enough.
+        """
+        number = self._number
+        if number and not self._ends(number, ENDS_BY_ITSELF_S):
+            _abort_collectives()
+            if not self._ends(number, ENDS_BY_ITSELF_S):
+                why = f"the rank group failed in step {number}: {self._group.failure}"
+                self._lose(DeviceLostError(why, retryable=False))
+
+
+class Walk:
+    """A follower's walk through the steps, on a thread that is left where it hangs: who waits goes on."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop, self._ended = loop, anyio.Event()
+        self._error: BaseException | None = None
+        self._over = False
+
+    async def run(self, follow: Callable[[], None]) -> None:
+        """Wait until `follow()` has ended, or `end` was called.
+
+        Raises: the error of whichever came first.
+        """
+
+        def walk() -> None:
+            error: BaseException | None = None
+            try:
+                follow()
+            except BaseException as raised:
+                error = raised
+            self.end(error)
+
+        StepWatch.on_thread(partial(copy_context().run, walk))
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def end(self, error: BaseException | None) -> None:
+        """From any thread: end the wait; only the first end counts."""
+        if not self._over:
+            self._over, self._error = True, error
+            with suppress(RuntimeError):  # the loop is closed, so no caller waits
+                self._loop.call_soon_threadsafe(self._ended.set)
+
+
+def _abort_collectives() -> None:
+    """Abort torch's process groups of this process, where they can be: NCCL's end what waits in them."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    for process_group in list(distributed.distributed_c10d._world.pg_map):
+        try:
+            process_group.abort()
+        except (AttributeError, RuntimeError) as error:  # a library or a backend that cannot
+            log.warning("rank_group.not_aborted", group=process_group.group_name, error=repr(error))
 
 
 class GroupScope(Scope):

@@ -6,6 +6,7 @@ frame = 4 bytes, big-endian length of the rest; the rest
 from __future__ import annotations
 
 import secrets
+import select
 import socket
 import struct
 import sys
@@ -106,6 +107,28 @@ def shut_down(peer: socket.socket) -> None:
     """End both directions, for this process's other threads too; what was sent still arrives."""
     with suppress(OSError):  # the other side has ended it before
         peer.shutdown(socket.SHUT_RDWR)
+
+
+def wait_for_hang_up(peer: socket.socket) -> bool:
+    """Block until either side ends the connection, and read nothing; False where the system cannot say."""
+    if not hasattr(select, "POLLRDHUP"):
+        return False
+    poll = select.poll()
+    poll.register(peer, select.POLLRDHUP)
+    poll.poll()
+    return True
+
+
+def read_on(peer: socket.socket, data: bytearray, size: int) -> bool:
+    """Add what there is to `data`, of `size` bytes at most; whether it is complete, or will never be."""
+    try:
+        piece = peer.recv(size - len(data))
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    data += piece
+    return not piece or len(data) == size
 
 
 def unread_bytes(peer: socket.socket) -> int:

@@ -117,9 +117,15 @@ async def interleaved(arms: dict[str, Callable[..., Any]], rounds: int = ROUNDS)
     return found
 
 
-async def compared(me: Rank, shard: Any, alone: Llama) -> dict[str, Any]:
-    """How far the gang's logits are from one device's, and how many tokens of a text are the same."""
+async def compared(
+    me: Rank, shard: Any, alone: Llama, requests: int | None = None, tokens: int | None = None
+) -> dict[str, Any]:
+    """How far the gang's logits are from one device's, and how many tokens of a text are the same.
+
+    The texts are those of the first point, or of fewer `requests` with fewer `tokens`.
+    """
     n, context = points(me)[0]
+    n, count = requests or n, tokens or tokens_of(me)
 
     async def logits(model: Any) -> Tensor:
         with model.sequence(context + 1) as sequence:
@@ -129,12 +135,12 @@ async def compared(me: Rank, shard: Any, alone: Llama) -> dict[str, Any]:
             return found.float()
 
     ours, theirs = await logits(shard), await logits(alone)
-    texts = [await crowd(model, n, context, tokens_of(me)) for model in (shard, alone)]
+    texts = [await crowd(model, n, context, count) for model in (shard, alone)]
     same = sum(a == b for one, two in zip(*texts, strict=True) for a, b in zip(one, two, strict=True))
     return {
         "worst_over_deviation": float((ours - theirs).abs().max() / theirs.std()),
         "same_tokens": same,
-        "of": n * tokens_of(me),
+        "of": n * count,
     }
 
 

@@ -21,6 +21,7 @@ from benchmarks.ganging.rank import Rank, compiled, libraries
 
 NEEDS = 0.9
 PAGE = 16
+Span = tuple[float, float]  # milliseconds: begin and end of a stage's part of a step
 
 
 async def alone(me: Rank) -> None:
@@ -68,19 +69,56 @@ class TimedStage(PipelineLlama):
         self.spans.append((begin, _now(cuda)))
         return out
 
-    def taken(self, n: list[int], context: list[int]) -> list[list[float]]:
-        """Milliseconds a step of each rank's part since the last call; the next ones are of this point."""
+    def taken(self, n: list[int], context: list[int]) -> list[list[list[Span]]]:
+        """When each rank's part of each step since the last call ran; the next ones are of this point.
+
+        Begin and end in milliseconds of the host's clock, which the processes of a host share.
+        """
         self._greedy_runner = self.by_point[n[0], context[0]]
         cuda = self.cache.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self.cache.device)
         spans, self.spans = self.spans[SKIPPED:], []
-        took = [begin.elapsed_time(end) if cuda else (end - begin) * 1e3 for begin, end in spans]
-        mine = torch.tensor([statistics.mean(took) if took else 0.0], device=self.cache.device)
-        ranks = [torch.empty_like(mine) for _ in range(self._member.ranks)]
-        dist.all_gather(ranks, mine)
-        said = [round(float(each), 4) for each in ranks]
-        return [said for _ in n]
+        now = _now(cuda)
+        if cuda:
+            now.synchronize()
+        clock_ms = time.perf_counter() * 1e3
+
+        def at(moment: Any) -> float:
+            return round(clock_ms - (moment.elapsed_time(now) if cuda else (now - moment) * 1e3), 4)
+
+        ranks: list[Any] = [None] * self._member.ranks
+        dist.all_gather_object(ranks, [(at(begin), at(end)) for begin, end in spans])
+        return [ranks for _ in n]
+
+
+def overlap(stages: list[list[Span]]) -> dict[str, Any]:
+    """How far stages worked at the same time: each one's milliseconds a step and busy share, the share of
+    the time in which at least two were busy, and the first steps of each, from the first one's begin.
+
+    A span on a GPU also holds the pauses between its launches, where the host was late.
+    """
+    begin = min(span[0] for spans in stages for span in spans)
+    whole = max(span[1] for spans in stages for span in spans) - begin
+    edges = sorted(
+        (at, change) for spans in stages for one in spans for at, change in zip(one, (1, -1), strict=True)
+    )
+    busy, last, together, any_busy = 0, begin, 0.0, 0.0
+    for at, change in edges:
+        together += at - last if busy > 1 else 0.0
+        any_busy += at - last if busy else 0.0
+        busy, last = busy + change, at
+    took = [[end - first for first, end in spans] for spans in stages]
+    return {
+        "stages_ms": [round(statistics.mean(each), 4) for each in took],
+        "busy": [round(sum(each) / whole, 4) for each in took],
+        "at_once": round(together / whole, 4),
+        "idle": round(1 - any_busy / whole, 4),
+        "timeline_ms": [
+            [(round(first - begin, 3), round(end - begin, 3)) for first, end in spans[: 2 * BATCHES]]
+            for spans in stages
+        ],
+    }
 
 
 def _now(cuda: bool) -> Any:
@@ -114,7 +152,7 @@ async def grid(me: Rank) -> None:
             pages = pages_of(me) if me.rehearse else 64 * (-(-(1024 + 128) // PAGE) + 1)
             whole = Llama(me.config, me.weights(), kv_pool(me.config, me.device, me.like.dtype, pages, PAGE))
             with me.trying(what="grid logits"):  # while the pages of both are as they were made
-                me.row(what="grid logits", **await compared(me, stage, whole))
+                me.row(what="grid logits", **await compared(me, stage, whole, requests=2, tokens=6))
             del whole
             if me.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -129,10 +167,10 @@ async def grid(me: Rank) -> None:
                         await take(next(numbers), n, context)
                         step_ms, _ = await crowd(stage, n * BATCHES, context, tokens_of(me), behind=True)
                         said = await take(next(numbers), n, context)
-                        of_bound = round(BATCHES * max(said) / step_ms, 4)
-                        found += (
-                            [{"step_ms": step_ms, "stages_ms": said, "of_bound": of_bound}] if turn else []
-                        )
+                        if turn:
+                            seen = overlap(said[::tp])  # the first rank of each stage
+                            of_bound = round(BATCHES * max(seen["stages_ms"]) / step_ms, 4)
+                            found.append({"step_ms": step_ms, "of_bound": of_bound, **seen})
                     median = sorted(found, key=lambda each: each["of_bound"])[len(found) // 2]
                     me.row(
                         what="grid", requests=n * BATCHES, rows=n, context=context, needs=NEEDS, **median,

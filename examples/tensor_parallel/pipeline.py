@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from models.llama import BLOCKING, GetWeight, LlamaConfig, run_sync, sample_tokens
 from torch import Tensor
 
@@ -85,10 +86,10 @@ class PipelineLlama(TensorParallelLlama):
         return self._like.new_empty(self.shares.share_of_rows(rows), self.config.hidden_size)
 
     def _returned(self, ids: Tensor, *columns: Any, counts: list[int]) -> Tensor:
-        """Tokens (B,) where all of them are greedy, else logits (B, V)."""
+        """Tokens (B,) of the host where all of them are greedy, else logits (B, V)."""
         greedy = columns[5] if len(columns) > 5 else [False]
         if all(greedy):
-            return self._like.new_empty(len(counts), dtype=ids.dtype)
+            return torch.empty(len(counts), dtype=ids.dtype)
         return self._like.new_empty(len(counts), self._words)
 
     def _logits_on_stage(

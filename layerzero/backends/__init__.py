@@ -10,8 +10,10 @@ import functools
 import importlib
 import re
 from collections.abc import Collection, Iterable, Mapping
+from itertools import count
 from types import MappingProxyType
 
+from layerzero._util import log
 from layerzero._util.version import installed_version
 from layerzero.backends.plugins import ENTRY_POINT_GROUP as ENTRY_POINT_GROUP
 from layerzero.backends.plugins import Plugin as Plugin
@@ -22,9 +24,11 @@ from layerzero.backends.plugins import plugin_kernels
 from layerzero.backends.reference import reference_kernel
 from layerzero.ops import table
 from layerzero.ops.op import OPS
-from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.errors import ConfigurationError, LayerZeroError
 from layerzero.spec.kernel import Kernel, version
 from layerzero.spec.reasons import Reason, Rejected
+
+_REFUSED = count(1)  # plugins, in this process
 
 # The backends, and the ops that each has kernels for: a call imports the files that can serve it, no others.
 _OPS_OF = {
@@ -108,15 +112,20 @@ def is_builtin(kernel: Kernel) -> bool:
 def load_plugins(names: Collection[str]) -> list[Kernel]:
     """The kernels of the plugins in `names`, by entry point name; their ops are known from then on.
 
-    Those of another environment (`alias=name@/python`) are not of this process, and left out.
+    Those of another environment (`alias=name@/python`) are not of this process, and left out. What is
+    refused is logged, with how many there were.
     Raises: BackendNotAvailableError: one is not installed, or does not import or answer. ConfigurationError:
         two distributions announce one name, it gives something else than kernels of known ops, or a kernel's
         id is taken.
     """
     here = [request.name for request in map(PluginRequest.parse, names) if not request.python]
-    load_plugin_ops(here)
-    kernels = [kernel for name in sorted(set(here)) for kernel in plugin_kernels(name)]
-    need_own_ids(kernels, names)
+    try:
+        load_plugin_ops(here)
+        kernels = [kernel for name in sorted(set(here)) for kernel in plugin_kernels(name)]
+        need_own_ids(kernels, names)
+    except LayerZeroError as error:
+        log.warning("plugin.refused", plugins=", ".join(here), why=str(error), refused=next(_REFUSED))
+        raise
     return kernels
 
 

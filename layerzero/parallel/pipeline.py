@@ -147,9 +147,10 @@ class Pipeline:
         `fn(x, *columns)` runs on every rank; `x` is what the stage before returned, None on the first one. It
         returns rows for the next stage or, on the last, the results. `carries(rows)` makes an empty tensor as
         a stage passes it on for so many rows of all callers, `returns(*columns, counts=...)` one as the last
-        stage returns it: a row, or as many as they brought, for each caller. `finish(results, *columns)` runs
-        on rank 0 where they come back, before the callers have them. Both, and `fn`, take `counts`, the rows
-        of each caller, where they name it. `unsent` is `member.batched`'s.
+        stage returns it: a row, or as many as they brought, for each caller. Results come back through the
+        hosts, and go to the device of that tensor: tokens are best left on the CPU.
+        `finish(results, *columns)` runs on rank 0 where they come back, before the callers have them. Both,
+        and `fn`, take `counts`, the rows of each caller, where they name it. `unsent` is `member.batched`'s.
         Raises: ConfigurationError: another function has the name. ValueError: `unsent` names no parameter.
             When awaited: DeviceLostError: a rank is gone, and with it what was under way. ValueError: the
             request is under way already.
@@ -214,7 +215,7 @@ class Pipeline:
             self._send(out, layout.chain, layout.stage + 1)
         elif layout.stages > 1 and layout.tensor.rank == 0:
             _need_like("returns", out, function.returns(*columns, counts=counts), function.name)
-            self._send(out, layout.returning, 0)
+            self._send_back(out, function.name)
         if layout.member.rank:
             return [None] * len(counts)
         return self._launched(function, columns, counts, out)
@@ -233,6 +234,24 @@ class Pipeline:
         self.stats.sent_bytes += tensor.nbytes
         while len(self._sends) > 2 * self.batches:  # so many steps back every stage has taken it
             self._sends.popleft()[0].wait()
+
+    def _send_back(self, out: Tensor, name: str) -> None:
+        """Give results to rank 0's host: from a GPU by a copy that the next launches do not wait for."""
+        if not out.is_cuda:
+            self._send(out, self.layout.returning, 0)
+            return
+        copied, rows = torch.cuda.Event(blocking=True), _on_host(out)
+        rows.copy_(out, non_blocking=True)
+        copied.record()
+
+        def send() -> None:
+            try:
+                copied.synchronize()
+                self._send(rows, self.layout.returning, 0)
+            except RuntimeError as error:
+                self.layout.member.group.fail(f"results of {name} did not come back: {error}"[:300])
+
+        self._returns.submit(send)
 
     # -- what rank 0 runs ---------------------------------------------------------------------------
 
@@ -260,10 +279,12 @@ class Pipeline:
             results = function.finish(out, *columns, counts=counts)
             self._land(flight, split_rows(function.name, results, counts), None)
         else:
-            with self._receiving():
-                rows = function.returns(*columns, counts=counts)
-                returned = dist.irecv(rows, group=self.layout.returning, group_src=1), rows
-            self._returns.submit(lambda: self._return(flight, function, columns, counts, returned))
+            like = function.returns(*columns, counts=counts)
+            rows = _on_host(like)
+            receive = dist.irecv(rows, group=self.layout.returning, group_src=1)
+            self._returns.submit(
+                lambda: self._return(flight, function, columns, counts, receive, rows, like.device)
+            )
         return [(flight, index) for index in range(len(counts))]
 
     def _return(
@@ -272,15 +293,17 @@ class Pipeline:
         function: _Function,
         columns: Sequence[Any],
         counts: list[int],
-        returned: tuple[Any, Tensor],
+        receive: Any,
+        rows: Tensor,
+        device: torch.device,
     ) -> None:
         """On the thread of the results: take a step's in, the steps in order."""
         results: list[Any] = []
         error: Exception | None = None
         try:
-            with self._receiving():
-                self._wait_for(returned[0], function.name)
-                finished = function.finish(returned[1], *columns, counts=counts)
+            self._wait_for(receive, function.name)
+            with self._finishing():
+                finished = function.finish(rows.to(device, non_blocking=True), *columns, counts=counts)
                 if self._stream is not None:
                     self._stream.synchronize()
                 results = split_rows(function.name, finished, counts)
@@ -302,8 +325,8 @@ class Pipeline:
             raise _lost(why) from error
 
     @contextmanager
-    def _receiving(self) -> Iterator[None]:
-        """A block for results that come back: on their stream, where rank 0's device is a GPU."""
+    def _finishing(self) -> Iterator[None]:
+        """A block for results that have come back: on their stream, where rank 0's device is a GPU."""
         device = self.layout.member.group.device
         if device.device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(device.device)
@@ -323,6 +346,11 @@ class Pipeline:
 
 def _lost(why: str) -> DeviceLostError:
     return DeviceLostError(f"the rank group failed while a step was in its stages: {why}", retryable=False)
+
+
+def _on_host(like: Tensor) -> Tensor:
+    """An empty tensor of the CPU with the shape and type of `like`, which a GPU copies to without a stop."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
 
 def _as_they_are(results: Tensor, *columns: Any) -> Tensor:

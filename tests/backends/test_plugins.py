@@ -216,12 +216,19 @@ def test_policy_files_and_the_command_know_an_allowed_backend(
         ("odd", lz.ConfigurationError, r"'acme\.fourier' needs an op among .*, got 'fourier'"),
     ],
 )
-def test_a_backend_that_is_allowed_and_cannot_be_had_is_an_error(name: str, error: Any, said: str) -> None:
-    """Where the runtime opens, and at the command: by the plugin's name, never a silence."""
-    with pytest.raises(error, match=said), lz.start(lz.Settings(plugins=(name,)), scoped=True):
-        pass
-    told = CliRunner().invoke(main, ["kernels"], env={"LAYERZERO_PLUGINS": name})
-    assert told.exit_code == 2 and name in told.output
+def test_a_backend_that_is_allowed_and_cannot_be_had_is_an_error(
+    name: str, error: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the runtime opens, in its log with a count, and at the command: by the plugin's name."""
+    for _ in range(2):
+        with pytest.raises(error, match=said), lz.start(lz.Settings(plugins=(name,)), scoped=True):
+            pass
+    told = [text for each in caplog.records if "plugin.refused" in (text := each.getMessage())]
+    assert len(told) == 2 and all(f"plugins={name!r}" in text for text in told), told
+    first, second = (int(text.split("refused=")[1].split()[0]) for text in told)
+    assert second == first + 1
+    listed = CliRunner().invoke(main, ["kernels"], env={"LAYERZERO_PLUGINS": name})
+    assert listed.exit_code == 2 and name in listed.output
 
 
 def test_a_kernel_whose_loading_ends_the_process_ends_itself_alone() -> None:

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 import layerzero as lz
 from layerzero.actors.device.memory import WorkspaceBudget
-from layerzero.actors.group import plan
+from layerzero.actors.group import plan, steps
 from layerzero.ops import table as ops_table
 from layerzero.spec.capability import Capability
 from layerzero.spec.kernel import Efficiency, Kernel
@@ -34,6 +36,7 @@ RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WIDE, OUT, REQUESTS, TREES = 64, 8, 6, 40
 GIB = 1 << 30
 TIMEOUT_S = 30.0
+HANGS_S = 8.0  # that rank 0 lives on without a word, unless the others have been told
 EPOCHS = itertools.count()  # every scenario's rank group meets anew
 
 
@@ -125,6 +128,38 @@ async def leaves(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
         for number in range(8):
             await called(number, row(number))
     return {}
+
+
+async def hangs(runtime: lz.Runtime, shard: Shard, follows: bool) -> dict[str, Any]:
+    """Rank 0 hangs up in a step whose sum a follower waits for, and lives on: gloo says nothing."""
+    told: list[str] = []
+    steps.ENDS_BY_ITSELF_S = 0.2
+
+    def step(x: Tensor) -> Tensor:
+        if not RANK:
+            raise ValueError("rank 0 leaves before its sum")
+        dist.all_reduce(x)
+        return x
+
+    try:
+        async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=told.append) as group:
+            called = group.batched(step, send=follows)
+            if RANK and follows:
+                await group.follow()
+            await called(0, row(0))
+    except Exception as error:
+        said: dict[str, Any] = {"error": type(error).__name__, "message": str(error)}
+    said["told"] = told
+    await lz.linear(torch.ones(1, WIDE), torch.ones(OUT, WIDE))  # the device goes on
+    store, key = _get_default_store(), f"told {follows}"
+    if RANK:
+        store.set(key, "1")
+    else:
+        said["heard"] = False
+        with suppress(dist.DistStoreError):  # it has not been told
+            store.wait([key], timedelta(seconds=HANGS_S))
+            said["heard"] = True
+    return said
 
 
 async def alone(runtime: lz.Runtime, shard: Shard, order: list[int]) -> dict[str, Any]:
@@ -240,10 +275,12 @@ async def trees_together(runtime: lz.Runtime) -> dict[str, Any]:
     return said if RANK else {**said, "alone": [found for _, found in sorted(whole.said.items())]}
 
 
-ALTERED: dict[str, Callable[[lz.Runtime, Shard], Awaitable[dict[str, Any]]]] = {
+PLANTED: dict[str, Callable[[lz.Runtime, Shard], Awaitable[dict[str, Any]]]] = {
     "alter-late": partial(altered, op="late"),
     "alter-known": partial(altered, op="known"),
     "leaves": leaves,
+    "hangs-comparing": partial(hangs, follows=False),
+    "hangs-following": partial(hangs, follows=True),
 }
 
 
@@ -260,8 +297,8 @@ async def scenario(name: str) -> dict[str, Any]:
             return await together(runtime, shard)
         if name == "measured":
             return await measured(runtime, shard)
-        if name in ALTERED:
-            return await ALTERED[name](runtime, shard)
+        if name in PLANTED:
+            return await PLANTED[name](runtime, shard)
         if name == "poor":
             return await poor(runtime, shard)
         if name == "invariant":

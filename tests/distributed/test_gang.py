@@ -163,6 +163,17 @@ def test_callers_of_rank_0_get_the_reason_of_the_rank_that_left() -> None:
     assert "step raised ValueError: the pages of rank 1 are gone" in first["message"]
 
 
+@pytest.mark.parametrize("way", ["comparing", pytest.param("following", marks=pytest.mark.slow)])
+def test_a_follower_in_a_collective_is_told_that_rank_0_hung_up(way: str) -> None:
+    """Rank 0's process lives on, so gloo says nothing; the callers have the group's error before it ends."""
+    first, other = run(f"hangs-{way}")
+    assert first["error"] == "ValueError", first
+    assert other["error"] == "DeviceLostError", other
+    assert "rank 0 is gone: it hung up while rank 1 was in step 1" in other["message"]
+    assert len(other["told"]) == 1
+    assert first["heard"]  # that its callers went on, while rank 0 lived
+
+
 def test_ranks_that_batch_alike_compare_equal() -> None:
     """The comparison refuses nothing that is right."""
     said = run("compared", among=PLAIN)

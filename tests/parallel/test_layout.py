@@ -16,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 import layerzero as lz
 from layerzero import parallel
+from layerzero.parallel import layout as layout_module
 from layerzero.parallel import pipeline as pipeline_module
 
 
@@ -115,7 +116,7 @@ class OtherStage:
         return SimpleNamespace(wait=wait)
 
 
-def two_stages(member: Any) -> Any:
+def two_stages(member: Any, device: str = "cpu") -> Any:
     """The first of two stages of one rank each, as a pipeline's step; the second is an `OtherStage`."""
     layout: Any = SimpleNamespace(
         member=member, stages=2, stage=0, first=True, last=False, chain=None, returning=None,
@@ -125,8 +126,39 @@ def two_stages(member: Any) -> Any:
         lambda x, rows: rows * 2,
         name="step",
         carries=lambda rows: torch.empty(rows, 2),
-        returns=lambda rows: torch.empty_like(rows),
+        returns=lambda rows: torch.empty_like(rows, device=device),
     )
+
+
+def test_results_come_back_in_a_group_of_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the default group computes with: a receive on rank 0's GPU would wait where steps compute."""
+    made: list[tuple[list[int], str | None]] = []
+
+    def new_group(ranks: list[int], backend: str | None = None) -> str:
+        made.append((ranks, backend))
+        return "group"
+
+    monkeypatch.setattr(layout_module, "_is_default_group", lambda member: True)
+    monkeypatch.setattr(layout_module, "dist", SimpleNamespace(new_group=new_group))
+    member: Any = SimpleNamespace(ranks=4, rank=0, need_same=lambda values: None)
+    parallel.Layout(member, tp=2, pp=2)
+    assert made == [([0, 1], None), ([2, 3], None), ([0, 2], None), ([1, 3], None), ([0, 2], "gloo")]
+
+
+@pytest.mark.asyncio
+async def test_results_are_received_on_the_host(member: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And go to the device of what `returns` makes."""
+    stage, places = OtherStage(), []
+
+    def irecv(out: torch.Tensor, **source: Any) -> Any:
+        places.append(out.device.type)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(stage, "irecv", irecv)
+    monkeypatch.setattr(pipeline_module, "dist", stage)
+    step = two_stages(member, "meta")
+    assert (await step(1, torch.ones(1, 2))).device.type == "meta"
+    assert places == ["cpu"]
 
 
 @pytest.mark.asyncio

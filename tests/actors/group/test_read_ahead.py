@@ -166,3 +166,26 @@ def test_a_follower_reads_no_more_than_its_limit_ahead(monkeypatch: pytest.Monke
     assert errors == [None, None]
     assert prepared == [1, 2, 3, 4, 5, 6] and len(highest) == 6
     assert max(highest) <= 2
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["reading ahead", "not reading ahead"])
+def test_a_slow_step_outlives_a_rank_0_that_left_in_order(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Rank 0 did its part of it: the follower's step ends, then its walk does."""
+    monkeypatch.setattr(steps, "ENDS_BY_ITSELF_S", 0.05)
+    left, ran = threading.Event(), []
+
+    async def obey(member: RankHandle, seen: Rank) -> None:
+        def step(x: Tensor) -> Tensor:
+            assert member._group.channel is not None
+            member._group.channel.wait_for_hang_up()  # type: ignore[union-attr]
+            ran.append(left.wait(0.3))
+            return x
+
+        member.batched(step, name="step", alike=False, prepare=(lambda counts: None) if ahead else None)
+        await member.follow()
+
+    _, errors = rank_group([lead, obey])
+    assert errors == [None, None]
+    assert ran == [False] * 3
