@@ -127,6 +127,32 @@ async def test_a_caller_that_runs_at_once_leaves_others_their_turns() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("max_inline_us", [1.0, 1e9], ids=["in turns", "in one turn"])
+async def test_callers_that_wait_for_their_turn_share_the_group(max_inline_us: float) -> None:
+    """A crowd of one call each becomes batches, whether its calls at once would fill one turn or many."""
+    model, crowd = Model(0), 32
+    row = torch.ones(1, WIDTH)
+    together = asyncio.Barrier(2)
+
+    async def request(model: Model) -> None:
+        await model.request(50)
+        await together.wait()
+
+    async with lz.start(SETTINGS.replace(max_inline_us=max_inline_us), scoped=True) as runtime:
+        await asyncio.gather(request(model), request(Model(1)))
+        driver = runtime.device("cpu").loop_drivers.current()
+        for costs in driver.at_once.values():
+            costs.alone_us, costs.timed, costs.untimed = 10.0, True, 0  # a batch of six or fewer would not pay
+            assert costs.few_enough(set(), 1e9)
+        before = stats(runtime).submitted
+        rows = await asyncio.gather(*(lz.linear(row, model.weight) for _ in range(crowd)))
+        assert stats(runtime).submitted - before >= crowd - 8
+        expected = lz.sync.linear(row, model.weight)
+        assert all(torch.allclose(one, expected) for one in rows)
+
+
+@pytest.mark.asyncio
 async def test_what_a_call_at_once_raises_is_its_callers_alone() -> None:
     """An error in one caller's own step reaches nobody else."""
     models = [Model(seed) for seed in range(CALLERS)]
