@@ -287,6 +287,32 @@ def test_a_step_runner_replays_what_the_plain_step_gives() -> None:
 
 
 @pytest.mark.usefixtures("runtime")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_hundred_captured_steps_never_wait_for_the_device() -> None:
+    """Steps that take their ids from the step before, as decoding does: nothing between them synchronises."""
+    model = Model(128, 128, "cuda", torch.bfloat16)
+    runner = lz.StepRunner(model.forward, model.cache, max_model_len=120, max_num_seqs=4)
+    sequences = opened(model.cache, [3, 9, 0, 5])
+    ids = torch.arange(4, device="cuda")
+
+    def step() -> None:
+        nonlocal ids
+        ids = runner([sequence.extend(1) for sequence in sequences], ids).argmax(-1) % 50
+
+    for _ in range(3):  # captured, and what torch prepares on first use
+        step()
+    torch.cuda.synchronize()
+    captures = runner.captures
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(100):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert runner.captures == captures and [len(sequence) for sequence in sequences] == [106, 112, 103, 108]
+
+
+@pytest.mark.usefixtures("runtime")
 def test_every_width_of_tables_replays_the_plain_step() -> None:
     """A sequence grows through three widths, beside a short one; graphs that were let go come back right."""
     model = Model(256, 64, "cuda", torch.bfloat16)
