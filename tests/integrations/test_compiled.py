@@ -56,9 +56,9 @@ def test_a_patched_model_is_one_graph_with_the_numbers_of_the_model(family: str)
     assert ("layerzero.attention" in targets(counter)) is (family not in OWN_ATTENTION)
     for op in table.ops("norm"):
         assert f"layerzero.{op}." in targets(counter)
-    assert ("layerzero.linear" in targets(counter) or "layerzero.mlp" in targets(counter)) is bool(
-        table.ops("mlp")
-    )
+    blocks = any(f"layerzero.{op}." in targets(counter) for op in ("linear", "mlp"))
+    # Falcon's projections are a class of its own, which no graph can try.
+    assert blocks is (bool(table.ops("mlp")) and family != "falcon")
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

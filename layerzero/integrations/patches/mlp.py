@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 import layerzero.sync as sync
 from layerzero.integrations.patches import probe
-from layerzero.integrations.patches.substitute import PLAIN, Substitute, autocast_dtype, has_hooks, is_left_alone
+from layerzero.integrations.patches.substitute import (
+    PLAIN,
+    Substitute,
+    autocast_dtype,
+    has_hooks,
+    is_left_alone,
+)
 from layerzero.ops.linear.mlp import GATES, mlp_reference
 from layerzero.ops.linear.mlp import PLAIN as UNGATED
 
@@ -181,9 +187,13 @@ def _projects(part: nn.Module | None) -> bool:
 
 
 def is_linear(part: object) -> bool:
-    """Whether a part is torch's Linear, or of a class of it whose forward gives the same numbers."""
+    """Whether a part is torch's Linear, or of a class of it whose forward gives the same numbers.
+
+    A graph cannot try a class: of torch's own alone, there.
+    """
     kind: Any = type(part)
-    return kind is nn.Linear or (isinstance(part, nn.Linear) and _gives_linear(kind))
+    tried = isinstance(part, nn.Linear) and not torch.compiler.is_compiling()
+    return kind is nn.Linear or (tried and _gives_linear(kind))
 
 
 @functools.cache
