@@ -89,11 +89,11 @@ def processor_class(kind: Any) -> type | None:
     replaced = replacements(call)
     if not replaced:
         return None
-    ours = rebind(call, replaced)
+    ours, traced = rebind(call, replaced), rebind(call, replaced, traced=True)
 
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (call if torch.compiler.is_compiling() else ours)(self, *args, **kwargs)
+        return (traced if torch.compiler.is_compiling() else ours)(self, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
 

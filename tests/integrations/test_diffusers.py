@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import layerzero as lz
 from tests.integrations.models import counting
@@ -178,6 +180,40 @@ def test_gradients_flow() -> None:
         grads.append([p.grad for p in model.parameters() if p.grad is not None])
     for ours, theirs in zip(grads[1], grads[0], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "patched"),
+    [
+        (flux, False),
+        (dit, True),
+        *(pytest.param(k, True, marks=pytest.mark.slow) for k in (unet, sd3, flux, wan)),
+        pytest.param(wan, False, marks=pytest.mark.slow),
+    ],
+)
+@torch.no_grad()
+def test_compiled_it_is_one_graph_that_gives_the_same_image(kind: Any, patched: bool) -> None:
+    """Attention is our operator in it; patched, norms are, too."""
+    model, run = build(kind)
+    before = run(model)
+    if patched:
+        lz.patch(model)
+    registry = diffusers.models.attention_dispatch._AttentionBackendRegistry
+    default = registry._active_backend
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    try:
+        if not patched:
+            model.set_attention_backend("layerzero")
+        during = run(torch.compile(model, fullgraph=True, backend=counter))
+    finally:
+        registry.set_active_backend(default)
+        torch._dynamo.reset()
+    torch.testing.assert_close(during, before, atol=NEAR[torch.float32] * float(before.abs().max()), rtol=0)
+    assert counter.frame_count == 1
+    targets = {str(node.target) for graph in counter.graphs for node in graph.graph.nodes}
+    ours = {name for name in targets if name.startswith("layerzero.")}
+    assert "layerzero.attention.default" in ours and (len(ours) > 1) is patched
 
 
 @torch.no_grad()

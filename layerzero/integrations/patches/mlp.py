@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 import layerzero.sync as sync
 from layerzero.integrations.patches import probe
-from layerzero.integrations.patches.substitute import PLAIN, Substitute, autocast_dtype, has_hooks
+from layerzero.integrations.patches.substitute import (
+    PLAIN,
+    Substitute,
+    autocast_dtype,
+    has_hooks,
+    is_left_alone,
+)
 from layerzero.ops.linear.mlp import GATES, mlp_reference
 from layerzero.ops.linear.mlp import PLAIN as UNGATED
 
@@ -39,19 +45,22 @@ class MlpForward(Substitute):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One tensor by the op; anything else by the module itself."""
-        if torch.compiler.is_compiling() or not self.enabled:
+        if not self.enabled:
             return self.original(*args, **kwargs)
         if len(args) != 1 or kwargs:
             return self.decline("arguments", args, kwargs)
         x, inside = args[0], self.module.__dict__["_modules"]
         ups: list[Any] = [inside[name] for name in self.up]
         down: Any = inside[self.down]
-        if type(x) is Tensor and x.device.type == "meta":
+        if type(x) is Tensor and (x.device.type == "meta" or is_left_alone(x)):
             return self.original(x)
         why = self._obstacle(x, [*ups, down])
         if why:
             return self.decline(why, args, kwargs)
         weight, bias = ups[0].weight, ups[0].bias
+        if len(ups) == 2 and torch.compiler.is_compiling():
+            gate, value = (sync.linear(x, up.weight, up.bias) for up in ups)
+            return sync.linear(GATES[self.activation](gate) * value, down.weight, down.bias)
         if len(ups) == 2:
             joint = _joint(ups[0].weight, ups[1].weight)
             if joint is None and self.joins < JOINS:
@@ -178,9 +187,13 @@ def _projects(part: nn.Module | None) -> bool:
 
 
 def is_linear(part: object) -> bool:
-    """Whether a part is torch's Linear, or of a class of it whose forward gives the same numbers."""
+    """Whether a part is torch's Linear, or of a class of it whose forward gives the same numbers.
+
+    A graph cannot try a class: of torch's own alone, there.
+    """
     kind: Any = type(part)
-    return kind is nn.Linear or (isinstance(part, nn.Linear) and _gives_linear(kind))
+    tried = isinstance(part, nn.Linear) and not torch.compiler.is_compiling()
+    return kind is nn.Linear or (tried and _gives_linear(kind))
 
 
 @functools.cache

@@ -23,9 +23,15 @@ def reads(function: Any) -> tuple[str, ...]:
     return function.__code__.co_names if isinstance(function, FunctionType) else ()
 
 
-def rebind(function: Any, replaced: dict[str, Any]) -> Callable[..., Any]:
-    """A copy of `function` that reads these names as given; the file itself stays as it is."""
-    names = _Globals(function.__globals__, replaced)
+def rebind(function: Any, replaced: dict[str, Any], *, traced: bool = False) -> Callable[..., Any]:
+    """A copy of `function` that reads these names as given; the file itself stays as it is.
+
+    `traced`: one that torch's compiler follows, with the file's names as they are now.
+    """
+    names: dict[str, Any] = _Globals(function.__globals__, replaced)
+    if traced:
+        names = {**function.__globals__, **replaced}
+        del names["__name__"]  # by which the compiler would read the file's names instead
     copied = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )

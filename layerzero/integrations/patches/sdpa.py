@@ -36,9 +36,9 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's function by `lz.sync.attention`; a traced call, and operands of a subclass, by torch's."""
+    """torch's function by `lz.sync.attention`; operands of a subclass by torch's."""
     plain = all(type(x) is Tensor and x.device.type != "meta" for x in (query, key, value))
-    if torch.compiler.is_compiling() or not plain:
+    if not plain:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

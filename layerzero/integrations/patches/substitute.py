@@ -96,8 +96,10 @@ class Substitute:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def decline(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's own forward, counted."""
+        """The module's own forward, counted but in a trace."""
         for value in (*args, *kwargs.values()):
+            if torch.compiler.is_compiling():
+                break
             if isinstance(value, Tensor) and value.device.type != "meta":
                 context_device((value,)).counters.add("own_forward", part=self.part, why=why)
                 break
@@ -107,6 +109,18 @@ class Substitute:
     def __signature__(self) -> inspect.Signature:
         """The module's own: libraries read it to learn what may be passed."""
         return inspect.signature(type(self.module).forward.__get__(self.module))
+
+
+def is_left_alone(x: object) -> bool:
+    """Whether torch's compiler traces a call whose sizes are symbols.
+
+    Its op would stay a call from the graph, which costs more than the model's own code fused.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not isinstance(x, Tensor) or not all(has_static_value(size) for size in x.shape)
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
