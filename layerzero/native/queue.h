@@ -15,12 +15,9 @@ struct Attribute {
   }
   Ref of(PyObject* object) const {
     need(object);
-    if (PyObject* value = slot(object)) return Ref::to(value);
-    PyMember_GetOne(reinterpret_cast<char*>(object), member);  // nothing is there: it says so
-    throw PythonError();
-  }
-  PyObject*& slot(PyObject* object) const {
-    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + member->offset);
+    Ref value(PyMember_GetOne(reinterpret_cast<char*>(object), member));
+    if (!value) throw PythonError();
+    return value;
   }
   bool is(PyObject* object, PyObject* value) const { return of(object).get() == value; }
   long long number(PyObject* object) const {
@@ -30,7 +27,7 @@ struct Attribute {
   }
   void set(PyObject* object, PyObject* value) const {
     need(object);
-    const Ref old(std::exchange(slot(object), Ref::to(value).release()));
+    if (PyMember_SetOne(reinterpret_cast<char*>(object), member, value)) throw PythonError();
   }
   void set(PyObject* object, long long value) const {
     Ref boxed(PyLong_FromLongLong(value));
