@@ -299,6 +299,12 @@ def test_a_public_name_without_a_docstring_is_counted() -> None:
     assert house.undocumented(tree) == ["g", "C"]
 
 
+def test_the_compiled_path_finds_python_slots_by_their_members() -> None:
+    """By PyMember_GetOne and PyMember_SetOne: an offset would be trusted where a class has changed."""
+    texts = {path.name: path.read_text() for path in (ROOT / "layerzero" / "native").glob("*.[hc]*")}
+    assert texts and [name for name, text in texts.items() if "->offset" in text] == []
+
+
 def test_no_module_of_ours_is_imported_by_a_string() -> None:
     """But in the tables of what is imported when it is first used: no checker sees such an import."""
     hidden = [
