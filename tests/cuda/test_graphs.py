@@ -309,7 +309,7 @@ def test_a_hundred_captured_steps_never_wait_for_the_device() -> None:
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert runner.captures == captures and [len(sequence) for sequence in sequences] == [106, 112, 103, 108]
+    assert runner.captures == captures and [sequence.length for sequence in sequences] == [106, 112, 103, 108]
 
 
 @pytest.mark.usefixtures("runtime")
