@@ -291,7 +291,10 @@ def test_a_step_runner_replays_what_the_plain_step_gives() -> None:
 def test_a_hundred_captured_steps_never_wait_for_the_device() -> None:
     """Steps that take their ids from the step before, as decoding does: nothing between them synchronises."""
     model = Model(128, 128, "cuda", torch.bfloat16)
-    runner = lz.StepRunner(model.forward, model.cache, max_model_len=120, max_num_seqs=4)
+    widest = -(-120 // model.cache.page_size)  # one graph for every step
+    runner = lz.StepRunner(
+        model.forward, model.cache, max_model_len=120, max_num_seqs=4, table_widths=(widest,)
+    )
     sequences = opened(model.cache, [3, 9, 0, 5])
     ids = torch.arange(4, device="cuda")
 
