@@ -53,18 +53,11 @@ class InlineRuns:
         return self.used_us < self.limit_us and not self._driver.busy
 
     async def share(self, call: PendingCall) -> bool:
-        """Wait for a share of another turn; whether the call may run now.
-
-        Who waits shares the call's group already: of many that wait, the calls had better run together.
-        """
+        """Wait for a share of another turn; whether the call may run now."""
         driver = self._driver
         modes = call.modes
         leaks = modes.grad is not driver.ambient_grad and not modes.inference and not TASK_MODES.is_isolated()
         if driver.busy or driver.state != "running" or leaks:
-            return False
-        key = call.op if call.batch_key is None else call.batch_key
-        costs = self.groups.get(key)
-        if costs is not None and not self.joins(key, costs):
             return False
         paused = driver.loop.create_future()
         self._paused.append(paused)

@@ -20,10 +20,6 @@ bool shares(PyObject* front, PyObject* inline_runs, PyObject* key, PyObject* cos
     const int there = number ? PySet_Contains(callers.get(), number.get()) : -1;
     if (there < 0) throw PythonError();
     if (there) return true;
-    if (PySet_GET_SIZE(callers.get()) < in_costs.most_sharing.number(costs)) {
-      if (PySet_Add(callers.get(), number.get())) throw PythonError();
-      return true;
-    }
   }
   Ref joins(PyObject_CallMethod(inline_runs, "joins", "OO", key, costs));
   if (!joins) throw PythonError();

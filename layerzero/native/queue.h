@@ -42,7 +42,7 @@ struct FrontAttributes {
 struct LaneAttributes { Attribute backlog, caps, draining, in_flight, queued, queued_bytes, stats, sweep, turn_owed, urgent; } in_lane;
 struct GroupAttributes { Attribute busy, bytes, count, lines, slots, tokens; } in_group;
 struct InlineAttributes { Attribute inflight, limit_us, used_us; } in_inline;
-struct CostsAttributes { Attribute alone_us, callers, most_sharing, until_anew, untimed; } in_costs;
+struct CostsAttributes { Attribute alone_us, callers, until_anew, untimed; } in_costs;
 struct OtherAttributes {
   Attribute caller_last, caller_slot, caps_bytes, caps_items, ran_at_once, slot_count, submitted, sweep_arrived, sweep_groups,
       sweep_pending;
@@ -75,7 +75,7 @@ PyObject* attributes(PyObject*, PyObject* given) {
       {front, "stepping", in_front.stepping}, {front, "inline", in_front.inline_runs}, {front, "_runs", in_front.runs},
       {inlined, "used_us", in_inline.used_us}, {inlined, "limit_us", in_inline.limit_us}, {runs, "inflight", in_inline.inflight},
       {costs, "alone_us", in_costs.alone_us}, {costs, "callers", in_costs.callers}, {costs, "untimed", in_costs.untimed},
-      {costs, "until_anew", in_costs.until_anew}, {costs, "most_sharing", in_costs.most_sharing}, {stats, "at_once", in_rest.ran_at_once},
+      {costs, "until_anew", in_costs.until_anew}, {stats, "at_once", in_rest.ran_at_once},
       {lane, "_waiting_for_room", in_lane.backlog}, {lane, "limits", in_lane.caps}, {lane, "draining", in_lane.draining},
       {lane, "inflight_batches", in_lane.in_flight}, {lane, "queued", in_lane.queued},
       {lane, "queued_bytes", in_lane.queued_bytes}, {lane, "stats", in_lane.stats},

@@ -48,7 +48,6 @@ class GroupCosts:
     callers: set[int] = field(default_factory=set)  # numbers only: no caller is kept alive
     queued: int = 0  # calls since the last look
     until_anew: int = FORGOTTEN
-    most_sharing: int = 0  # callers up to which each call had better run at once, as of the last look
     _fastest_us: float = float("inf")
     timed: bool = False
     # What batches take of what is expected of their calls one by one, and how many did, by bits of size.
@@ -78,14 +77,13 @@ class GroupCosts:
     def few_enough(self, live: set[int], limit_us: float) -> bool:
         """Whether so few of those that are there share the group that each call had better run at once."""
         self.callers &= live
-        saved_us = self.alone_us - CALL_US  # by one more caller: at best all of a batch take as long as one
-        if self.alone_us >= limit_us:
-            self.most_sharing = 0
-        elif not self.timed:
-            self.most_sharing = FEW
-        else:
-            self.most_sharing = FORGOTTEN if saved_us <= 0.0 else int((self.alone_us + BATCH_US) / saved_us)
-        return len(self.callers) <= self.most_sharing
+        sharing, alone_us = len(self.callers), self.alone_us
+        if alone_us >= limit_us:
+            return False
+        if not self.timed:
+            return sharing <= FEW
+        # At best a batch of all of them takes as long as one call.
+        return (sharing - 1) * alone_us <= sharing * CALL_US + BATCH_US
 
     def called(self, calls: int) -> None:
         """Count calls; now and then it is seen anew who makes them, and what one takes."""
@@ -143,8 +141,7 @@ class AtOnce:
         costs.called(1)
         if id(caller) not in costs.callers:
             costs.callers.add(id(caller))
-            if len(costs.callers) > costs.most_sharing:  # or some have gone
-                self._look(key, costs)
+            self._look(key, costs)
 
     def timed(self, key: Hashable, costs: GroupCosts, took_us: float) -> None:
         """A call of a group that was to be timed has run at once, and took so long."""

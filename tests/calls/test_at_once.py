@@ -127,41 +127,6 @@ async def test_a_caller_that_runs_at_once_leaves_others_their_turns() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.usefixtures("both_paths")
-@pytest.mark.parametrize(("max_inline_us", "known"), [(1.0, False), (1e9, True)], ids=["turns", "one turn"])
-async def test_a_crowd_ends_what_runs_at_once(max_inline_us: float, known: bool) -> None:
-    """New callers become batches: those that would wait for turns, and those that others know already."""
-    first, model, crowd = Model(0), Model(1), 32
-    row = torch.ones(1, WIDTH)
-    together = asyncio.Barrier(2)
-
-    async def request(model: Model) -> None:
-        await model.request(50)
-        await together.wait()
-
-    async def visitor() -> Tensor:
-        if known:
-            await lz.linear(row, first.weight)
-        return await lz.linear(row, model.weight)
-
-    async with lz.start(SETTINGS.replace(max_inline_us=max_inline_us), scoped=True) as runtime:
-        await asyncio.gather(request(first), request(model))
-        driver = runtime.device("cpu").loop_drivers.current()
-        for key, costs in driver.at_once.items():
-            # No batch of the first weight pays, and of the other one none of six or fewer.
-            costs.alone_us = 1.0 if f"({first.weight.data_ptr()}," in repr(key) else 10.0
-            costs.timed, costs.untimed = True, 0
-            assert costs.few_enough(set(), 1e9)
-        cheap = [costs for costs in driver.at_once.values() if costs.alone_us == 1.0]
-        assert len(cheap) == 1
-        before = stats(runtime).submitted
-        rows = await asyncio.gather(*(visitor() for _ in range(crowd)))
-        assert stats(runtime).submitted - before >= crowd - 8
-        expected = lz.sync.linear(row, model.weight)
-        assert all(torch.allclose(one, expected) for one in rows)
-
-
-@pytest.mark.asyncio
 async def test_what_a_call_at_once_raises_is_its_callers_alone() -> None:
     """An error in one caller's own step reaches nobody else."""
     models = [Model(seed) for seed in range(CALLERS)]
