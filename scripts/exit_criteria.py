@@ -82,9 +82,9 @@ def evidence(folder: Path = RESULTS) -> list[Evidence]:
         document = json.loads(path.read_text())
         for part in (document, *document.values()):
             environment = part.get("environment") if isinstance(part, dict) else None
-            hardware = (
-                hardware_class(environment, document.get("gpus")) if isinstance(environment, dict) else ""
-            )
+            if not isinstance(environment, dict):
+                continue
+            hardware = hardware_class(environment, document.get("gpus"))
             killed = _killed(part) if hardware else {}
             found += [Evidence(path.stem, place, killed=names) for place, names in killed.items()]
             if hardware and not killed:
