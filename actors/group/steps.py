@@ -303,7 +303,9 @@ class StepWatch:
 
 
 class Walk:
-    """A follower's walk through the steps, on a thread that is left where it hangs; who waits has an error."""
+    """A follower's walk through the steps, on a thread that is left where it hangs; who waits has an
+    error.
+    """
 
     def __init__(self, loop: Any) -> None:
         self._loop, self._ended = loop, anyio.Event()
