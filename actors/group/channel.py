@@ -81,8 +81,7 @@ class LeaderChannel:
         self._reason_read = threading.Event()  # that the watcher has read why
         self._sending = threading.Lock()
         self._step_ended = threading.Condition()
-        # The last step that a follower ended, and what it ran.
-        self._step_ends: dict[int, tuple[int, bytes]] = {}
+        self._step_ends: dict[int, tuple[int, bytes]] = {}  # the last step that each ended, and what it ran
 
     def accept(self, timeout_s: float, lost: Callable[[str], None]) -> None:
         """Wait for every follower; afterwards `lost` is called once, from a thread, when one fails or goes.

@@ -291,8 +291,8 @@ class StepWatch:
         return self._number != number
 
     def _let_go(self) -> None:
-        """The group has failed: break what a step waits in, and have its callers go on where that is not
-        enough.
+        """The group has failed: break what a step waits in, and fail its callers where that does not end
+        it.
         """
         number = self._number
         if number and not self._ends(number, ENDS_BY_ITSELF_S):
@@ -303,7 +303,9 @@ class StepWatch:
 
 
 class Walk:
-    """A follower's walk through the steps, on a thread that is left where it hangs: who waits goes on."""
+    """A follower's walk through the steps, on a thread that is left where it hangs; who waits has an
+    error.
+    """
 
     def __init__(self, loop: Any) -> None:
         self._loop, self._ended = loop, anyio.Event()
