@@ -59,7 +59,7 @@ PARTS = {
     "counts": ["counted", "ns"],
 }
 # Of a generation step: what is on beside nothing.
-ON = {"nothing": {}, "kernel times": {"kernel_times": True}, "spans": {"spans": True}}
+ON: dict[str, Any] = {"nothing": {}, "kernel times": {"kernel_times": True}, "spans": {"spans": True}}
 REQUESTS, PROMPT, TOKENS, PAGE, MOST_OF_A_STEP = 64, 16, 12, 16, 1.01
 A_HIT, MOST_OF_A_HIT_NS = "a remembered call", 50.0
 
@@ -158,7 +158,7 @@ def counts() -> tuple[list[list[Any]], bool]:
         "the histogram of selections": lambda: series.observe(1e-5),
         "nothing": lambda: None,
     }
-    found = []
+    found: list[list[Any]] = []
     for name, count in ways.items():
         took = []
         for _ in range(200):

@@ -133,6 +133,7 @@ async def leaves(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
 async def hangs(runtime: lz.Runtime, shard: Shard, follows: bool) -> dict[str, Any]:
     """Rank 0 hangs up in a step whose sum a follower waits for, and lives on: gloo says nothing."""
     told: list[str] = []
+    said: dict[str, Any] = {"told": told}
     steps.ENDS_BY_ITSELF_S = 0.2
 
     def step(x: Tensor) -> Tensor:
@@ -148,8 +149,7 @@ async def hangs(runtime: lz.Runtime, shard: Shard, follows: bool) -> dict[str, A
                 await group.follow()
             await called(0, row(0))
     except Exception as error:
-        said: dict[str, Any] = {"error": type(error).__name__, "message": str(error)}
-    said["told"] = told
+        said |= {"error": type(error).__name__, "message": str(error)}
     await lz.linear(torch.ones(1, WIDE), torch.ones(OUT, WIDE))  # the device goes on
     store, key = _get_default_store(), f"told {follows}"
     if RANK:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import layerzero.sync as sync
 from layerzero.integrations.patches import probe
-from layerzero.integrations.patches.substitute import PLAIN, Substitute, autocast_dtype, is_left_alone
+from layerzero.integrations.patches.substitute import PLAIN, Substitute, autocast_dtype
 from layerzero.ops.norm.layer_norm import layer_norm_reference
 from layerzero.ops.norm.rms_norm import rms_norm_reference
 
@@ -32,14 +32,14 @@ class NormForward(Substitute):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One tensor by the op; anything else by the module itself."""
-        if not self.enabled:
+        if torch.compiler.is_compiling() or not self.enabled:
             return self.original(*args, **kwargs)
         if len(args) != 1 or kwargs:
             return self.decline("arguments", args, kwargs)
         x, weight = args[0], self.module.__dict__["_parameters"].get("weight")
         if type(x) is not Tensor or (weight is not None and type(weight) not in PLAIN):
             return self.decline("tensor subclass", args, kwargs)
-        if x.device.type == "meta" or is_left_alone(x):
+        if x.device.type == "meta":
             return self.original(x)
         # Classes differ in the dtype of what they return for mixed ones.
         if weight is not None and weight.dtype is not x.dtype:
