@@ -16,7 +16,6 @@ from benchmarks.provenance import ROOT, provenance
 OLDER = frozenset(
     {
         "accuracy_h200.json",
-        "gang.json",
         "gang_h200.json",
         "graphs_h200.json",
         "lane.json",
