@@ -16,4 +16,6 @@ def test_every_piece_of_a_step_message_is_timed(tmp_path: Path) -> None:
     pieces = {"packed", "written", "sent", "received", "admitted", "unpacked", "step", "woken"}
     assert pieces <= set(row["manifest"])
     assert all(row["manifest"][name]["median_us"] > 0 for name in pieces - {"step", "woken"})
-    assert row["agreement"]["median_us"] > 0 and row["store_keys_written_by_steps"] == 0
+    assert row["agreement"]["median_us"] > 0
+    # A rank may be at its next gate while another one counts: one key a gate, where steps would write 32.
+    assert abs(row["store_keys_written_by_steps"]) <= 2
