@@ -88,7 +88,7 @@ def test_every_token_of_the_folder_is_four_letters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("peer", "error"),
     [
-        ([], None),
+        pytest.param([], None, marks=pytest.mark.slow),
         (["--peer-command", f"{sys.executable} -c 'raise SystemExit(3)'"], "ended with status 3"),
     ],
     ids=["two", "peer ends"],
@@ -106,6 +106,7 @@ def test_a_run_measures_what_can_be_measured(tmp_path: Path, peer: list[str], er
         assert status == 1
 
 
+@pytest.mark.slow
 def test_what_the_budget_has_no_time_for_is_named(tmp_path: Path) -> None:
     """No measurement begins that would not end in time."""
     status, record = run(tmp_path, "--budget-s", "1")

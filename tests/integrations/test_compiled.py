@@ -101,6 +101,7 @@ def test_a_part_alone_compiles_whole_and_as_seldom_as_without_it(part: str) -> N
     lz.unpatch(model)
 
 
+@pytest.mark.slow
 def test_a_patched_model_that_trains_compiled_has_the_gradients_of_the_model() -> None:
     """Through Inductor, all parts, with labels."""
     ids = models.text(9, 9)["input_ids"]
