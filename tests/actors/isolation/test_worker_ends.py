@@ -223,10 +223,7 @@ frail = lambda: made("made.rms_norm.frail", load=load, origin="{module}:frail")
 """
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["raise ImportError('a library that is gone')", pytest.param("os.abort()", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("fault", ["raise ImportError('a library that is gone')", "os.abort()"])
 def test_a_kernel_that_does_not_load_again_rests_alone(tmp_path: Path, fault: str) -> None:
     """Its backend's other kernel serves from the new process; it comes back itself once it loads.
 
