@@ -132,9 +132,10 @@ class BatchRuns:
 
     def _on_batch_done(self, batch: Batch, outcomes: list[Any]) -> None:
         driver = self._driver
-        if batch not in self.inflight:  # it was given up
+        try:
+            self.inflight.remove(batch)
+        except ValueError:  # it was given up
             return
-        self.inflight.remove(batch)
         expected = driver.batcher.expected_callers
         if expected is not None and batch.launch is not None:
             if self._answers_early:  # the worker has launched it, and the device runs it from now on

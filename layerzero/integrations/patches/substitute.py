@@ -97,9 +97,7 @@ class Substitute:
 
     def decline(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward, counted but in a trace."""
-        for value in (*args, *kwargs.values()):
-            if torch.compiler.is_compiling():
-                break
+        for value in () if torch.compiler.is_compiling() else (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.device.type != "meta":
                 context_device((value,)).counters.add("own_forward", part=self.part, why=why)
                 break

@@ -35,8 +35,10 @@ static PyObject *rms(PyObject *self, PyObject *args) {
     if (x[0] == 1003.0f) raise(SIGKILL);
     if (x[0] == 1004.0f) for (;;) sleep(1);  /* with the lock held: nothing else of the process runs */
     if (x[0] == 1008.0f && !fork()) usleep(50000);  /* a copy of the process that returns as well, later */
-    if (x[0] == 1009.0f) {  /* a copy that keeps what is open, and a crash of the process itself */
-      if (!fork()) { sleep(60); _exit(0); }
+    if (x[0] == 1009.0f) {  /* a copy in its own session keeps what is open; the process crashes */
+      const pid_t copy = fork();
+      if (!copy) { setsid(); sleep(30); _exit(0); }
+      while (getsid(copy) != copy) usleep(1000);
       *(volatile int *)0 = 1;
     }
   }
