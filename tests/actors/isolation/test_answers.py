@@ -66,7 +66,7 @@ def test_a_kernel_that_forks_and_returns_in_both_processes_answers_once() -> Non
             torch.testing.assert_close(call(rows, None, 1e-6), right(rows))
             time.sleep(0.001 if turn < 100 else 0.0)
         assert worker_of(runtime).pid == pid
-        assert _children(pid) == before
+        until(lambda: _children(pid) == before)  # the copy ends by itself, when it has its turn
 
 
 def _children(pid: int | None) -> list[int]:
