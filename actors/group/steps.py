@@ -1,5 +1,4 @@
-"""The steps of a rank group: rank 0 sends a step message before each, the others obey it or compare with
-it."""
+"""The steps of a rank group: rank 0 sends a message before each, the others obey it or compare with it."""
 
 from __future__ import annotations
 
@@ -242,13 +241,16 @@ class ReadAhead:
 class StepWatch:
     """Ends a step that waits for a rank that has gone: nothing in the step itself can see it.
 
-    A library's collective may wait without end for a rank that has left. `around(number)` is a block for a
-    step; `lose(error)` is called where the group has failed and the step did not end by itself.
+    A library's collective may wait without end for a rank that has left: on a GPU in what has been launched,
+    long after the host left the step. `around(number)` is a block for a step; `lose(error)` is called where
+    the group has failed and the step did not end by itself.
     """
 
     def __init__(self, group: RankGroup, lose: Callable[[DeviceLostError], None]) -> None:
         self._group, self._lose = group, lose
         self._number = 0  # of the step that this rank is in
+        self._launched: tuple[int, Any] = 0, None  # the last step, and the event behind its launches
+        self._event = torch.cuda.Event() if group.device.device.type == "cuda" else None
 
     def start(self) -> None:
         """Begin, in a rank group that has been joined."""
@@ -267,8 +269,16 @@ class StepWatch:
         self._number = number
         try:
             yield
+            if self._event is not None:
+                self._event.record()
+                self._launched = number, self._event
         finally:
             self._number = 0
+
+    def _under_way(self) -> int:
+        """The step that the host is in, else the last one where the GPU has not done it; 0 for none."""
+        launched, event = self._launched
+        return self._number or (launched if event is not None and not event.query() else 0)
 
     def _wait_for_hang_up(self) -> None:
         """On a follower: fail the group where rank 0 hangs up in the middle of a step.
@@ -279,22 +289,20 @@ class StepWatch:
         assert isinstance(group.channel, FollowerChannel)
         limit_s = group.timeout_s if group.channel.wait_for_hang_up() else ENDS_BY_ITSELF_S
         while group.failure is None:
-            number = self._number
+            number = self._under_way()
             if number and not self._ends(number, limit_s):
                 group.fail(f"rank 0 is gone: it hung up while rank {group.rank} was in step {number}")
             time.sleep(LOOK_S)
 
     def _ends(self, number: int, limit_s: float) -> bool:
         until = time.monotonic() + limit_s
-        while self._number == number and time.monotonic() < until:
+        while self._under_way() == number and time.monotonic() < until:
             time.sleep(LOOK_S)
-        return self._number != number
+        return self._under_way() != number
 
     def _let_go(self) -> None:
-        """The group has failed: break what a step waits in, and fail its callers where that does not end
-        it.
-        """
-        number = self._number
+        """The group has failed: break what a step waits in, and fail its callers where it does not end."""
+        number = self._under_way()
         if number and not self._ends(number, ENDS_BY_ITSELF_S):
             _abort_collectives()
             if not self._ends(number, ENDS_BY_ITSELF_S):

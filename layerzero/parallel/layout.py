@@ -18,7 +18,7 @@ class Layout:
     """The place of one rank among `pp` stages of `tp` ranks each; every rank of a rank group makes one.
 
     Rank r is rank r % tp of stage r // tp, `tensor` its stage's group. `chain` are the ranks with its number
-    in all stages, and `returning` joins the last stage with rank 0 by itself, on the hosts: what comes back
+    in all stages, and `returning` takes results from the last stage to rank 0, on the hosts: what comes back
     waits for nothing that goes out, and no receive waits on a GPU that computes. `sequence` is
     `TensorGroup`'s.
 
@@ -54,7 +54,8 @@ class Layout:
         group = dist.group.WORLD if tp == member.ranks > 1 else _group_of(member.rank, rows if tp > 1 else [])
         self.tensor = TensorGroup(tensor_rank, tp, group, sequence=sequence)
         self.chain = _group_of(member.rank, columns if pp > 1 else [])
-        self.returning = _group_of(member.rank, [(0, (pp - 1) * tp)] if pp > 1 else [], "gloo")
+        # Of all ranks: where NCCL's default group is bound to a GPU, torch has those outside a group wait.
+        self.returning = dist.new_group(backend="gloo") if pp > 1 else None
 
     @property
     def first(self) -> bool:
@@ -80,9 +81,7 @@ def _is_default_group(member: RankHandle) -> bool:
     return dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (member.rank, member.ranks)
 
 
-def _group_of(
-    rank: int, groups: list[range] | list[tuple[int, int]], backend: str | None = None
-) -> dist.ProcessGroup | None:
+def _group_of(rank: int, groups: list[range]) -> dist.ProcessGroup | None:
     """The one of `groups` that has `rank`; every rank makes all of them, as torch.distributed needs it."""
-    process_groups: list[Any] = [dist.new_group(list(ranks), backend=backend) for ranks in groups]
+    process_groups: list[Any] = [dist.new_group(list(ranks)) for ranks in groups]
     return next((group for group, ranks in zip(process_groups, groups, strict=True) if rank in ranks), None)

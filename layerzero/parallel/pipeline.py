@@ -281,7 +281,8 @@ class Pipeline:
         else:
             like = function.returns(*columns, counts=counts)
             rows = _on_host(like)
-            receive = dist.irecv(rows, group=self.layout.returning, group_src=1)
+            first_of_last = self.layout.member.ranks - self.layout.tensor.ranks
+            receive = dist.irecv(rows, group=self.layout.returning, group_src=first_of_last)
             self._returns.submit(
                 lambda: self._return(flight, function, columns, counts, receive, rows, like.device)
             )

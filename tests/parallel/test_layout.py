@@ -131,10 +131,13 @@ def two_stages(member: Any, device: str = "cpu") -> Any:
 
 
 def test_results_come_back_in_a_group_of_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the default group computes with: a receive on rank 0's GPU would wait where steps compute."""
-    made: list[tuple[list[int], str | None]] = []
+    """Whatever the default group computes with: a receive on rank 0's GPU would wait where steps compute.
 
-    def new_group(ranks: list[int], backend: str | None = None) -> str:
+    It has every rank: torch splits a default group of NCCL for any group that leaves a rank out.
+    """
+    made: list[tuple[list[int] | None, str | None]] = []
+
+    def new_group(ranks: list[int] | None = None, backend: str | None = None) -> str:
         made.append((ranks, backend))
         return "group"
 
@@ -142,7 +145,7 @@ def test_results_come_back_in_a_group_of_the_hosts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(layout_module, "dist", SimpleNamespace(new_group=new_group))
     member: Any = SimpleNamespace(ranks=4, rank=0, need_same=lambda values: None)
     parallel.Layout(member, tp=2, pp=2)
-    assert made == [([0, 1], None), ([2, 3], None), ([0, 2], None), ([1, 3], None), ([0, 2], "gloo")]
+    assert made == [([0, 1], None), ([2, 3], None), ([0, 2], None), ([1, 3], None), (None, "gloo")]
 
 
 @pytest.mark.asyncio
