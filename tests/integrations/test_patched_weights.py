@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 from collections.abc import Iterator
@@ -108,10 +109,9 @@ def test_threads_that_patch_one_model_at_once_patch_it_once() -> None:
     make = transformers.substitutes
 
     def slowly(*args: Any) -> Any:
-        try:
+        # Broken: the other one waits for this patch, as it should.
+        with contextlib.suppress(threading.BrokenBarrierError):
             together.wait(0.2)
-        except threading.BrokenBarrierError:
-            pass  # the other one waits for this patch, as it should
         return make(*args)
 
     with mock.patch.object(transformers, "substitutes", slowly), ThreadPoolExecutor(2) as pool:
