@@ -17,6 +17,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.integrations import transformers
+from layerzero.integrations.patches.modules import substitutes
 from tests.integrations import models
 
 
@@ -74,6 +75,15 @@ def test_weights_that_others_write_through_a_buffer_stay_in_it(runtime: lz.Runti
     assert runtime.device().counters.get("own_forward", part="mlp", why="weights apart") >= 4
 
 
+def test_a_weight_that_lies_by_columns_keeps_its_numbers() -> None:
+    """As a transposed one of a checkpoint does; its neighbours lie by rows."""
+    model = lz.patch(models.build("llama"))
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data.t().contiguous().t()
+    plain = models.answer(models.build("llama"), "llama")
+    torch.testing.assert_close(called(model), plain, rtol=1e-4, atol=1e-5)
+
+
 def test_a_model_made_in_inference_mode_answers_inside_and_outside() -> None:
     """Its weights count no writes."""
     with torch.inference_mode():
@@ -106,13 +116,12 @@ def test_threads_that_patch_one_model_at_once_patch_it_once() -> None:
     """An unpatch then leaves nothing of ours in it."""
     model = models.build("llama")
     together = threading.Barrier(2)
-    make = transformers.substitutes
 
     def slowly(*args: Any) -> Any:
         # Broken: the other one waits for this patch, as it should.
         with contextlib.suppress(threading.BrokenBarrierError):
             together.wait(0.2)
-        return make(*args)
+        return substitutes(*args)
 
     with mock.patch.object(transformers, "substitutes", slowly), ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lz.patch, [model, model])) == [model, model]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,7 @@ class MlpForward(Substitute):
         if not lie_there or not (gate.is_contiguous() and value.is_contiguous()):
             return None
         rows, width = gate.shape
-        return gate.new_empty(0).set_(storage, 0, (2 * rows, width))
+        return gate.new_empty(0).set_(storage, 0, (2 * rows, width), (width, 1))
 
     def _join(self, gate: Tensor, value: Tensor) -> Tensor | None:
         """Put two projections' weights into one matrix, whose halves they become.
@@ -148,7 +148,8 @@ def _part(storage: torch.UntypedStorage, start: int, like: Tensor) -> Tensor:
 
     Libraries that save weights believe that two parameters of one storage are one.
     """
-    return like.new_empty(0).set_(storage[start : start + like.nbytes], 0, like.shape)  # type: ignore[arg-type]
+    part, (rows, width) = cast(Any, storage), like.shape
+    return like.new_empty(0).set_(part[start : start + like.nbytes], 0, (rows, width), (width, 1))
 
 
 def is_mlp(module: nn.Module) -> bool:
