@@ -81,7 +81,8 @@ def test_a_weight_that_lies_by_columns_keeps_its_numbers() -> None:
     for layer in model.model.layers:
         layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data.t().contiguous().t()
     plain = models.answer(models.build("llama"), "llama")
-    torch.testing.assert_close(called(model), plain, rtol=1e-4, atol=1e-5)
+    for _ in range(2):  # before and after the weights are joined
+        torch.testing.assert_close(called(model), plain, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_made_in_inference_mode_answers_inside_and_outside() -> None:
