@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+from layerzero._util.fork_safety import renew_after_fork
 from layerzero.integrations.patches.substitute import PARTS, PatchTable
 
 M = TypeVar("M")
 # The libraries whose models are patched, and the class that all of them have.
 FRAMEWORKS = {"transformers": "PreTrainedModel", "diffusers": "ModelMixin"}
+
+
+class _Patching:
+    """One patch or unpatch at a time: models may share modules and configurations."""
+
+    def __init__(self) -> None:
+        self.after_fork()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Begin with a lock that no thread holds."""
+        self.lock = threading.RLock()
+
+
+_PATCHING = _Patching()
 
 
 def patch(model: M, parts: Iterable[str] = PARTS) -> M:
@@ -26,11 +43,14 @@ def patch(model: M, parts: Iterable[str] = PARTS) -> M:
         names none that there is.
     """
     inside = list(_models(model))
-    for framework, part in inside:
-        _framework(framework).patch(part, parts)
-    table = patch_table(model)
-    if not any(row.op for row in table.rows):
-        unpatch(model)
+    with _PATCHING.lock:
+        for framework, part in inside:
+            _framework(framework).patch(part, parts)
+        table = patch_table(model)
+        served = any(row.op for row in table.rows)
+        if not served:
+            unpatch(model)
+    if not served:
         raise ValueError(f"model needs a part that an op serves, there is none:\n{table}")
     return model
 
@@ -44,12 +64,13 @@ def unpatch(model: M) -> M:
     """
     from layerzero.integrations.patches.modules import record_of, restore
 
-    patches = [(part, record_of(part)) for _, part in _models(model)]
-    if not any(record for _, record in patches):
-        raise ValueError(f"model needs to be patched first, this {type(model).__name__} is not")
-    for part, record in patches:
-        if record is not None:
-            restore(part, record)
+    with _PATCHING.lock:
+        patches = [(part, record_of(part)) for _, part in _models(model)]
+        if not any(record for _, record in patches):
+            raise ValueError(f"model needs to be patched first, this {type(model).__name__} is not")
+        for part, record in patches:
+            if record is not None:
+                restore(part, record)
     return model
 
 

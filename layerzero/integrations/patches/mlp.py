@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import layerzero.sync as sync
+from layerzero._util import foreign
 from layerzero.integrations.patches import probe
 from layerzero.integrations.patches.substitute import (
     PLAIN,
@@ -31,8 +33,8 @@ class MlpForward(Substitute):
     """`module(x)` by `mlp` while nothing needs a gradient.
 
     The op wants the gate's rows above the value's in one matrix. The first call puts the two weights there:
-    both stay parameters with their numbers, as views of it. Moved weights are put together again, `JOINS`
-    times in all; after that the block computes by itself.
+    both stay parameters with their numbers. Moved weights are put together again, `JOINS` times in all; after
+    that the block computes by itself.
     """
 
     part, op = "mlp", "mlp"
@@ -42,6 +44,7 @@ class MlpForward(Substitute):
         self.up, self.down = up, down
         self.activation: Any = activation  # one of the op's names
         self.joins = 0
+        self.joint: StorageWeakRef | None = None  # the weights alone keep it alive
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One tensor by the op; anything else by the module itself."""
@@ -61,11 +64,12 @@ class MlpForward(Substitute):
         if len(ups) == 2 and torch.compiler.is_compiling():
             gate, value = (sync.linear(x, up.weight, up.bias) for up in ups)
             return sync.linear(GATES[self.activation](gate) * value, down.weight, down.bias)
+        if len(ups) == 2 and foreign.is_traced():
+            return self.decline("transform", args, kwargs)
         if len(ups) == 2:
-            joint = _joint(ups[0].weight, ups[1].weight)
+            joint = self._joined(ups[0].weight, ups[1].weight)
             if joint is None and self.joins < JOINS:
-                joint = join(ups[0], ups[1])
-                self.joins += 1
+                joint = self._join(ups[0].weight, ups[1].weight)
             if joint is None:
                 return self.decline("weights apart", args, kwargs)
             weight, bias = joint, None if bias is None else torch.cat((bias, ups[1].bias))
@@ -90,40 +94,62 @@ class MlpForward(Substitute):
             return "dropout"
         return ""
 
+    def _joined(self, gate: Tensor, value: Tensor) -> Tensor | None:
+        """Both weights as one matrix, where they still lie in the one that they were put into."""
+        storage: Any = None
+        if self.joint is not None:
+            storage = torch.UntypedStorage._new_with_weak_ptr(self.joint.cdata)
+        if storage is None or gate.shape != value.shape or storage.nbytes() != gate.nbytes + value.nbytes:
+            return None
+        start: int = storage.data_ptr()
+        lie_there = gate.data_ptr() == start and value.data_ptr() == start + gate.nbytes
+        if not lie_there or not (gate.is_contiguous() and value.is_contiguous()):
+            return None
+        rows, width = gate.shape
+        return gate.new_empty(0).set_(storage, 0, (2 * rows, width), (width, 1))
+
+    def _join(self, gate: Tensor, value: Tensor) -> Tensor | None:
+        """Put two projections' weights into one matrix, whose halves they become.
+
+        Not what other processes write, and not what lies in a larger buffer, through which others write.
+        """
+        self.joins += 1
+        if gate.shape != value.shape or gate.device != value.device or gate.device.type == "meta":
+            return None
+        for weight in (gate, value):
+            shared = weight.device.type == "cpu" and weight.is_shared()
+            if shared or weight.untyped_storage().nbytes() != weight.nbytes:
+                return None
+        with torch.inference_mode(False), torch.no_grad():
+            joint = torch.cat((gate.data, value.data))
+            storage = joint.untyped_storage()
+            halves = _part(storage, 0, gate), _part(storage, gate.nbytes, value)
+            gate.data, value.data = halves
+        self.joint = StorageWeakRef(storage)
+        return joint
+
     def remove(self) -> None:
         """Give each projection a weight of its own again, too."""
         super().remove()
         ups: list[Any] = [self.module._modules[name] for name in self.up]
         if len(ups) == 2 and all(is_linear(linear) for linear in ups):
             first, second = (linear.weight for linear in ups)
-            if type(first) in PLAIN and type(second) in PLAIN and _joint(first, second) is not None:
+            if type(first) in PLAIN and type(second) in PLAIN and self._joined(first, second) is not None:
                 for weight in (first, second):
                     weight.data = weight.data.clone()
 
-
-def _joint(gate: Tensor, value: Tensor) -> Tensor | None:
-    """Both as one matrix, where they are already the two halves of one."""
-    same_kind = gate.dtype is value.dtype and gate.shape == value.shape and gate.device == value.device
-    if not same_kind or not (gate.is_contiguous() and value.is_contiguous()):
-        return None
-    if gate.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
-        return None
-    if value.storage_offset() - gate.storage_offset() != gate.numel():
-        return None
-    rows, width = gate.shape
-    return gate.detach().as_strided((2 * rows, width), (width, 1), gate.storage_offset())
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has weights of its own, which are apart."""
+        return {**self.__dict__, "joint": None, "joins": 0}
 
 
-def join(gate: nn.Linear, value: nn.Linear) -> Tensor | None:
-    """Put two projections' weights into one matrix, whose halves they become."""
-    first, second = gate.weight, value.weight
-    if first.shape != second.shape or first.device != second.device or first.device.type == "meta":
-        return None
-    with torch.inference_mode(False), torch.no_grad():
-        rows = first.shape[0]
-        joint = torch.cat((first.data, second.data))
-        first.data, second.data = joint[:rows], joint[rows:]
-    return joint
+def _part(storage: torch.UntypedStorage, start: int, like: Tensor) -> Tensor:
+    """What lies from byte `start` on, with the shape of `like`, as a storage of its own over that memory.
+
+    Libraries that save weights believe that two parameters of one storage are one.
+    """
+    part, (rows, width) = cast(Any, storage), like.shape
+    return like.new_empty(0).set_(part[start : start + like.nbytes], 0, (rows, width), (width, 1))
 
 
 def is_mlp(module: nn.Module) -> bool:

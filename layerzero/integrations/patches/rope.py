@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import layerzero.sync as sync
+from layerzero._util import foreign
 from layerzero.calls.blocking import context_device
 from layerzero.integrations.patches import probe, rewire, sdpa
 from layerzero.integrations.patches.rewire import reads
@@ -55,6 +56,8 @@ class Rotation:
 
     def _serves(self, q: Any, k: Any, cos: Any, sin: Any) -> bool:
         if not (type(q) is type(k) is type(cos) is type(sin) is Tensor) or q.device.type == "meta":
+            return False
+        if foreign.is_traced():  # its tables cannot be looked at
             return False
         fits = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape
         # What wider tables promote the result to is the function's own affair.

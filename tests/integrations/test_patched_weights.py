@@ -1,0 +1,131 @@
+"""Weights of patched models in the hands of others: saved, shared, transformed, in a buffer, from threads."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import layerzero as lz
+from layerzero.integrations import transformers
+from layerzero.integrations.patches.modules import substitutes
+from tests.integrations import models
+
+
+@pytest.fixture(autouse=True)
+def runtime() -> Iterator[lz.Runtime]:
+    """A runtime whose counters start at zero."""
+    with lz.start(lz.Settings.load(warm="off", device="cpu")) as opened:
+        yield opened
+
+
+def called(model: Any) -> Tensor:
+    """The answer of a model, whose feed-forward blocks are our op's."""
+    with models.counting() as calls:
+        answer = models.answer(model, "llama")
+    assert calls["mlp"] == 2
+    return answer
+
+
+def test_libraries_save_every_weight(tmp_path: Path) -> None:
+    """Those that keep one of two parameters in the same storage, and those that write a storage whole."""
+    accelerate = pytest.importorskip("accelerate", reason="the launcher's library is missing: .[test]")
+    files = pytest.importorskip("safetensors.torch", reason="the file's library is missing: .[hf]")
+    plain, model = models.build("llama"), lz.patch(models.build("llama"))
+    called(model)
+    accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
+    files.save_model(model, tmp_path / "other.safetensors")
+    for name in ("model.safetensors", "other.safetensors"):
+        saved = files.load_file(tmp_path / name)
+        assert saved.keys() == plain.state_dict().keys()
+        assert all(torch.equal(saved[key], value) for key, value in plain.state_dict().items())
+    sizes = []
+    for each in (plain, model):
+        file = io.BytesIO()
+        torch.save(each.state_dict()["model.layers.0.mlp.gate_proj.weight"], file)
+        sizes.append(file.tell())
+    assert sizes[0] == sizes[1]
+
+
+@torch.no_grad()
+def test_weights_that_others_write_through_a_buffer_stay_in_it(runtime: lz.Runtime) -> None:
+    """Parameters that are views of a vector, and those in memory that processes share."""
+    plain, model = models.build("llama"), lz.patch(models.build("llama"))
+    vectors = []
+    for each in (plain, model):
+        vectors.append(torch.nn.utils.parameters_to_vector(each.parameters()).clone())
+        torch.nn.utils.vector_to_parameters(vectors[-1], each.parameters())
+    models.answer(model, "llama")
+    for vector in vectors:
+        vector.mul_(1.5)
+    torch.testing.assert_close(models.answer(model, "llama"), models.answer(plain, "llama"))
+    shared = lz.patch(models.build("llama"))
+    shared.share_memory()
+    models.answer(shared, "llama")
+    assert all(parameter.is_shared() for parameter in shared.parameters())
+    assert runtime.device().counters.get("own_forward", part="mlp", why="weights apart") >= 4
+
+
+def test_a_weight_that_lies_by_columns_keeps_its_numbers() -> None:
+    """As a transposed one of a checkpoint does; its neighbours lie by rows."""
+    model = lz.patch(models.build("llama"))
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data.t().contiguous().t()
+    plain = models.answer(models.build("llama"), "llama")
+    for _ in range(2):  # before and after the weights are joined
+        torch.testing.assert_close(called(model), plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_made_in_inference_mode_answers_inside_and_outside() -> None:
+    """Its weights count no writes."""
+    with torch.inference_mode():
+        model = lz.patch(models.build("llama"))
+        inside = called(model)
+    torch.testing.assert_close(inside, called(model))
+    torch.testing.assert_close(inside, models.answer(models.build("llama"), "llama"), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_models_side_by_side_are_one_transformed_call() -> None:
+    """`vmap` over the weights of several, as `stack_module_state` gives them."""
+    each = [lz.patch(models.build("llama")) for _ in range(2)]
+    for parameter in each[1].parameters():
+        parameter.mul_(1.1)
+    weights, buffers = torch.func.stack_module_state(each)
+    ids = models.text(9, 5)["input_ids"]
+
+    def call(weights: Any, buffers: Any) -> Tensor:
+        out: Any = torch.func.functional_call(each[0], (weights, buffers), (ids,), {"use_cache": False})
+        logits: Tensor = out.logits
+        return logits
+
+    together = torch.func.vmap(call)({name: value.detach() for name, value in weights.items()}, buffers)
+    for got, model in zip(together, each, strict=True):
+        torch.testing.assert_close(got, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_threads_that_patch_one_model_at_once_patch_it_once() -> None:
+    """An unpatch then leaves nothing of ours in it."""
+    model = models.build("llama")
+    together = threading.Barrier(2)
+
+    def slowly(*args: Any) -> Any:
+        # Broken: the other one waits for this patch, as it should.
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.2)
+        return substitutes(*args)
+
+    with mock.patch.object(transformers, "substitutes", slowly), ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lz.patch, [model, model])) == [model, model]
+    lz.unpatch(model)
+    assert not [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    assert type(model.config._attn_implementation) is str
