@@ -7,6 +7,7 @@ in `compiled`, `<process> <version>`; the one that makes `<folder>/held` waits u
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -84,8 +85,9 @@ def compiled(folder: Path) -> list[tuple[int, str]]:
     return [(int(process), version) for process, version in lines]
 
 
-def _loading(folder: Path, version: str, loaded: list[str]) -> Callable[[], Callable[..., Tensor]]:
+def _loading(folder: Path, loaded: list[str]) -> Callable[[], Callable[..., Tensor]]:
     def load() -> Callable[..., Tensor]:
+        version = importlib.metadata.version(DISTRIBUTION)
         library = folder / version / "acme_norm.so"
         if not library.exists():
             part = folder / version / f"{os.getpid()}.part"
@@ -112,11 +114,11 @@ def _loading(folder: Path, version: str, loaded: list[str]) -> Callable[[], Call
     return load
 
 
-def answer(folder: Path, version: str) -> dict[str, Any]:
+def answer(folder: Path) -> dict[str, Any]:
     """Warm a norm and call it: who answered, of which version, how right, and how often it chose."""
     runtime, loaded = current(), list[str]()
     kernel = Kernel.of(
-        KERNEL, _loading(folder, version, loaded), (0.5, 0.5, 0.01), "a test", source="a test",
+        KERNEL, _loading(folder, loaded), (0.5, 0.5, 0.01), "a test", source="a test",
         platforms="cpu", dtypes="float32", contiguous=True, gradient=False, autocast=False,
         tie_break_order=1, slow_import=True, distributions=(f"{DISTRIBUTION}>=1",),
     )  # fmt: skip

@@ -23,8 +23,8 @@ pytestmark = [needs_compiler, pytest.mark.timeout(360)]
 _RACER = """
 import json, sys, time
 from pathlib import Path
-folder, version = Path(sys.argv[1]), sys.argv[2]
-sys.path.insert(0, str(folder / version))
+folder = Path(sys.argv[1])
+sys.path.insert(0, str(folder / sys.argv[2]))
 import layerzero as lz
 from tests.warmup import racing
 
@@ -32,7 +32,7 @@ with lz.start(lz.Settings.load(warm="off", device="cpu", shared_choices_s=300.0)
     (folder / f"ready-{sys.argv[3]}").touch()
     while not (folder / "start").exists():
         time.sleep(0.005)
-    print(json.dumps(racing.answer(folder, version)))
+    print(json.dumps(racing.answer(folder)))
 """
 
 
