@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -136,3 +137,9 @@ def answer(folder: Path) -> dict[str, Any]:
         "right": torch.allclose(out, torch.nn.functional.rms_norm(x, (32,), weight, 1e-6)),
         "chosen": own.get("selections", 0) - own.get("choices_shared", 0),
     }
+
+
+def answer_of(folder: str, version: str) -> dict[str, Any]:
+    """`answer` in a process that was started without the distribution."""
+    sys.path.insert(0, f"{folder}/{version}")
+    return answer(Path(folder))
