@@ -41,4 +41,5 @@ async def test_ten_actors_that_start_at_once_compile_and_choose_once(
     assert [version for _, version in racing.compiled(tmp_path)] == ["1.0"]
     assert all(each["right"] and each["kernel"] == racing.KERNEL for each in found)
     assert [each["versions"] for each in found] == [["1.0"]] * 10
-    assert 0 < sum(each["chosen"] for each in found) == max(each["chosen"] for each in found)
+    # The two choices of a warm-up: of the kernel that is to be loaded, and of the loaded one.
+    assert sum(each["chosen"] for each in found) == 2
