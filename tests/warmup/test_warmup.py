@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from layerzero.ops import table as ops_table
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.reasons import Reason
 from layerzero.warmup import Manifest, manifest_of, watching
-from tests.children import Child
 from tests.kernels import kernel
 
 REFERENCE = ops_table.get("rms_norm").reference
@@ -224,60 +222,3 @@ def test_a_model_gives_a_manifest_that_runs(tmp_path: Path, monkeypatch: pytest.
     assert len(made) == 20 and {w.state for w in made} == {"ready"}, [w.error for w in made]
     with pytest.raises(ConfigurationError, match=r"model_type needs one of .*llama.*, got 'bert'"):
         Manifest.of_model({"model_type": "bert"})
-
-
-_RACER = """
-import json, os, subprocess, sys
-from pathlib import Path
-import torch
-import layerzero as lz
-from layerzero.api.warmup import warmup_blocking
-from layerzero.ops import table
-from layerzero.measure.calls import call, tensor
-from tests.kernels import kernel
-
-folder = Path(sys.argv[1])
-
-def load():
-    library = folder / "made.so"
-    if not library.exists():
-        (folder / "made.cpp").write_text('extern "C" int answer() { return 42; }')
-        part = folder / f"made.{os.getpid()}.part"
-        subprocess.run(["g++", "-shared", "-fPIC", str(folder / "made.cpp"), "-o", str(part)], check=True)
-        part.replace(library)
-    return table.get("rms_norm").reference
-
-with lz.start(lz.Settings.load(warm="off", device="cpu", shared_choices_s=300.0)) as runtime:
-    runtime.add_kernel(kernel("made.rms_norm", load=load, launch_us=0.01, rank=1, cold=True))
-    report = warmup_blocking([call("rms_norm", x=tensor(4, 32, dtype="float32"))])
-    counts = {series.name: count for series, count in runtime.counters.snapshot().items()}
-    chosen = counts["selections"] - counts.get("choices_shared", 0)
-    print(json.dumps({"kernel": report.critical[0].kernel, "compiled": report.compiled, "chosen": chosen}))
-"""
-
-
-def raced(folder: Path, count: int) -> list[dict[str, Any]]:
-    """What so many processes report that warm one call at the same time."""
-    keep_what_is_compiled(folder)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    started = [Child(_RACER, str(folder), folder=folder, variables=environment) for _ in range(count)]
-    said = [child.ended() for child in started]
-    assert all(done.returncode == 0 for done in said), [done.stderr[-500:] for done in said]
-    return [json.loads(done.stdout.splitlines()[-1]) for done in said]
-
-
-@needs_compiler
-@pytest.mark.long
-@pytest.mark.timeout(360)
-def test_ten_racing_processes_choose_and_compile_once(tmp_path: Path) -> None:
-    """One starts the compiler, nine find its library; each choice is made once, by whichever came first.
-
-    A process after a restart compiles and chooses nothing either.
-    """
-    results = raced(tmp_path, 10)
-    assert {r["kernel"] for r in results} == {"made.rms_norm"}
-    assert sorted(r["compiled"] > 0 for r in results) == [False] * 9 + [True]
-    (tmp_path / "alone").mkdir()
-    (alone,) = raced(tmp_path / "alone", 1)
-    assert sum(r["chosen"] for r in results) == alone["chosen"] > 0
-    assert raced(tmp_path, 1) == [{"kernel": "made.rms_norm", "compiled": 0, "chosen": 0}]
