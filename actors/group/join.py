@@ -10,7 +10,6 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -299,9 +298,7 @@ class JoinContext:
         self._handle.watch_steps()
         return self._handle
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, LayerZeroError):
             self._group.fail(f"rank {self._group.rank} left with {type(error).__name__}: {error}"[:300])
         with anyio.CancelScope(shield=True):  # the other ranks block until this one leaves

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextvars import Token
-from types import TracebackType
 from typing import Any
 
 from layerzero.actors.remote.pool import open_pool
@@ -54,9 +53,7 @@ class Started:
             runtime.on_close(end_freezing)
         return runtime
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         assert self._runtime is not None
         if self._token is not None:
             SCOPE.reset(self._token)
@@ -77,16 +74,14 @@ class Started:
                 raise
         return runtime
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         assert self._runtime is not None
         try:
             if kind is None:
                 await self._runtime.drain(DRAIN_S)
             await self._runtime.close_device_pool()
         finally:
-            self.__exit__(kind, error, trace)
+            self.__exit__(kind, *raised)
 
 
 def start(settings: Settings | None = None, *, scoped: bool = False) -> Started:

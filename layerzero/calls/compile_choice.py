@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from layerzero.calls.blocking import context_runtime
@@ -68,9 +67,7 @@ class compile_choice:
     def __enter__(self) -> compile_choice:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self.mode == "autotune":
             _stop_autotuning()
         CHOICE.restore(self._before)

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from layerzero import __version__
+from layerzero.spec.errors import LayerZeroError
 
 # The commands of each module; `lz --help` reads their first lines out of the sources, and imports none.
 _COMMANDS_OF = {
@@ -46,8 +47,9 @@ def first_line(name: str) -> str:
 class Commands(click.Group):
     """The commands, each imported when it is run.
 
-    A file that cannot be read or written is reported by its name and reason, with status 1. A reader that has
-    gone, as `head` does, ends the command without a word.
+    An error of this library says what does not fit, with the command's usage and status 2. A file that cannot
+    be read or written is reported by its name and reason, with status 1. A reader that has gone, as `head`
+    does, ends the command without a word.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -78,6 +80,9 @@ class Commands(click.Group):
             # What is still buffered would fail again when the interpreter ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             ctx.exit(0)
+        except LayerZeroError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "") or self
+            raise click.UsageError(str(error), click.Context(command, ctx, ctx.invoked_subcommand)) from error
         except OSError as error:
             if error.filename is None:
                 raise

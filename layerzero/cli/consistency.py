@@ -44,8 +44,8 @@ def consistency(ctx: click.Context, cluster: str | None, path: str, devices: int
     try:
         manifest = load(path)
         report = anyio.run(check, manifest, Settings.load(cluster=cluster, cluster_devices=devices))
-    except ConfigurationError as error:
-        raise click.UsageError(str(error)) from error
+    except ConfigurationError:
+        raise
     except LayerZeroError as error:
         output.line(f"{type(error).__name__}: {error}", bad=True)
         ctx.exit(1)

@@ -10,7 +10,8 @@ from layerzero.api.doctor import unfit
 from layerzero.api.inspect import KernelInfo, list_kernels
 from layerzero.backends import installed_plugins
 from layerzero.cli.common import output
-from layerzero.cli.common.options import json_option, op_named, runtime_of, target_options
+from layerzero.cli.common.options import json_option, runtime_of, target_options
+from layerzero.ops import table as ops_table
 from layerzero.runtime import Runtime
 from layerzero.spec.capability import Capability
 
@@ -58,7 +59,7 @@ def kernels(
 ) -> None:
     """List the kernels and the state of each on a device."""
     if op is not None:
-        op_named(op)
+        ops_table.get(op)
     with runtime_of(device, policy_file, strict) as runtime:
         try:
             infos = list_kernels(op, backend=backend)

@@ -11,7 +11,8 @@ import click
 from layerzero.api.inspect import complete, dry_run, merged_args
 from layerzero.calls.blocking import context_snapshot
 from layerzero.cli.common import call_arguments, output
-from layerzero.cli.common.options import json_option, op_named, runtime_of, target_options
+from layerzero.cli.common.options import json_option, runtime_of, target_options
+from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import Runtime
 from layerzero.selection.record import (
@@ -95,7 +96,7 @@ def which(ctx: click.Context, /, op: str, json_: bool, **options: Any) -> None:
 
 def _select_or_exit(ctx: click.Context, op: str, as_json: bool, options: dict[str, Any]) -> Selection:
     """The selection; where no kernel takes the call, its reasons are printed and the command ends."""
-    definition = op_named(op)
+    definition = ops_table.get(op)
     try:
         return select_call(definition, **options)
     except NoKernelFoundError as error:

@@ -80,11 +80,7 @@ def merge(path: str, paths: tuple[str, ...]) -> None:
     Processes of one boot of one machine are aligned by its monotonic clock, others by the time of day.
     """
     need_own(Path(path), FIELD)
-    try:
-        merged = merge_traces(paths)
-    except ConfigurationError as error:
-        raise click.UsageError(str(error)) from error
-    replace_own(Path(path), merged, FIELD)
+    replace_own(Path(path), merge_traces(paths), FIELD)
     output.line(f"{len(paths)} traces in {path}")
 
 
@@ -93,10 +89,7 @@ def merge(path: str, paths: tuple[str, ...]) -> None:
 @json_option
 def show(path: str, json_: bool) -> None:
     """Say what a trace holds: batches by op with their sizes and reasons, and what took longest."""
-    try:
-        summary = summarize(StoredTrace(path))
-    except ConfigurationError as error:
-        raise click.UsageError(str(error)) from error
+    summary = summarize(StoredTrace(path))
     if json_:
         output.as_json(msgspec.to_builtins(summary))
         return

@@ -15,15 +15,15 @@ from layerzero._util.files import need_own
 from layerzero.api.solve import solve as solve_ranges
 from layerzero.api.tune import bench_call, tune_blocking, write_shipped_table
 from layerzero.cli.common import call_arguments, output
-from layerzero.cli.common.options import json_option, op_named, runtime_of
+from layerzero.cli.common.options import json_option, runtime_of
 from layerzero.measure.calls import Call
 from layerzero.measure.model_calls import DEFAULT_CONTEXT, DEFAULT_ROWS, ModelConfig, Span, model_calls
 from layerzero.measure.tuner import TuningResult
 from layerzero.measure.tuning import TuneReport, stored_rows
+from layerzero.ops import table as ops_table
 from layerzero.perfdb.record import Environment
 from layerzero.perfdb.store import read_rows
 from layerzero.selection.cost.cost_model import perfdb_path
-from layerzero.spec.errors import LayerZeroError
 
 _SPAN = re.compile(r"(?P<first>[0-9]{1,9})(?:\.\.(?P<last>[0-9]{1,9}))?")
 device_option = click.option("--device", default=None, help="cpu, cuda or cuda:<index>.")
@@ -46,17 +46,14 @@ def tune(
 ) -> None:  # fmt: skip
     """Measure kernels on this machine, so that choices here rest on measurements from now on."""
     for name in ops:
-        op_named(name)
+        ops_table.get(name)
     if table is not None:
         need_own(Path(table), "rows")
     with runtime_of(device, None, False) as runtime, output.progress("tuning", json_, _named) as progress:
-        try:
-            report = tune_blocking(
-                trace, ops=ops or None, quick=quick, budget_s=budget_s, repeat=repeat, missing=missing,
-                progress=progress,
-            )  # fmt: skip
-        except LayerZeroError as error:
-            raise click.UsageError(str(error)) from error
+        report = tune_blocking(
+            trace, ops=ops or None, quick=quick, budget_s=budget_s, repeat=repeat, missing=missing,
+            progress=progress,
+        )  # fmt: skip
         if table is not None:
             rows = stored_rows(runtime.device()) if missing else report.rows
             note = f"{len({row.case for row in rows})} sites, {report.skipped} calls left out for time"
@@ -126,7 +123,7 @@ def bench(
     samples: int, save: bool, device: str | None, json_: bool,
 ) -> None:  # fmt: skip
     """Time every kernel that takes a call against each other: median, tail, variance, winner, speed-up."""
-    definition = op_named(op)
+    definition = ops_table.get(op)
     _, args = call_arguments.build_call(definition, arguments, shape)
     with runtime_of(device, None, False) as runtime:
         try:
@@ -139,7 +136,7 @@ def bench(
                 samples=samples,
                 save=save,
             )
-        except (LayerZeroError, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise click.UsageError(str(error)) from error
     rows = [
         (c.name, f"{c.median_us:.2f}", f"{c.p95_us:.2f}", f"{c.p99_us:.2f}", f"{c.variance:.3g}",
@@ -218,19 +215,14 @@ def solve(
 ) -> None:  # fmt: skip
     """Decide ranges of calls now and write the decisions to PATH, as a dispatch table."""
     for name in ops:
-        op_named(name)
+        ops_table.get(name)
     if tune_s is not None and model is None:
         raise click.UsageError("--tune-s needs the --model whose calls it measures")
     with runtime_of(device, None, False):
-        try:
-            if tune_s is not None and model is not None:
-                calls = list(model_calls(ModelConfig.load(model), rows, context))
-                tune_blocking(calls, ops=ops or None, device=device, budget_s=tune_s, missing=True)
-            table = solve_ranges(
-                path, ops=ops or None, device=device, model=model, rows=rows, context=context
-            )
-        except LayerZeroError as error:
-            raise click.UsageError(str(error)) from error
+        if tune_s is not None and model is not None:
+            calls = list(model_calls(ModelConfig.load(model), rows, context))
+            tune_blocking(calls, ops=ops or None, device=device, budget_s=tune_s, missing=True)
+        table = solve_ranges(path, ops=ops or None, device=device, model=model, rows=rows, context=context)
     wins = Counter((bucket.op, bucket.kernel) for bucket in table.buckets)
     winners = [{"op": op, "kernel": kernel, "buckets": count} for (op, kernel), count in wins.items()]
     lines = [(op, kernel, str(count)) for (op, kernel), count in sorted(wins.items())]

@@ -9,7 +9,7 @@ from layerzero.api.warmup import WarmupReport, load_bundle, readiness_check, sav
 from layerzero.cli.common import output
 from layerzero.cli.common.options import json_option, runtime_of
 from layerzero.runtime.bundles import BundleReport
-from layerzero.spec.errors import BundleRefusedError, ConfigurationError
+from layerzero.spec.errors import BundleRefusedError
 from layerzero.warmup import Manifest, Warmed
 
 manifest_argument = click.argument("manifest", type=click.Path(exists=True))
@@ -126,20 +126,10 @@ def ready(ctx: click.Context, manifest: str, device: str | None, json_: bool) ->
 def read(path: str) -> Manifest:
     """The manifest in a file, or of the Llama in a folder.
 
-    Raises: click.UsageError: it is neither.
+    Raises: ConfigurationError: it is neither.
     """
-    try:
-        return (
-            Manifest.load(path)
-            if path.endswith(".json") and not _is_config(path)
-            else Manifest.of_model(path)
-        )
-    except ConfigurationError as error:
-        raise click.UsageError(str(error)) from error
-
-
-def _is_config(path: str) -> bool:
-    return path.endswith("config.json")
+    is_manifest = path.endswith(".json") and not path.endswith("config.json")
+    return Manifest.load(path) if is_manifest else Manifest.of_model(path)
 
 
 _COLUMNS = ("call", "state", "kernel", "seconds", "compiled")

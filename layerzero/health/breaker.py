@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
-from types import TracebackType
 
 import msgspec
 
@@ -77,9 +76,7 @@ class Probe:
     def __enter__(self) -> Probe:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.succeed()
         elif isinstance(error, Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from types import TracebackType
 from typing import Protocol
 from weakref import ReferenceType
 
@@ -120,9 +119,7 @@ class PagedSequence:
     def __enter__(self) -> PagedSequence:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -8,7 +8,6 @@ continues. New requests begin in an order that is fair to clients by the tokens 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from types import TracebackType
 
 import anyio
 
@@ -59,9 +58,7 @@ class PagedRequest:
     def __enter__(self) -> PagedRequest:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
@@ -82,9 +79,7 @@ class _Step:
         request._is_stepping, self._span = True, span
         return span
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         self._request._pool._end_step(self._request, self._tokens, self._span, filled=kind is None)
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -22,17 +22,16 @@ import torch
 from torch import Tensor
 
 from layerzero._util import log
-from layerzero._util.clock import Clock
-from layerzero.observe.counters import Counters
 from layerzero.ops.op import Op
-from layerzero.perfdb.record import Environment, Measurement
+from layerzero.perfdb.record import Environment
 from layerzero.selection.cost.cost_model import load_costs, perfdb_path
 from layerzero.selection.cost.measured import MeasuredCosts
 from layerzero.selection.cost.roofline import MEASURED, SHIPPED
 from layerzero.selection.record import Selection
-from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
-from layerzero.spec.settings import Settings
+
+if TYPE_CHECKING:
+    from layerzero.measure.tuner import TunableDevice
 
 KERNEL_DRIFTED = "kernel.drifted"
 MACHINE_SLOWED = "machine.slowed_down"
@@ -110,29 +109,13 @@ class DriftDetector:
         return len(others) >= 2 and statistics.median(others) > FACTOR
 
 
-class WatchedDevice(Protocol):
-    """What watching needs of a device; `LocalDevice` is one."""
-
-    settings: Settings
-    hardware: Hardware
-    registry: Any
-    counters: Counters
-    clock: Clock
-    measured: tuple[Measurement, ...]
-
-    @property
-    def costs(self) -> Any: ...
-
-    def set_costs(self, cost: Any) -> None: ...
-
-
 class DriftWatch:
     """Times one call in `round(1 / rate)` of every plan that a measurement chose."""
 
     reads_arguments = True
 
     def __init__(
-        self, device: WatchedDevice, rate: float, ticks: Callable[[], int] = time.perf_counter_ns
+        self, device: TunableDevice, rate: float, ticks: Callable[[], int] = time.perf_counter_ns
     ) -> None:
         self._device = device
         self._period = max(1, round(1 / rate))

@@ -13,7 +13,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -24,16 +24,17 @@ from layerzero.selection.context import CostModel, SelectionOptions
 from layerzero.selection.cost.latency_model import fit as fit_latency
 from layerzero.selection.cost.measured import MeasuredCosts
 from layerzero.selection.cost.roofline import MEASURED, SHIPPED, TIMED, ideal_us
-from layerzero.selection.dispatch import PlanTable
 from layerzero.selection.dispatch_table import Bucket, HeldOut
 from layerzero.selection.record import Selection
 from layerzero.selection.solver.families import Family, ends_of, family_of, grid_below, grid_points
 from layerzero.selection.solver.tree import Floats, Node, Samples, choices, collapse, fit, leaves_of
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import NoKernelFoundError
-from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
+
+if TYPE_CHECKING:
+    from layerzero.measure.tuner import TunableDevice
 
 BUCKET_REFUSED = "solve.bucket_refused"
 # How far beyond what was measured a table decides, in octaves of each size: as far as times are interpolated
@@ -46,20 +47,6 @@ MAX_JUDGED = 64
 FOLDS = 4
 
 Sizes = tuple[tuple[str, int], ...]
-
-
-class SolvableDevice(Protocol):
-    """What solving needs of a device."""
-
-    settings: Settings
-    hardware: Hardware
-
-    def table(self, op: Op) -> PlanTable: ...
-    def warm(self, kernel_ids: Sequence[str], request: CallSpec | None = None) -> None: ...
-    @property
-    def counters(self) -> Any: ...
-    @property
-    def costs(self) -> CostModel: ...
 
 
 class _Point(msgspec.Struct, frozen=True):
@@ -114,7 +101,7 @@ class _Judged(msgspec.Struct, frozen=True):
 
 
 def solve_op(
-    device: SolvableDevice,
+    device: TunableDevice,
     op: Op,
     requests: Iterable[CallSpec] = (),
     *,
@@ -149,7 +136,7 @@ def solve_op(
     return SolvedOp(tuple(buckets), _summary(judged))
 
 
-def _families(device: SolvableDevice, op: Op, requests: Iterable[CallSpec]) -> list[_KernelFamily]:
+def _families(device: TunableDevice, op: Op, requests: Iterable[CallSpec]) -> list[_KernelFamily]:
     """The measured and the asked calls, those together that differ in sizes which are no part of a key."""
     costs = device.costs
     measured = costs.measured_buckets(op.name) if isinstance(costs, MeasuredCosts) else []
@@ -198,7 +185,7 @@ def _samples(op: Op, points: Sequence[_Point], limit: int) -> list[CallSpec]:
     return [template.replace(dims=dict(sizes)) for sizes in chosen]
 
 
-def _warm(device: SolvableDevice, op: Op, request: CallSpec) -> None:
+def _warm(device: TunableDevice, op: Op, request: CallSpec) -> None:
     """Load what is better than what is ready; a kernel that does not load is no longer better."""
     tried: set[str] = set()
     try:
@@ -213,7 +200,7 @@ def _warm(device: SolvableDevice, op: Op, request: CallSpec) -> None:
     device.counters.add("buckets_warmed", op=op.name)
 
 
-def _price(device: SolvableDevice, op: Op, requests: Sequence[CallSpec], cost: CostModel) -> _Priced | None:
+def _price(device: TunableDevice, op: Op, requests: Sequence[CallSpec], cost: CostModel) -> _Priced | None:
     """Every sample decided; None where no kernel takes any of them."""
     table = device.table(op)
     decided: list[tuple[CallSpec, Selection]] = []
@@ -267,7 +254,7 @@ def _tree_input(priced: _Priced) -> Samples:
     return Samples(axes, priced.kernels, sizes, priced.totals)
 
 
-def _buckets(device: SolvableDevice, op: Op, priced: _Priced, fixed: str | None) -> Iterator[Bucket]:
+def _buckets(device: TunableDevice, op: Op, priced: _Priced, fixed: str | None) -> Iterator[Bucket]:
     """The leaves of the tree of one family, as buckets; of one leaf where its kernel is `fixed`."""
     samples = _tree_input(priced)
     root = collapse(fit(samples).root) if fixed is None else Node(priced.kernels.index(fixed), 0.0, 0)
@@ -288,7 +275,7 @@ def _buckets(device: SolvableDevice, op: Op, priced: _Priced, fixed: str | None)
 
 
 def _bucket(
-    device: SolvableDevice, op: Op, family: Family, ranges: dict[str, tuple[int, int]], priced: _Priced,
+    device: TunableDevice, op: Op, family: Family, ranges: dict[str, tuple[int, int]], priced: _Priced,
     choice: int, rows: Any, loss: float,
 ) -> Bucket:  # fmt: skip
     raw = priced.raw[rows]
@@ -314,7 +301,7 @@ def _bucket(
     )  # fmt: skip
 
 
-def _held_out(device: SolvableDevice, op: Op, families: Sequence[_KernelFamily]) -> list[list[_Judged]]:
+def _held_out(device: TunableDevice, op: Op, families: Sequence[_KernelFamily]) -> list[list[_Judged]]:
     """What is lost at every measured call by decisions that do not know it, family by family."""
     judged: list[list[_Judged]] = [[] for _ in families]
     costs = device.costs
@@ -337,7 +324,7 @@ def _held_out(device: SolvableDevice, op: Op, families: Sequence[_KernelFamily])
 
 
 def _judge(
-    device: SolvableDevice, op: Op, family: _KernelFamily, folds: Sequence[_Point], others: MeasuredCosts,
+    device: TunableDevice, op: Op, family: _KernelFamily, folds: Sequence[_Point], others: MeasuredCosts,
     rest: Sequence[_Point],
 ) -> Iterator[_Judged]:  # fmt: skip
     """Solve a family by the `others` of its measurements, and see what that loses at those held out."""

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from layerzero._util import log
+from layerzero._util.clock import Clock
 from layerzero.measure import conditions
 from layerzero.measure.calls import Call
 from layerzero.measure.correctness import clone_tensors, find_mismatch, poison
@@ -44,16 +45,23 @@ _MAX_CAPTURED_RATIO = 12.0
 
 
 class TunableDevice(Protocol):
-    """What tuning needs of a device; `LocalDevice` is one."""
+    """What tuning, solving and watching need of a device; `LocalDevice` is one."""
 
     device: torch.device
     hardware: Hardware
     settings: Settings
     registry: Any
+    counters: Any
+    clock: Clock
     mode: Callable[[], int]
     measured: tuple[Measurement, ...]
 
+    @property
+    def costs(self) -> Any: ...
+
     def table(self, op: Op) -> Any: ...
+
+    def warm(self, kernel_ids: Sequence[str], request: CallSpec | None = None) -> None: ...
 
     def callable_for(self, op: Op, selection: Selection, kernel_id: str) -> Callable[..., Any]: ...
 

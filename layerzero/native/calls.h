@@ -11,6 +11,12 @@ struct Call {
   PyObject *ticket, *inner;  // what it waits for: a ticket of its own, or Python's coroutine
   PyObject* weak;
   char begun;
+
+  template <typename F>
+  void each(F&& visit) {
+    all_of(visit, kinds, args, ticket, inner);
+  }
+  bool unfinished() const { return !begun; }
 };
 
 PyTypeObject* CallType = nullptr;
@@ -21,31 +27,12 @@ PyObject* kinds_call(Kinds* self, PyObject* args) {
     PyErr_SetString(PyExc_TypeError, "args needs a tuple");
     return nullptr;
   }
-  auto* call = PyObject_GC_New(Call, CallType);
+  auto* call = made<Call>(CallType, {reinterpret_cast<PyObject*>(self), args, nullptr, nullptr});
   if (call == nullptr) return nullptr;
-  call->kinds = Ref::to(reinterpret_cast<PyObject*>(self)).release();
-  call->args = Ref::to(args).release();
-  call->ticket = call->inner = call->weak = nullptr;
+  call->weak = nullptr;
   call->begun = 0;
   PyObject_GC_Track(call);
   return reinterpret_cast<PyObject*>(call);
-}
-
-int call_traverse(Call* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(self->kinds);
-  Py_VISIT(self->args);
-  Py_VISIT(self->ticket);
-  Py_VISIT(self->inner);
-  return 0;
-}
-
-int call_clear(Call* self) {
-  Py_CLEAR(self->kinds);
-  Py_CLEAR(self->args);
-  Py_CLEAR(self->ticket);
-  Py_CLEAR(self->inner);
-  return 0;
 }
 
 // A call that nobody awaited is a mistake, as with every coroutine.
@@ -58,17 +45,6 @@ void call_finalize(Call* self) {
   if (PyErr_WarnFormat(PyExc_RuntimeWarning, 1, "the call of %R was never awaited", function))
     PyErr_WriteUnraisable(reinterpret_cast<PyObject*>(self));
   PyErr_Restore(type, value, trace);
-}
-
-void call_dealloc(Call* self) {
-  auto* object = reinterpret_cast<PyObject*>(self);
-  PyTypeObject* type = Py_TYPE(self);
-  if (!self->begun && PyObject_CallFinalizerFromDealloc(object)) return;
-  PyObject_GC_UnTrack(self);
-  if (self->weak != nullptr) PyObject_ClearWeakRefs(object);
-  call_clear(self);
-  PyObject_GC_Del(self);
-  Py_DECREF(type);
 }
 
 // The queued ticket of this call; empty where Python has to make the call. An error is set or not.
@@ -157,18 +133,6 @@ PySendResult call_send(Call* self, PyObject* given, PyObject** out) {
   return how;
 }
 
-PyObject* call_next(Call* self) {
-  PyObject* value;
-  const PySendResult how = call_send(self, Py_None, &value);
-  return stopped(how, value);
-}
-
-PyObject* call_send_method(Call* self, PyObject* given) {
-  PyObject* value;
-  const PySendResult how = call_send(self, given, &value);
-  return stopped(how, value);
-}
-
 // Of two that await one call the second is told so, and the first gets its value.
 PyObject* call_await(Call* self) {
   if (self->ticket == nullptr && self->inner == nullptr) return Ref::to(reinterpret_cast<PyObject*>(self)).release();
@@ -213,25 +177,18 @@ PyObject* call_close(Call* self, PyObject*) {
 }
 
 PyMethodDef call_methods[] = {
-    {"send", reinterpret_cast<PyCFunction>(call_send_method), METH_O, "Go on with it."},
-    {"throw", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(call_throw)), METH_FASTCALL,
-     "Raise an error where it waits."},
-    {"close", reinterpret_cast<PyCFunction>(call_close), METH_NOARGS, "End it."},
+    method("send", sent<call_send, Call>, METH_O, "Go on with it."),
+    method("throw", call_throw, METH_FASTCALL, "Raise an error where it waits."),
+    method("close", call_close, METH_NOARGS, "End it."),
     {nullptr, nullptr, 0, nullptr}};
 PyMemberDef call_members[] = {{"__weaklistoffset__", T_PYSSIZET, offsetof(Call, weak), READONLY, nullptr},
                               {nullptr, 0, 0, 0, nullptr}};
-PyType_Slot call_slots[] = {
-    {Py_tp_doc, const_cast<char*>("The coroutine of one call of a batched function.")},
-    {Py_tp_dealloc, reinterpret_cast<void*>(call_dealloc)},
-    {Py_tp_finalize, reinterpret_cast<void*>(call_finalize)},
-    {Py_tp_traverse, reinterpret_cast<void*>(call_traverse)},
-    {Py_tp_clear, reinterpret_cast<void*>(call_clear)},
-    {Py_tp_methods, call_methods},
-    {Py_tp_members, call_members},
-    {Py_tp_iter, reinterpret_cast<void*>(PyObject_SelfIter)},
-    {Py_tp_iternext, reinterpret_cast<void*>(call_next)},
-    {Py_am_await, reinterpret_cast<void*>(call_await)},
-    {Py_am_send, reinterpret_cast<void*>(call_send)},
-    {0, nullptr}};
-PyType_Spec call_spec = {"layerzero.native.Call", sizeof(Call), 0,
-                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, call_slots};
+
+PyTypeObject* call_class() {
+  return class_of<Call>("layerzero.native.Call", "The coroutine of one call of a batched function.",
+                        {slot(Py_tp_finalize, call_finalize), slot(Py_tp_methods, call_methods),
+                         slot(Py_tp_members, call_members), slot(Py_tp_iter, PyObject_SelfIter),
+                         slot(Py_tp_iternext, next_of<call_send, Call>), slot(Py_am_await, call_await),
+                         slot(Py_am_send, call_send)},
+                        Py_TPFLAGS_DISALLOW_INSTANTIATION);
+}

@@ -126,6 +126,13 @@ struct Carried {
   Surroundings* own;   // at its last suspension; at its creation before the first step
   Values born;         // at its creation
   char ended;
+
+  template <typename F>
+  void each(F&& visit) {
+    all_of(visit, inner);
+  }
+  bool unfinished() const { return true; }
+  void end() { delete own; }
 };
 
 PyTypeObject* CarriedType = nullptr;
@@ -162,9 +169,8 @@ PySendResult in_own(Carried* self, F&& body) {
 PyObject* carried_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* inner;
   if (!PyArg_ParseTuple(args, "O", &inner)) return nullptr;
-  auto* self = PyObject_GC_New(Carried, type);
+  auto* self = made<Carried>(type, {inner});
   if (self == nullptr) return nullptr;
-  self->inner = Ref::to(inner).release();
   self->weak = nullptr;
   self->born = Values::here();
   if (self->born.usual) self->born.casting = resting = Casting::here();
@@ -177,27 +183,6 @@ PyObject* carried_new(PyTypeObject* type, PyObject* args, PyObject*) {
 PySendResult carried_send(Carried* self, PyObject* given, PyObject** out) {
   Ref inner = Ref::to(self->inner);
   return in_own(self, [&] { return PyIter_Send(inner.get(), given, out); });
-}
-
-// What `send` returns to Python.
-PyObject* stopped(PySendResult how, PyObject* value) {
-  if (how != PYGEN_RETURN) return value;
-  Ref owned(value);
-  Ref stop(PyObject_CallOneArg(PyExc_StopIteration, value));
-  if (stop) PyErr_SetObject(PyExc_StopIteration, stop.get());
-  return nullptr;
-}
-
-PyObject* carried_next(Carried* self) {
-  PyObject* value;
-  const PySendResult how = carried_send(self, Py_None, &value);
-  return stopped(how, value);
-}
-
-PyObject* carried_send_method(Carried* self, PyObject* given) {
-  PyObject* value;
-  const PySendResult how = carried_send(self, given, &value);
-  return stopped(how, value);
 }
 
 // A method of the coroutine that gives the next thing it waits for, or raises.
@@ -230,17 +215,6 @@ PyObject* carried_getattr(PyObject* self, PyObject* name) {
   return PyObject_GetAttr(reinterpret_cast<Carried*>(self)->inner, name);  // cr_frame, __qualname__ and the like
 }
 
-int carried_traverse(Carried* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(self->inner);
-  return 0;
-}
-
-int carried_clear(Carried* self) {
-  Py_CLEAR(self->inner);
-  return 0;
-}
-
 // One that is dropped where it waits leaves its blocks in its own surroundings, not in those of who drops it.
 void carried_finalize(Carried* self) {
   if (self->ended || self->inner == nullptr || self->own->values == self->born) return;
@@ -251,43 +225,22 @@ void carried_finalize(Carried* self) {
   PyErr_Restore(type, value, trace);
 }
 
-void carried_dealloc(Carried* self) {
-  auto* object = reinterpret_cast<PyObject*>(self);
-  PyTypeObject* type = Py_TYPE(self);
-  if (PyObject_CallFinalizerFromDealloc(object)) return;
-  PyObject_GC_UnTrack(self);
-  if (self->weak != nullptr) PyObject_ClearWeakRefs(object);
-  carried_clear(self);
-  delete self->own;
-  PyObject_GC_Del(self);
-  Py_DECREF(type);
-}
-
 PyMethodDef carried_methods[] = {
-    {"send", reinterpret_cast<PyCFunction>(carried_send_method), METH_O, "Go on with it."},
-    {"throw", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(carried_throw)), METH_FASTCALL,
-     "Raise an error where it waits."},
-    {"close", reinterpret_cast<PyCFunction>(carried_close), METH_NOARGS, "End it."},
+    method("send", sent<carried_send, Carried>, METH_O, "Go on with it."),
+    method("throw", carried_throw, METH_FASTCALL, "Raise an error where it waits."),
+    method("close", carried_close, METH_NOARGS, "End it."),
     {nullptr, nullptr, 0, nullptr}};
 PyMemberDef carried_members[] = {{"__weaklistoffset__", T_PYSSIZET, offsetof(Carried, weak), READONLY, nullptr},
                                  {nullptr, 0, 0, 0, nullptr}};
-PyType_Slot carried_slots[] = {
-    {Py_tp_doc, const_cast<char*>("A coroutine with modes of its own; layerzero.scheduler.modes.task_modes.Carried.")},
-    {Py_tp_new, reinterpret_cast<void*>(carried_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(carried_dealloc)},
-    {Py_tp_finalize, reinterpret_cast<void*>(carried_finalize)},
-    {Py_tp_traverse, reinterpret_cast<void*>(carried_traverse)},
-    {Py_tp_clear, reinterpret_cast<void*>(carried_clear)},
-    {Py_tp_getattro, reinterpret_cast<void*>(carried_getattr)},
-    {Py_tp_methods, carried_methods},
-    {Py_tp_members, carried_members},
-    {Py_tp_iter, reinterpret_cast<void*>(PyObject_SelfIter)},
-    {Py_tp_iternext, reinterpret_cast<void*>(carried_next)},
-    {Py_am_await, reinterpret_cast<void*>(carried_await)},
-    {Py_am_send, reinterpret_cast<void*>(carried_send)},
-    {0, nullptr}};
-PyType_Spec carried_spec = {"layerzero.native.IsolatedCoroutine", sizeof(Carried), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-                            carried_slots};
+
+PyTypeObject* carried_class() {
+  return class_of<Carried>(
+      "layerzero.native.IsolatedCoroutine", "A coroutine with modes of its own; layerzero.scheduler.modes.task_modes.Carried.",
+      {slot(Py_tp_new, carried_new), slot(Py_tp_finalize, carried_finalize), slot(Py_tp_getattro, carried_getattr),
+       slot(Py_tp_methods, carried_methods), slot(Py_tp_members, carried_members), slot(Py_tp_iter, PyObject_SelfIter),
+       slot(Py_tp_iternext, next_of<carried_send, Carried>), slot(Py_am_await, carried_await),
+       slot(Py_am_send, carried_send)});
+}
 
 // carries(): whether the coroutine that runs here has modes of its own.
 PyObject* carries(PyObject*, PyObject*) { return PyBool_FromLong(carrying); }

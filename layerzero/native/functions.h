@@ -8,17 +8,47 @@ struct Kind {
   Ref group, modes, types;
 };
 
+enum Home { DEVICES, DEVICE, FRONTS, HOMES };
+
 struct Kinds {
   PyObject_HEAD
   PyObject *function, *active, *scope;
   PyObject *last, *restore;  // what notes a thread's last plan, and what puts modes back in force
   Ref* home;                 // devices, device, fronts
   Loop* last_loop;           // the loop that asked last
-  std::unordered_map<std::string, Kind, Hash, std::equal_to<>>* known;
+  Table<Kind>* known;
+
+  template <typename F>
+  void each(F&& visit) {
+    all_of(visit, function, active, scope, last, restore);
+  }
+  template <typename F>
+  void inside(F&& visit) const {
+    for (int i = 0; i < HOMES; ++i) visit(home[i].get());
+    visit(last_loop->loop.get());
+    for (const auto& [key, kind] : *known)
+      for (const Ref* ref : {&kind.group, &kind.modes, &kind.types}) visit(ref->get());
+  }
+  void forget() {
+    // What they held dies after both are empty.
+    Table<Kind> old;
+    Ref places[HOMES], loop;
+    std::swap(old, *known);
+    for (int i = 0; i < HOMES; ++i) std::swap(places[i], home[i]);
+    std::swap(loop, last_loop->loop);
+  }
+  void drop() {
+    forget();
+    Py_CLEAR(function);
+  }
+  void end() {
+    delete known;
+    delete[] home;
+    delete last_loop;
+  }
 };
 
 PyTypeObject* KindsType = nullptr;
-enum Home { DEVICES, DEVICE, FRONTS, HOMES };
 
 // The rows and bytes of one call's tensors, where they lie and the key of its kind, as `describe_rows` finds them;
 // false where Python has to look: subclasses, tensors without rows or with different numbers of them, tensors of
@@ -57,29 +87,16 @@ bool see(PyObject* args, int modes, Key& key, long long& rows, long long& bytes,
   return on_default_stream(place);
 }
 
-void forget_kinds(Kinds* self) {
-  // What they held dies after both are empty.
-  std::unordered_map<std::string, Kind, Hash, std::equal_to<>> known;
-  Ref home[HOMES], loop;
-  std::swap(known, *self->known);
-  for (int i = 0; i < HOMES; ++i) std::swap(home[i], self->home[i]);
-  std::swap(loop, self->last_loop->loop);
-}
-
 // Where a call made here would wait: the front of the running loop, empty where nothing is known of it or a scope
 // or unusual modes are in force; those modes go into `modes`. An error is set or not.
 Ref front_here(Kinds* self, int& modes) {
   if (self->known->empty()) return Ref();
-  modes = modes_here();
-  if (modes < 0 || forward_level()) return Ref();
-  PyObject* scope = nullptr;
-  if (PyContextVar_Get(self->scope, nullptr, &scope)) return Ref();
-  Ref held(scope);
-  if (scope != nullptr && scope != Py_None) return Ref();
+  modes = modes_of_call(self);
+  if (modes < 0) return Ref();
   Ref devices(PyObject_GetAttr(self->active, known.devices));
   if (!devices) return Ref();
   if (devices.get() != self->home[DEVICES].get()) {
-    forget_kinds(self);
+    self->forget();
     return Ref();
   }
   Ref loop = loop_here(*self->last_loop);
@@ -150,7 +167,7 @@ PyObject* kinds_remember(Kinds* self, PyObject* given) {
     bool same = self->known->size() < MAX_ENTRIES;
     for (int i = 0; i < HOMES; ++i) same = same && self->home[i].get() == home[i];
     if (!same) {
-      forget_kinds(self);
+      self->forget();
       for (int i = 0; i < HOMES; ++i) self->home[i] = Ref::to(home[i]);
     }
     Ref types(PyTuple_New(PyTuple_GET_SIZE(args)));
@@ -159,92 +176,41 @@ PyObject* kinds_remember(Kinds* self, PyObject* given) {
       auto* type = reinterpret_cast<PyObject*>(Py_TYPE(PyTuple_GET_ITEM(args, i)));
       PyTuple_SET_ITEM(types.get(), i, Ref::to(type).release());
     }
-    Kind kind{Ref::to(group), Ref::to(modes), std::move(types)};
-    auto [at, fresh] = self->known->try_emplace(std::string(key.view()));
-    std::swap(at->second, kind);
+    remember(*self->known, key, Kind{Ref::to(group), Ref::to(modes), std::move(types)});
     Py_RETURN_TRUE;
   });
 }
 
 PyObject* kinds_forget(Kinds* self, PyObject*) {
-  forget_kinds(self);
+  self->forget();
   return none();
 }
 
 PyObject* kinds_new(PyTypeObject* type, PyObject* given, PyObject*) {
   PyObject *function, *active, *scope, *last, *restore;
   if (!PyArg_ParseTuple(given, "OOOOO", &function, &active, &scope, &last, &restore)) return nullptr;
-  auto* self = PyObject_GC_New(Kinds, type);
+  auto* self = made<Kinds>(type, {function, active, scope, last, restore});
   if (self == nullptr) return nullptr;
-  self->function = Ref::to(function).release();
-  self->active = Ref::to(active).release();
-  self->scope = Ref::to(scope).release();
-  self->last = Ref::to(last).release();
-  self->restore = Ref::to(restore).release();
   self->home = new Ref[HOMES];
   self->last_loop = new Loop();
-  self->known = new std::unordered_map<std::string, Kind, Hash, std::equal_to<>>();
+  self->known = new Table<Kind>();
   PyObject_GC_Track(self);
   return reinterpret_cast<PyObject*>(self);
-}
-
-int kinds_traverse(Kinds* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(self->function);
-  Py_VISIT(self->active);
-  Py_VISIT(self->scope);
-  Py_VISIT(self->last);
-  Py_VISIT(self->restore);
-  if (self->known == nullptr) return 0;
-  for (int i = 0; i < HOMES; ++i) Py_VISIT(self->home[i].get());
-  Py_VISIT(self->last_loop->loop.get());
-  for (const auto& [key, kind] : *self->known) {
-    Py_VISIT(kind.group.get());
-    Py_VISIT(kind.modes.get());
-    Py_VISIT(kind.types.get());
-  }
-  return 0;
-}
-
-int kinds_clear(Kinds* self) {
-  forget_kinds(self);
-  Py_CLEAR(self->function);
-  return 0;
-}
-
-void kinds_dealloc(Kinds* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  delete std::exchange(self->known, nullptr);
-  delete[] std::exchange(self->home, nullptr);
-  delete std::exchange(self->last_loop, nullptr);
-  Py_CLEAR(self->function);
-  Py_CLEAR(self->active);
-  Py_CLEAR(self->scope);
-  Py_CLEAR(self->last);
-  Py_CLEAR(self->restore);
-  PyObject_GC_Del(self);
-  Py_DECREF(type);
 }
 
 PyObject* kinds_call(Kinds* self, PyObject* args);
 
 PyMethodDef kinds_methods[] = {
-    {"call", reinterpret_cast<PyCFunction>(kinds_call), METH_O, "What awaits the function with these arguments."},
-    {"find", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(kinds_find)), METH_FASTCALL,
-     "The ticket of a call of a known kind, or None."},
-    {"remember", reinterpret_cast<PyCFunction>(kinds_remember), METH_VARARGS, "Whether `find` will know such calls."},
-    {"forget", reinterpret_cast<PyCFunction>(kinds_forget), METH_NOARGS, "Drop everything."},
+    method("call", kinds_call, METH_O, "What awaits the function with these arguments."),
+    method("find", kinds_find, METH_FASTCALL, "The ticket of a call of a known kind, or None."),
+    method("remember", kinds_remember, METH_VARARGS, "Whether `find` will know such calls."),
+    method("forget", kinds_forget, METH_NOARGS, "Drop everything."),
     {nullptr, nullptr, 0, nullptr}};
-PyType_Slot kinds_slots[] = {{Py_tp_doc, const_cast<char*>("What is known about the calls of one batched function.")},
-                             {Py_tp_new, reinterpret_cast<void*>(kinds_new)},
-                             {Py_tp_dealloc, reinterpret_cast<void*>(kinds_dealloc)},
-                             {Py_tp_traverse, reinterpret_cast<void*>(kinds_traverse)},
-                             {Py_tp_clear, reinterpret_cast<void*>(kinds_clear)},
-                             {Py_tp_methods, kinds_methods},
-                             {0, nullptr}};
-PyType_Spec kinds_spec = {"layerzero.native.FunctionCache", sizeof(Kinds), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-                          kinds_slots};
+
+PyTypeObject* kinds_class() {
+  return class_of<Kinds>("layerzero.native.FunctionCache", "What is known about the calls of one batched function.",
+                         {slot(Py_tp_new, kinds_new), slot(Py_tp_methods, kinds_methods)});
+}
 
 // Rows of one call: what its first tensor has along its first axis, one without a tensor; -1 for Python to look.
 long long rows_of(PyObject* call) {

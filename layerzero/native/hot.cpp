@@ -65,6 +65,8 @@ TORCH_API void set_autocast_cache_enabled(bool enabled);
 
 namespace {
 
+#include "classes.h"
+
 // As in scheduler/core/pending_call.py.
 enum State { NEW, WAITING, QUEUED, RUNNING, DETACHED, DONE, FAILED, CANCELLED, EXPIRED, REJECTED };
 
@@ -121,6 +123,39 @@ PyObject* guarded(F&& body) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }
   return nullptr;
+}
+
+// This thread without the interpreter's lock, until the end of a block.
+class Unlocked {
+ public:
+  Unlocked() : state_(PyEval_SaveThread()) {}
+  ~Unlocked() { PyEval_RestoreThread(state_); }
+
+ private:
+  PyThreadState* state_;
+};
+
+// What a coroutine's step gives as Python's `send` returns it.
+PyObject* stopped(PySendResult how, PyObject* value) {
+  if (how != PYGEN_RETURN) return value;
+  Ref owned(value);
+  // By hand: as an argument a tuple would be spread.
+  Ref stop(PyObject_CallOneArg(PyExc_StopIteration, value));
+  if (stop) PyErr_SetObject(PyExc_StopIteration, stop.get());
+  return nullptr;
+}
+
+// The methods `send` and `__next__` of a class whose step is `Step`.
+template <auto Step, typename T>
+PyObject* sent(T* self, PyObject* given) {
+  PyObject* value;
+  const PySendResult how = Step(self, given, &value);
+  return stopped(how, value);
+}
+
+template <auto Step, typename T>
+PyObject* next_of(T* self) {
+  return sent<Step>(self, Py_None);
 }
 
 // Names and constants that are made once.
@@ -243,39 +278,15 @@ struct Ticket {
   long long seq, tokens, bytes;
   int state, priority, surroundings, place;
   char blocking, waiting;
+
+  template <typename F>
+  void each(F&& visit) {
+    all_of(visit, op, args, group, modes, caller, slot, value, wake, context, front, loop, deadline, plan, snapshot, device);
+  }
 };
 
 PyTypeObject* TicketType = nullptr;
 bool is_ticket(PyObject* object) { return Py_TYPE(object) == TicketType; }
-
-#define EVERY_REFERENCE(APPLY)                                                                         \
-  APPLY(op) APPLY(args) APPLY(group) APPLY(modes) APPLY(caller) APPLY(slot) APPLY(value) APPLY(wake) \
-  APPLY(context) APPLY(front) APPLY(loop) APPLY(deadline) APPLY(plan) APPLY(snapshot) \
-  APPLY(device)
-
-int ticket_traverse(Ticket* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-#define VISIT(name) Py_VISIT(self->name);
-  EVERY_REFERENCE(VISIT)
-#undef VISIT
-  return 0;
-}
-
-int ticket_clear(Ticket* self) {
-#define CLEAR(name) Py_CLEAR(self->name);
-  EVERY_REFERENCE(CLEAR)
-#undef CLEAR
-  return 0;
-}
-
-void ticket_dealloc(Ticket* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  if (self->weak != nullptr) PyObject_ClearWeakRefs(reinterpret_cast<PyObject*>(self));
-  ticket_clear(self);
-  PyObject_GC_Del(self);
-  Py_DECREF(type);
-}
 
 Ticket* blank_ticket() {
   auto* self = PyObject_GC_New(Ticket, TicketType);
@@ -358,17 +369,6 @@ PySendResult ticket_send(Ticket* self, PyObject*, PyObject** out) {
   return *out != nullptr ? PYGEN_RETURN : PYGEN_ERROR;
 }
 
-PyObject* ticket_next(Ticket* self) {
-  PyObject* value;
-  const PySendResult how = ticket_send(self, Py_None, &value);
-  if (how != PYGEN_RETURN) return value;
-  Ref owned(value);
-  // By hand: as an argument a tuple would be spread.
-  Ref stop(PyObject_CallOneArg(PyExc_StopIteration, value));
-  if (stop) PyErr_SetObject(PyExc_StopIteration, stop.get());
-  return nullptr;
-}
-
 PyObject* ticket_add_done_callback(Ticket* self, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
   if (count != 1 || named > 1 || (named == 1 && PyUnicode_Compare(PyTuple_GET_ITEM(names, 0), known.context))) {
@@ -406,11 +406,10 @@ PyObject* ticket_unchanged(Ticket* self, PyObject*) {
 }
 
 PyMethodDef ticket_methods[] = {
-    {"unchanged", reinterpret_cast<PyCFunction>(ticket_unchanged), METH_NOARGS,
-     "Whether torch's modes and stream are those under which it was found."},
-    {"result", reinterpret_cast<PyCFunction>(ticket_result), METH_NOARGS, "The value, or the error raised."},
-    {"add_done_callback", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(ticket_add_done_callback)),
-     METH_FASTCALL | METH_KEYWORDS, "Call `wake(self)` in `context` once it has ended; one waiter only."},
+    method("unchanged", ticket_unchanged, METH_NOARGS, "Whether torch's modes and stream are those under which it was found."),
+    method("result", ticket_result, METH_NOARGS, "The value, or the error raised."),
+    method("add_done_callback", ticket_add_done_callback, METH_FASTCALL | METH_KEYWORDS,
+           "Call `wake(self)` in `context` once it has ended; one waiter only."),
     {nullptr, nullptr, 0, nullptr}};
 
 #define FIELD(name, type, member) {name, type, offsetof(Ticket, member), 0, nullptr}
@@ -441,21 +440,13 @@ PyMemberDef ticket_members[] = {FIELD("op", T_OBJECT, op),
                                 {nullptr, 0, 0, 0, nullptr}};
 #undef FIELD
 
-PyType_Slot ticket_slots[] = {
-    {Py_tp_doc, const_cast<char*>("One call on its way through a lane; layerzero.scheduler.core.pending_call.Ticket.")},
-    {Py_tp_new, reinterpret_cast<void*>(ticket_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(ticket_dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void*>(ticket_traverse)},
-    {Py_tp_clear, reinterpret_cast<void*>(ticket_clear)},
-    {Py_tp_methods, ticket_methods},
-    {Py_tp_members, ticket_members},
-    {Py_tp_iter, reinterpret_cast<void*>(PyObject_SelfIter)},
-    {Py_tp_iternext, reinterpret_cast<void*>(ticket_next)},
-    {Py_am_await, reinterpret_cast<void*>(ticket_await)},
-    {Py_am_send, reinterpret_cast<void*>(ticket_send)},
-    {0, nullptr}};
-PyType_Spec ticket_spec = {"layerzero.native.PendingCall", sizeof(Ticket), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-                           ticket_slots};
+PyTypeObject* ticket_class() {
+  return class_of<Ticket>(
+      "layerzero.native.PendingCall", "One call on its way through a lane; layerzero.scheduler.core.pending_call.Ticket.",
+      {slot(Py_tp_new, ticket_new), slot(Py_tp_methods, ticket_methods), slot(Py_tp_members, ticket_members),
+       slot(Py_tp_iter, PyObject_SelfIter), slot(Py_tp_iternext, next_of<ticket_send, Ticket>),
+       slot(Py_am_await, ticket_await), slot(Py_am_send, ticket_send)});
+}
 
 // -- a batch of tickets -------------------------------------------------------------------------------
 
@@ -638,14 +629,8 @@ PyObject* gathered(PyObject* calls, Py_ssize_t position, Py_ssize_t tail, PyObje
       tensors.reserve(size);
       for (Py_ssize_t i = 0; i < size; ++i)
         tensors.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(PyList_GET_ITEM(calls, i), position)));
-      PyThreadState* let = PyEval_SaveThread();
-      try {
-        joined = at::cat(tensors);
-      } catch (...) {
-        PyEval_RestoreThread(let);
-        throw;
-      }
-      PyEval_RestoreThread(let);
+      const Unlocked unlocked;
+      joined = at::cat(tensors);
     }
     return THPVariable_Wrap(std::move(joined));
   });
@@ -754,14 +739,10 @@ PyObject* product(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const at::Tensor left = view_of(rows, {all, width}, {width, 1}, rows->storage_offset());
     const at::Tensor right =
         view_of(weight, {width, height}, {weight->stride(1), weight->stride(0)}, weight->storage_offset());
-    PyThreadState* let = PyEval_SaveThread();
-    try {
+    {
+      const Unlocked unlocked;
       at::mm_out(flat, left, right);
-    } catch (...) {
-      PyEval_RestoreThread(let);
-      throw;
     }
-    PyEval_RestoreThread(let);
     return THPVariable_Wrap(std::move(out));
   });
 }
@@ -817,6 +798,15 @@ struct Hash {
   size_t operator()(const std::string& key) const { return (*this)(std::string_view(key)); }
 };
 
+// What is remembered under keys. An entry that is replaced dies after the map is whole again.
+template <typename T>
+using Table = std::unordered_map<std::string, T, Hash, std::equal_to<>>;
+
+template <typename T>
+void remember(Table<T>& table, const Key& key, T entry) {
+  std::swap(table.try_emplace(std::string(key.view())).first->second, entry);
+}
+
 struct Entry {
   Ref plan, group, modes, constants;  // constants: values by position, NULL where the call's own tensor stands
   double expected_us;
@@ -828,7 +818,7 @@ struct Remembered {
   Ref devices, device, snapshot, fronts;
   uint64_t shared = 0;  // positions whose memory is part of the key
   Loop last_loop;       // the loop that asked last
-  std::unordered_map<std::string, Entry, Hash, std::equal_to<>> entries;
+  Table<Entry> entries;
 };
 
 struct Memo {
@@ -837,6 +827,22 @@ struct Memo {
   Py_ssize_t positional;
   unsigned long long hits;  // calls it has found
   Remembered* kept;
+
+  template <typename F>
+  void each(F&& visit) {
+    all_of(visit, op, names, defaults, active, scope, rehearsal);
+  }
+  template <typename F>
+  void inside(F&& visit) const {
+    for (const Ref* ref : {&kept->devices, &kept->device, &kept->snapshot, &kept->fronts, &kept->last_loop.loop}) visit(ref->get());
+    for (const auto& [key, entry] : kept->entries)
+      for (const Ref* ref : {&entry.plan, &entry.group, &entry.modes, &entry.constants}) visit(ref->get());
+  }
+  void drop() {  // its objects die after it is empty
+    std::unique_ptr<Remembered> old(std::exchange(kept, new Remembered()));
+    kept->shared = old->shared;
+  }
+  void end() { delete kept; }
 };
 
 PyTypeObject* MemoType = nullptr;
@@ -973,9 +979,15 @@ bool usual(const Self* self, int place) {
   return on.get() == Py_False;
 }
 
-void forget(Memo* self) {
-  std::unique_ptr<Remembered> old(std::exchange(self->kept, new Remembered()));  // its objects die after it is empty
-  self->kept->shared = old->shared;
+// The modes that a call here is remembered under; negative where nothing that is known applies. An error is set or not.
+template <typename Self>  // with scope
+int modes_of_call(const Self* self) {
+  const int modes = modes_here();
+  if (modes < 0 || forward_level()) return -1;
+  PyObject* scope = nullptr;
+  if (PyContextVar_Get(self->scope, nullptr, &scope)) return -1;
+  Ref held(scope);
+  return scope != nullptr && scope != Py_None ? -1 : modes;
 }
 
 // at_once.h
@@ -987,14 +999,10 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
   if (count < 2 || count > 3 || self->kept->entries.empty()) return none();
   PyObject* args = given[0];
   PyObject* kwargs = given[1];
-  const int modes = modes_here();
-  if (modes < 0 || forward_level()) return none();
-  PyObject* scope = nullptr;
-  if (PyContextVar_Get(self->scope, nullptr, &scope)) return nullptr;
-  Ref held(scope);
-  if (scope != nullptr && scope != Py_None) return none();
+  const int modes = modes_of_call(self);
+  if (modes < 0) return PyErr_Occurred() ? nullptr : none();
   if (!valid(self->kept, self->active)) {
-    forget(self);
+    self->drop();
     return none();
   }
   Ref loop = loop_here(self->kept->last_loop);
@@ -1087,7 +1095,7 @@ PyObject* memo_remember(Memo* self, PyObject* given) {
     Remembered* kept = self->kept;
     if (positions != kept->shared || kept->entries.size() >= MAX_ENTRIES || devices != kept->devices.get() ||
         device != kept->device.get() || snapshot != kept->snapshot.get() || fronts != kept->fronts.get()) {
-      forget(self);
+      self->drop();
       kept = self->kept;
       kept->shared = positions;
       kept->devices = Ref::to(devices);
@@ -1097,18 +1105,15 @@ PyObject* memo_remember(Memo* self, PyObject* given) {
     }
     Key key;
     if (!make_key(self, here | switches_here(), values, key)) Py_RETURN_FALSE;
-    Entry entry{Ref::to(plan), Ref::to(group), Ref::to(modes), std::move(constants),
-                expected_us,   tokens,         bytes,          place};
-    // An entry that is replaced dies after the map is whole again.
-    auto [at, fresh] = kept->entries.try_emplace(std::string(key.view()));
-    std::swap(at->second, entry);
+    remember(kept->entries, key, Entry{Ref::to(plan), Ref::to(group), Ref::to(modes), std::move(constants),
+                                       expected_us,   tokens,         bytes,          place});
     Py_RETURN_TRUE;
   });
 }
 
 PyObject* memo_forget(Memo* self, PyObject*) {
   return guarded([&]() -> PyObject* {
-    forget(self);
+    self->drop();
     return none();
   });
 }
@@ -1121,14 +1126,8 @@ PyObject* memo_new(PyTypeObject* type, PyObject* given, PyObject*) {
     return nullptr;
   Ref own(interned(names, defaults));
   if (!own) return nullptr;
-  auto* self = PyObject_GC_New(Memo, type);
+  auto* self = made<Memo>(type, {op, own.get(), defaults, active, scope, rehearsal});
   if (self == nullptr) return nullptr;
-  self->op = Ref::to(op).release();
-  self->names = own.release();
-  self->defaults = Ref::to(defaults).release();
-  self->active = Ref::to(active).release();
-  self->scope = Ref::to(scope).release();
-  self->rehearsal = Ref::to(rehearsal).release();
   self->positional = positional;
   self->hits = 0;
   self->kept = new Remembered();
@@ -1136,71 +1135,23 @@ PyObject* memo_new(PyTypeObject* type, PyObject* given, PyObject*) {
   return reinterpret_cast<PyObject*>(self);
 }
 
-int memo_traverse(Memo* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(self->op);
-  Py_VISIT(self->names);
-  Py_VISIT(self->defaults);
-  Py_VISIT(self->active);
-  Py_VISIT(self->scope);
-  Py_VISIT(self->rehearsal);
-  if (self->kept == nullptr) return 0;
-  Py_VISIT(self->kept->devices.get());
-  Py_VISIT(self->kept->device.get());
-  Py_VISIT(self->kept->snapshot.get());
-  Py_VISIT(self->kept->fronts.get());
-  Py_VISIT(self->kept->last_loop.loop.get());
-  for (const auto& [key, entry] : self->kept->entries) {
-    Py_VISIT(entry.plan.get());
-    Py_VISIT(entry.group.get());
-    Py_VISIT(entry.modes.get());
-    Py_VISIT(entry.constants.get());
-  }
-  return 0;
-}
-
-int memo_clear(Memo* self) {
-  forget(self);
-  return 0;
-}
-
-void memo_dealloc(Memo* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  delete std::exchange(self->kept, nullptr);
-  Py_CLEAR(self->op);
-  Py_CLEAR(self->names);
-  Py_CLEAR(self->defaults);
-  Py_CLEAR(self->active);
-  Py_CLEAR(self->scope);
-  Py_CLEAR(self->rehearsal);
-  PyObject_GC_Del(self);
-  Py_DECREF(type);
-}
-
 PyObject* memo_size(Memo* self, void*) { return PyLong_FromSize_t(self->kept->entries.size()); }
 
-PyObject* memo_hits(Memo* self, void*) { return PyLong_FromUnsignedLongLong(self->hits); }
-
 PyMethodDef memo_methods[] = {
-    {"find", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(memo_find)), METH_FASTCALL,
-     "The ticket of a known call, (value,) of one that ran at once, or None."},
-    {"remember", reinterpret_cast<PyCFunction>(memo_remember), METH_VARARGS, "Whether `find` will know such a call."},
-    {"forget", reinterpret_cast<PyCFunction>(memo_forget), METH_NOARGS, "Drop everything."},
+    method("find", memo_find, METH_FASTCALL, "The ticket of a known call, (value,) of one that ran at once, or None."),
+    method("remember", memo_remember, METH_VARARGS, "Whether `find` will know such a call."),
+    method("forget", memo_forget, METH_NOARGS, "Drop everything."),
     {nullptr, nullptr, 0, nullptr}};
-PyGetSetDef memo_getset[] = {
-    {"size", reinterpret_cast<getter>(memo_size), nullptr, "Calls it knows.", nullptr},
-    {"hits", reinterpret_cast<getter>(memo_hits), nullptr, "How often it was asked for one it knew.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyType_Slot memo_slots[] = {{Py_tp_doc, const_cast<char*>("What is known about the calls of one op.")},
-                            {Py_tp_new, reinterpret_cast<void*>(memo_new)},
-                            {Py_tp_dealloc, reinterpret_cast<void*>(memo_dealloc)},
-                            {Py_tp_traverse, reinterpret_cast<void*>(memo_traverse)},
-                            {Py_tp_clear, reinterpret_cast<void*>(memo_clear)},
-                            {Py_tp_methods, memo_methods},
-                            {Py_tp_getset, memo_getset},
-                            {0, nullptr}};
-PyType_Spec memo_spec = {"layerzero.native.CallCache", sizeof(Memo), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, memo_slots};
+PyGetSetDef memo_getset[] = {{"size", reinterpret_cast<getter>(memo_size), nullptr, "Calls it knows.", nullptr},
+                             {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMemberDef memo_members[] = {
+    {"hits", T_ULONGLONG, offsetof(Memo, hits), READONLY, "How often it was asked for one it knew."}, {nullptr, 0, 0, 0, nullptr}};
+
+PyTypeObject* memo_class() {
+  return class_of<Memo>("layerzero.native.CallCache", "What is known about the calls of one op.",
+                        {slot(Py_tp_new, memo_new), slot(Py_tp_methods, memo_methods), slot(Py_tp_getset, memo_getset),
+                         slot(Py_tp_members, memo_members)});
+}
 
 // -- batched functions, and the way into the queue ----------------------------------------------------------
 
@@ -1219,84 +1170,52 @@ PyType_Spec memo_spec = {"layerzero.native.CallCache", sizeof(Memo), 0, Py_TPFLA
 PyObject* modes(PyObject*, PyObject*) { return PyLong_FromLong(modes_here()); }
 
 PyMethodDef functions[] = {
-    {"begin", begin, METH_O, "Tickets run now: (sum of at, least at, tokens, microseconds)."},
-    {"land", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(land)), METH_FASTCALL, "Tickets have ended."},
-    {"resume", resume, METH_O, "Wake the tickets of an iterator, each in its context."},
-    {"rejoin", rejoin, METH_O, "The tensor that pieces are consecutive rows of."},
-    {"gather", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(gather)), METH_FASTCALL,
-     "All rows of one operand, and how many each call brings."},
-    {"split", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(split)), METH_FASTCALL, "Views of rows."},
-    {"product", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(product)), METH_FASTCALL,
-     "Rows times a transposed matrix."},
-    {"own", own, METH_O, "A copy by itself of a piece of a larger allocation."},
-    {"columns", columns, METH_O, "Rows of each call, and the calls' arguments as columns."},
-    {"attributes", attributes, METH_VARARGS, "The classes of a lane, whose attributes `queue` reads and writes."},
-    {"queue", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(queue)), METH_FASTCALL,
-     "Whether the ticket was queued."},
-    {"paired", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(paired)), METH_FASTCALL, "Each value with a plan."},
-    {"ids_below", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(ids_below)), METH_FASTCALL,
-     "A copy of ids that are in range."},
-    {"offsets_to", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(offsets_to)), METH_FASTCALL,
-     "A copy of offsets that rise from 0 to an end."},
-    {"places_below", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(places_below)), METH_FASTCALL,
-     "A copy of places that are in range, none twice."},
-    {"pages_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(pages_of)), METH_FASTCALL,
-     "Copies of a table of pages and of the lengths that it holds."},
-    {"rows_within", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(rows_within)), METH_FASTCALL,
-     "The arguments of a draw, with copies of the numbers of each row."},
-    {"proposals", proposals, METH_O, "The arguments of a verification, with a copy of the drafted tokens."},
-    {"carries", carries, METH_NOARGS, "Whether the coroutine that runs here has modes of its own."},
-    {"modes", modes, METH_NOARGS, "The mask of torch's modes, or -1."},
+    method("begin", begin, METH_O, "Tickets run now: (sum of at, least at, tokens, microseconds)."),
+    method("land", land, METH_FASTCALL, "Tickets have ended."),
+    method("resume", resume, METH_O, "Wake the tickets of an iterator, each in its context."),
+    method("rejoin", rejoin, METH_O, "The tensor that pieces are consecutive rows of."),
+    method("gather", gather, METH_FASTCALL, "All rows of one operand, and how many each call brings."),
+    method("split", split, METH_FASTCALL, "Views of rows."),
+    method("product", product, METH_FASTCALL, "Rows times a transposed matrix."),
+    method("own", own, METH_O, "A copy by itself of a piece of a larger allocation."),
+    method("columns", columns, METH_O, "Rows of each call, and the calls' arguments as columns."),
+    method("attributes", attributes, METH_VARARGS, "The classes of a lane, whose attributes `queue` reads and writes."),
+    method("queue", queue, METH_FASTCALL, "Whether the ticket was queued."),
+    method("paired", paired, METH_FASTCALL, "Each value with a plan."),
+    method("ids_below", ids_below, METH_FASTCALL, "A copy of ids that are in range."),
+    method("offsets_to", offsets_to, METH_FASTCALL, "A copy of offsets that rise from 0 to an end."),
+    method("places_below", places_below, METH_FASTCALL, "A copy of places that are in range, none twice."),
+    method("pages_of", pages_of, METH_FASTCALL, "Copies of a table of pages and of the lengths that it holds."),
+    method("rows_within", rows_within, METH_FASTCALL, "The arguments of a draw, with copies of the numbers of each row."),
+    method("proposals", proposals, METH_O, "The arguments of a verification, with a copy of the drafted tokens."),
+    method("carries", carries, METH_NOARGS, "Whether the coroutine that runs here has modes of its own."),
+    method("modes", modes, METH_NOARGS, "The mask of torch's modes, or -1."),
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "layerzero_hot", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
 PyMODINIT_FUNC PyInit_layerzero_hot() {
-  known.devices = PyUnicode_InternFromString("devices");
-  known.snapshot = PyUnicode_InternFromString("snapshot");
-  known.context = PyUnicode_InternFromString("context");
-  known.on = PyUnicode_InternFromString("on");
-  known.wake = PyUnicode_InternFromString("wake");
-  known.call_soon = PyUnicode_InternFromString("call_soon");
-  known.plan = PyUnicode_InternFromString("plan");
-  known.call = PyUnicode_InternFromString("call");
-  known.us_per_row = PyUnicode_InternFromString("us_per_row");
+  const std::pair<PyObject**, const char*> names[] = {
+      {&known.devices, "devices"}, {&known.snapshot, "snapshot"}, {&known.context, "context"}, {&known.on, "on"},
+      {&known.wake, "wake"}, {&known.call_soon, "call_soon"}, {&known.plan, "plan"}, {&known.call, "call"},
+      {&known.us_per_row, "us_per_row"}, {&known.current_level, "_current_level"}, {&known.thread_id, "_thread_id"}};
+  for (const auto& [name, text] : names)
+    if ((*name = PyUnicode_InternFromString(text)) == nullptr) return nullptr;
   known.empty = PyTuple_New(0);
   Ref events(PyImport_ImportModule("asyncio"));
   Ref forward(PyImport_ImportModule("torch.autograd.forward_ad"));
   if (!events || !forward) return nullptr;
   known.forward = Ref::to(PyModule_GetDict(forward.get())).release();
-  known.current_level = PyUnicode_InternFromString("_current_level");
   known.running_loop = PyObject_GetAttrString(events.get(), "get_running_loop");
-  known.thread_id = PyUnicode_InternFromString("_thread_id");
-  TicketType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&ticket_spec));
-  MemoType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&memo_spec));
-  PlansType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&plans_spec));
-  BatchPlansType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&batches_spec));
-  KindsType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kinds_spec));
-  OperatorType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&operator_spec));
-  CallType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&call_spec));
-  CarriedType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&carried_spec));
   Ref module(PyModule_Create(&definition));
   pthread_atfork(nullptr, nullptr, [] { ++forks; });
-  if (known.running_loop == nullptr || known.thread_id == nullptr || !know_tasks(events.get()) || TicketType == nullptr || MemoType == nullptr ||
-      PlansType == nullptr || BatchPlansType == nullptr || KindsType == nullptr || OperatorType == nullptr || CallType == nullptr || CarriedType == nullptr || !module)
-    return nullptr;
-  Py_INCREF(TicketType);
-  Py_INCREF(MemoType);
-  Py_INCREF(PlansType);
-  Py_INCREF(BatchPlansType);
-  Py_INCREF(KindsType);
-  Py_INCREF(OperatorType);
-  Py_INCREF(CarriedType);
-  if (PyModule_AddObject(module.get(), "PendingCall", reinterpret_cast<PyObject*>(TicketType)) ||
-      PyModule_AddObject(module.get(), "CallCache", reinterpret_cast<PyObject*>(MemoType)) ||
-      PyModule_AddObject(module.get(), "PlanCache", reinterpret_cast<PyObject*>(PlansType)) ||
-      PyModule_AddObject(module.get(), "BatchPlans", reinterpret_cast<PyObject*>(BatchPlansType)) ||
-      PyModule_AddObject(module.get(), "Operator", reinterpret_cast<PyObject*>(OperatorType)) ||
-      PyModule_AddObject(module.get(), "FunctionCache", reinterpret_cast<PyObject*>(KindsType)) ||
-      PyModule_AddObject(module.get(), "IsolatedCoroutine", reinterpret_cast<PyObject*>(CarriedType)))
-    return nullptr;
+  if (known.running_loop == nullptr || !know_tasks(events.get()) || !module) return nullptr;
+  if ((CallType = call_class()) == nullptr) return nullptr;  // made by `FunctionCache.call` alone
+  const std::pair<PyTypeObject**, PyTypeObject* (*)()> classes[] = {
+      {&TicketType, ticket_class}, {&MemoType, memo_class},         {&PlansType, plans_class},    {&BatchPlansType, batches_class},
+      {&KindsType, kinds_class},     {&OperatorType, operator_class}, {&CarriedType, carried_class}};
+  for (const auto& [type, make] : classes)
+    if ((*type = make()) == nullptr || PyModule_AddType(module.get(), *type)) return nullptr;
   return module.release();
 }

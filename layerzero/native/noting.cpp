@@ -14,8 +14,12 @@
 #include <atomic>
 #include <cstdint>
 #include <ctime>
+#include <initializer_list>
+#include <vector>
 
 namespace {
+
+#include "classes.h"
 
 using Word = std::atomic<uint64_t>;
 static_assert(sizeof(Word) == sizeof(uint64_t) && Word::is_always_lock_free);
@@ -26,6 +30,12 @@ struct Watched {
   PyObject *call, *slot_of;  // what runs, and where the thread's slot begins: an index of words
   Py_buffer words;
   uint64_t number, journal;
+
+  template <typename F>
+  void each(F&& visit) {
+    all_of(visit, call, slot_of);
+  }
+  void end() { PyBuffer_Release(&words); }
 };
 
 // The slot that this thread had in the journal it noted something in last.
@@ -65,47 +75,10 @@ PyObject* noted(PyObject* callable, PyObject* const* args, size_t count, PyObjec
   return result;
 }
 
-int watched_traverse(Watched* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(self->call);
-  Py_VISIT(self->slot_of);
-  return 0;
-}
-
-int watched_clear(Watched* self) {
-  Py_CLEAR(self->call);
-  Py_CLEAR(self->slot_of);
-  return 0;
-}
-
-void watched_dealloc(Watched* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  watched_clear(self);
-  PyBuffer_Release(&self->words);
-  PyObject_GC_Del(self);
-  Py_DECREF(type);
-}
-
 PyMemberDef watched_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Watched, vectorcall), READONLY, nullptr},
     {"__wrapped__", T_OBJECT, offsetof(Watched, call), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
-};
-
-PyType_Slot watched_slots[] = {
-    {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
-    {Py_tp_traverse, reinterpret_cast<void*>(watched_traverse)},
-    {Py_tp_clear, reinterpret_cast<void*>(watched_clear)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(watched_dealloc)},
-    {Py_tp_members, watched_members},
-    {0, nullptr},
-};
-
-PyType_Spec watched_spec = {
-    "layerzero_noting.Watched", sizeof(Watched), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    watched_slots,
 };
 
 PyTypeObject* WatchedType = nullptr;
@@ -115,11 +88,9 @@ PyObject* watched(PyObject*, PyObject* given) {
   PyObject *call, *words, *slot_of;
   unsigned long long number, journal;
   if (!PyArg_ParseTuple(given, "OKOKO", &call, &number, &words, &journal, &slot_of)) return nullptr;
-  auto* self = PyObject_GC_New(Watched, WatchedType);
+  auto* self = made<Watched>(WatchedType, {call, slot_of});
   if (self == nullptr) return nullptr;
   self->vectorcall = noted;
-  self->call = Py_NewRef(call);
-  self->slot_of = Py_NewRef(slot_of);
   self->number = number;
   self->journal = journal;
   if (PyObject_GetBuffer(words, &self->words, PyBUF_WRITABLE)) {
@@ -132,7 +103,7 @@ PyObject* watched(PyObject*, PyObject* given) {
 }
 
 PyMethodDef functions[] = {
-    {"watched", watched, METH_VARARGS, "A callable, noted in the journal while it runs."},
+    method("watched", watched, METH_VARARGS, "A callable, noted in the journal while it runs."),
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -141,6 +112,8 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "layerzero_noting", nullptr, -1
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit_layerzero_noting() {
-  WatchedType = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&watched_spec));
+  WatchedType = class_of<Watched>("layerzero_noting.Watched", "A callable, noted in the journal while it runs.",
+                                  {slot(Py_tp_call, PyVectorcall_Call), slot(Py_tp_members, watched_members)},
+                                  Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION);
   return WatchedType == nullptr ? nullptr : PyModule_Create(&definition);
 }

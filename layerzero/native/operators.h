@@ -1,7 +1,7 @@
 // A part of hot.cpp: `Operator`, what `torch.ops.layerzero` calls first: a known call runs without torch's dispatcher.
 //
 // It stands in the place of torch's own callable of one operator, `below`, which gets every call that is not known:
-// `modes_of_call` says so under every mode, transform or trace, and `plain` of every tensor without memory of its own.
+// `modes_of_known` says so under every mode, transform or trace, and `plain` of every tensor without memory of its own.
 // What a profiler listens to goes to the dispatcher, too, so that it sees the operator.
 
 #pragma once
@@ -15,6 +15,11 @@ struct Operator {
   PyObject* attributes;
   Py_ssize_t positional, layout;  // layout: the op's argument that says where heads lie, or -1
   char returns_none;
+
+  template <typename F>
+  void each(F&& visit) {
+    all_of(visit, names, defaults, targets, fixed, plans, below, lay_out, attributes);
+  }
 };
 
 PyTypeObject* OperatorType = nullptr;
@@ -73,7 +78,7 @@ bool op_arguments(const Operator* self, PyObject* args, PyObject* kwargs, PyObje
 
 PyObject* run_operator(Operator* self, PyObject* args, PyObject* kwargs) {
   auto* plans = reinterpret_cast<Plans*>(self->plans);
-  const int modes = at::hasCallbacks() ? -1 : modes_of_call(plans);
+  const int modes = at::hasCallbacks() ? -1 : modes_of_known(plans);
   if (modes < 0) return PyErr_Occurred() ? nullptr : not_ours();
   PyObject* values[MAX_PARAMETERS];
   if (!op_arguments(self, args, kwargs, values)) return not_ours();
@@ -116,48 +121,13 @@ PyObject* operator_new(PyTypeObject* type, PyObject* given, PyObject*) {
   }
   Ref own(interned(names, defaults)), attributes(PyDict_New());
   if (!own || !attributes) return nullptr;
-  auto* self = PyObject_GC_New(Operator, type);
+  auto* self = made<Operator>(type, {own.get(), defaults, targets, fixed, plans, below, lay_out, attributes.get()});
   if (self == nullptr) return nullptr;
-  self->names = own.release();
-  self->attributes = attributes.release();
-  self->defaults = Ref::to(defaults).release();
-  self->targets = Ref::to(targets).release();
-  self->fixed = Ref::to(fixed).release();
-  self->plans = Ref::to(plans).release();
-  self->below = Ref::to(below).release();
-  self->lay_out = Ref::to(lay_out).release();
   self->positional = count;
   self->layout = layout;
   self->returns_none = char(returns_none);
   PyObject_GC_Track(self);
   return reinterpret_cast<PyObject*>(self);
-}
-
-#define EVERY_PART(APPLY)                                                                                \
-  APPLY(names) APPLY(defaults) APPLY(targets) APPLY(fixed) APPLY(plans) APPLY(below) APPLY(lay_out) \
-  APPLY(attributes)
-
-int operator_traverse(Operator* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-#define VISIT(name) Py_VISIT(self->name);
-  EVERY_PART(VISIT)
-#undef VISIT
-  return 0;
-}
-
-int operator_clear(Operator* self) {
-#define CLEAR(name) Py_CLEAR(self->name);
-  EVERY_PART(CLEAR)
-#undef CLEAR
-  return 0;
-}
-
-void operator_dealloc(Operator* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  operator_clear(self);
-  PyObject_GC_Del(self);
-  Py_DECREF(type);
 }
 
 // torch's operators have the hash of what they call, and are in tables already.
@@ -167,15 +137,9 @@ PyMemberDef operator_members[] = {
     {"below", T_OBJECT, offsetof(Operator, below), READONLY, nullptr},
     {"__dictoffset__", T_PYSSIZET, offsetof(Operator, attributes), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
-PyType_Slot operator_slots[] = {
-    {Py_tp_doc, const_cast<char*>("What torch's operator of an op calls: known calls run here.")},
-    {Py_tp_new, reinterpret_cast<void*>(operator_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(operator_dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void*>(operator_traverse)},
-    {Py_tp_clear, reinterpret_cast<void*>(operator_clear)},
-    {Py_tp_call, reinterpret_cast<void*>(operator_call)},
-    {Py_tp_hash, reinterpret_cast<void*>(operator_hash)},
-    {Py_tp_members, operator_members},
-    {0, nullptr}};
-PyType_Spec operator_spec = {"layerzero.native.Operator", sizeof(Operator), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-                             operator_slots};
+
+PyTypeObject* operator_class() {
+  return class_of<Operator>("layerzero.native.Operator", "What torch's operator of an op calls: known calls run here.",
+                            {slot(Py_tp_new, operator_new), slot(Py_tp_call, operator_call),
+                             slot(Py_tp_hash, operator_hash), slot(Py_tp_members, operator_members)});
+}

@@ -12,7 +12,7 @@ struct RunnablePlan {
 // What is known for one device; valid while its runtime and its generation are in force.
 struct DevicePlans {
   Ref devices, device, snapshot;
-  std::unordered_map<std::string, RunnablePlan, Hash, std::equal_to<>> entries;
+  Table<RunnablePlan> entries;
 };
 
 struct Plans {
@@ -22,23 +22,38 @@ struct Plans {
   Py_ssize_t positional;
   unsigned long long hits;  // calls it has run
   std::unordered_map<int, DevicePlans>* by_place;
+
+  template <typename F>
+  void each(F&& visit) {
+    all_of(visit, names, defaults, active, scope, rehearsal, last, recover);
+  }
+  template <typename F>
+  void inside(F&& visit) const {
+    for (const auto& [place, here] : *by_place) {
+      for (const Ref* ref : {&here.devices, &here.device, &here.snapshot}) visit(ref->get());
+      for (const auto& [key, entry] : here.entries)
+        for (const Ref* ref : {&entry.plan, &entry.constants}) visit(ref->get());
+    }
+  }
+  void drop() {
+    std::unordered_map<int, DevicePlans> old;
+    std::swap(old, *by_place);
+  }
+  void end() { delete by_place; }
 };
 
 PyTypeObject* PlansType = nullptr;
 
-bool plan_key(const Plans* self, int modes, PyObject* const* values, Key& key) {
+// The key of a call's values, null where a default stands; false where one has none, or lies elsewhere than `only`.
+bool plan_key(int modes, PyObject* const* values, Py_ssize_t count, Key& key, int only = ELSEWHERE) {
   uint64_t alignments = 1;
   key.add(uint64_t(modes));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->names); ++i) {
-    if (values[i] == nullptr) {
-      if (!key.add(0)) return false;
-      continue;
-    }
-    if (!add_value(key, values[i], false)) return false;
-    if (c10::TensorImpl* impl = plain(values[i])) {
-      if (alignments >> 60) return false;  // more tensors than any op has
-      alignments = alignments << 3 | uint64_t(std::countr_zero(reinterpret_cast<uint64_t>(impl->data()) | 64));
-    }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (values[i] == nullptr ? !key.add(0) : !add_value(key, values[i], false)) return false;
+    c10::TensorImpl* impl = values[i] == nullptr ? nullptr : plain(values[i]);
+    if (impl == nullptr) continue;
+    if ((only != ELSEWHERE && place_of(impl) != only) || alignments >> 60) return false;  // more tensors than any op has
+    alignments = alignments << 3 | uint64_t(std::countr_zero(reinterpret_cast<uint64_t>(impl->data()) | 64));
   }
   return key.add(alignments);
 }
@@ -93,31 +108,23 @@ Ref recovered_pair(PyObject* recover, PyObject* device, PyObject* plan, PyObject
   return Ref();
 }
 
-// The modes that a call here is remembered under; negative where nothing that is known applies. An error is set or not.
-int modes_of_call(Plans* self) {
-  if (self->by_place->empty()) return -1;
-  const int modes = modes_here();
-  if (modes < 0 || forward_level()) return -1;
-  PyObject* scope = nullptr;
-  if (PyContextVar_Get(self->scope, nullptr, &scope)) return -1;
-  Ref held(scope);
-  return scope != nullptr && scope != Py_None ? -1 : modes;
-}
+// Those of a call that may be known; negative where none is.
+int modes_of_known(const Plans* self) { return self->by_place->empty() ? -1 : modes_of_call(self); }
 
-// The result of a call whose values are bound, under modes of `modes_of_call`; NotImplemented where it is not known.
+// The result of a call whose values are bound, under modes of `modes_of_known`; NotImplemented where it is not known.
 PyObject* run_bound(Plans* self, int modes, PyObject** values) {
   const int place = place_of_call(values);
   DevicePlans* here = place == ELSEWHERE ? nullptr : plans_at(self, place);
   if (here == nullptr) return not_ours();
   Key key;
-  if (!plan_key(self, modes | switches_here(), values, key)) return not_ours();
+  const Py_ssize_t count = PyTuple_GET_SIZE(self->names);
+  if (!plan_key(modes | switches_here(), values, count, key)) return not_ours();
   const auto found = here->entries.find(key.view());
   if (found == here->entries.end()) return not_ours();
   // References of our own: the kernel may run code that forgets the entry.
   Ref plan = Ref::to(found->second.plan.get()), constants = Ref::to(found->second.constants.get());
   Ref device = Ref::to(here->device.get());
   if (!usual(self, place)) return not_ours();
-  const Py_ssize_t count = PyTuple_GET_SIZE(self->names);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* constant = PyTuple_GET_ITEM(constants.get(), i);
     if (constant != Py_Ellipsis) values[i] = constant;
@@ -132,7 +139,7 @@ PyObject* run_bound(Plans* self, int modes, PyObject** values) {
 }
 
 PyObject* run_known(Plans* self, PyObject* args, PyObject* kwargs) {
-  const int modes = modes_of_call(self);
+  const int modes = modes_of_known(self);
   if (modes < 0) return PyErr_Occurred() ? nullptr : not_ours();
   PyObject* values[MAX_PARAMETERS];
   return bind(self, args, kwargs, values) ? run_bound(self, modes, values) : not_ours();
@@ -161,7 +168,7 @@ PyObject* plans_remember(Plans* self, PyObject* given) {
   if (constants.get() == Py_None) Py_RETURN_FALSE;
   return guarded([&]() -> PyObject* {
     Key key;
-    if (!plan_key(self, here | switches_here(), values, key)) Py_RETURN_FALSE;
+    if (!plan_key(here | switches_here(), values, all, key)) Py_RETURN_FALSE;
     DevicePlans* known_here = plans_at(self, place);
     if (known_here != nullptr && (device != known_here->device.get() || devices != known_here->devices.get() ||
                                   snapshot != known_here->snapshot.get() || known_here->entries.size() >= MAX_ENTRIES)) {
@@ -174,17 +181,13 @@ PyObject* plans_remember(Plans* self, PyObject* given) {
       known_here->device = Ref::to(device);
       known_here->snapshot = Ref::to(snapshot);
     }
-    RunnablePlan entry{Ref::to(plan), std::move(constants)};
-    // An entry that is replaced dies after the map is whole again.
-    auto [at, fresh] = known_here->entries.try_emplace(std::string(key.view()));
-    std::swap(at->second, entry);
+    remember(known_here->entries, key, RunnablePlan{Ref::to(plan), std::move(constants)});
     Py_RETURN_TRUE;
   });
 }
 
 PyObject* plans_forget(Plans* self, PyObject*) {
-  std::unordered_map<int, DevicePlans> old;
-  std::swap(old, *self->by_place);
+  self->drop();
   return none();
 }
 
@@ -196,62 +199,13 @@ PyObject* plans_new(PyTypeObject* type, PyObject* given, PyObject*) {
     return nullptr;
   Ref own(interned(names, defaults));
   if (!own) return nullptr;
-  auto* self = PyObject_GC_New(Plans, type);
+  auto* self = made<Plans>(type, {own.get(), defaults, active, scope, rehearsal, last, recover});
   if (self == nullptr) return nullptr;
-  self->names = own.release();
-  self->defaults = Ref::to(defaults).release();
-  self->active = Ref::to(active).release();
-  self->scope = Ref::to(scope).release();
-  self->rehearsal = Ref::to(rehearsal).release();
-  self->last = Ref::to(last).release();
-  self->recover = Ref::to(recover).release();
   self->positional = positional;
   self->hits = 0;
   self->by_place = new std::unordered_map<int, DevicePlans>();
   PyObject_GC_Track(self);
   return reinterpret_cast<PyObject*>(self);
-}
-
-int plans_traverse(Plans* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(self->names);
-  Py_VISIT(self->defaults);
-  Py_VISIT(self->active);
-  Py_VISIT(self->scope);
-  Py_VISIT(self->rehearsal);
-  Py_VISIT(self->last);
-  Py_VISIT(self->recover);
-  if (self->by_place == nullptr) return 0;
-  for (const auto& [place, here] : *self->by_place) {
-    Py_VISIT(here.devices.get());
-    Py_VISIT(here.device.get());
-    Py_VISIT(here.snapshot.get());
-    for (const auto& [key, entry] : here.entries) {
-      Py_VISIT(entry.plan.get());
-      Py_VISIT(entry.constants.get());
-    }
-  }
-  return 0;
-}
-
-int plans_clear(Plans* self) {
-  if (self->by_place != nullptr) Py_XDECREF(plans_forget(self, nullptr));
-  return 0;
-}
-
-void plans_dealloc(Plans* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  delete std::exchange(self->by_place, nullptr);
-  Py_CLEAR(self->names);
-  Py_CLEAR(self->defaults);
-  Py_CLEAR(self->active);
-  Py_CLEAR(self->scope);
-  Py_CLEAR(self->rehearsal);
-  Py_CLEAR(self->last);
-  Py_CLEAR(self->recover);
-  PyObject_GC_Del(self);
-  Py_DECREF(type);
 }
 
 PyObject* plans_size(Plans* self, void*) {
@@ -260,25 +214,18 @@ PyObject* plans_size(Plans* self, void*) {
   return PyLong_FromSize_t(size);
 }
 
-PyObject* plans_hits(Plans* self, void*) { return PyLong_FromUnsignedLongLong(self->hits); }
-
 PyMethodDef plans_methods[] = {
-    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(plans_run)), METH_FASTCALL,
-     "The result of a known call, or NotImplemented."},
-    {"remember", reinterpret_cast<PyCFunction>(plans_remember), METH_VARARGS, "Whether `run` will know such a call."},
-    {"forget", reinterpret_cast<PyCFunction>(plans_forget), METH_NOARGS, "Drop everything."},
+    method("run", plans_run, METH_FASTCALL, "The result of a known call, or NotImplemented."),
+    method("remember", plans_remember, METH_VARARGS, "Whether `run` will know such a call."),
+    method("forget", plans_forget, METH_NOARGS, "Drop everything."),
     {nullptr, nullptr, 0, nullptr}};
-PyGetSetDef plans_getset[] = {
-    {"size", reinterpret_cast<getter>(plans_size), nullptr, "Calls it knows.", nullptr},
-    {"hits", reinterpret_cast<getter>(plans_hits), nullptr, "How often it was asked for one it knew.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyType_Slot plans_slots[] = {{Py_tp_doc, const_cast<char*>("The plans of one op's blocking calls.")},
-                             {Py_tp_new, reinterpret_cast<void*>(plans_new)},
-                             {Py_tp_dealloc, reinterpret_cast<void*>(plans_dealloc)},
-                             {Py_tp_traverse, reinterpret_cast<void*>(plans_traverse)},
-                             {Py_tp_clear, reinterpret_cast<void*>(plans_clear)},
-                             {Py_tp_methods, plans_methods},
-                             {Py_tp_getset, plans_getset},
-                             {0, nullptr}};
-PyType_Spec plans_spec = {"layerzero.native.PlanCache", sizeof(Plans), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-                          plans_slots};
+PyGetSetDef plans_getset[] = {{"size", reinterpret_cast<getter>(plans_size), nullptr, "Calls it knows.", nullptr},
+                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMemberDef plans_members[] = {
+    {"hits", T_ULONGLONG, offsetof(Plans, hits), READONLY, "How often it was asked for one it knew."}, {nullptr, 0, 0, 0, nullptr}};
+
+PyTypeObject* plans_class() {
+  return class_of<Plans>("layerzero.native.PlanCache", "The plans of one op's blocking calls.",
+                         {slot(Py_tp_new, plans_new), slot(Py_tp_methods, plans_methods), slot(Py_tp_getset, plans_getset),
+                          slot(Py_tp_members, plans_members)});
+}

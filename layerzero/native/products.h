@@ -11,22 +11,16 @@ at::Tensor products(const at::Tensor& rows, const std::vector<int64_t>& parts, c
   for (const int64_t count : parts) starts.push_back(starts.back() + count);
   at::AutoDispatchBelowADInplaceOrView below;
   at::Tensor out = at::empty({rows.size(0), height}, rows.options().requires_grad(false));
-  PyThreadState* let = PyEval_SaveThread();
-  try {
-    for (size_t at = 0; at < parts.size(); ++at) {
-      c10::TensorImpl* weight = weights[at];
-      at::Tensor into = view_of(out.unsafeGetTensorImpl(), {parts[at], height}, {height, 1}, starts[at] * height);
-      const at::Tensor left = view_of(rows.unsafeGetTensorImpl(), {parts[at], width}, {width, 1},
-                                      rows.storage_offset() + starts[at] * width);
-      const at::Tensor right =
-          view_of(weight, {width, height}, {weight->stride(1), weight->stride(0)}, weight->storage_offset());
-      at::mm_out(into, left, right);
-    }
-  } catch (...) {
-    PyEval_RestoreThread(let);
-    throw;
+  const Unlocked unlocked;
+  for (size_t at = 0; at < parts.size(); ++at) {
+    c10::TensorImpl* weight = weights[at];
+    at::Tensor into = view_of(out.unsafeGetTensorImpl(), {parts[at], height}, {height, 1}, starts[at] * height);
+    const at::Tensor left = view_of(rows.unsafeGetTensorImpl(), {parts[at], width}, {width, 1},
+                                    rows.storage_offset() + starts[at] * width);
+    const at::Tensor right =
+        view_of(weight, {width, height}, {weight->stride(1), weight->stride(0)}, weight->storage_offset());
+    at::mm_out(into, left, right);
   }
-  PyEval_RestoreThread(let);
   return out;
 }
 
@@ -84,7 +78,7 @@ PyObject* ran_as_products(BatchPlans* self, PyObject* calls, int mask, const std
     if (!piece) throw PythonError();
     for (Py_ssize_t i = 0; i < size; ++i) values[i] = i == 0 ? piece.get() : PyTuple_GET_ITEM(call, i);
     Key key;
-    if (!merged_key(mask, values, size, key)) return nullptr;
+    if (!plan_key(mask, values, size, key, HOST)) return nullptr;
     const auto found = self->known->find(key.view());
     if (found == self->known->end() || !multiplies(found->second.get())) return nullptr;
     plans.push_back(Ref::to(found->second.get()));

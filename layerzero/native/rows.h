@@ -10,35 +10,36 @@ struct BatchPlans {
   PyObject *device, *recover;
   std::vector<std::pair<Py_ssize_t, Py_ssize_t>>* operands;  // positions that are joined, and their axes behind the rows
   Ref* snapshot;                                             // the generation that `known` belongs to
-  std::unordered_map<std::string, Ref, Hash, std::equal_to<>>* known;
+  Table<Ref>* known;
+
+  template <typename F>
+  void each(F&& visit) {
+    all_of(visit, device, recover);
+  }
+  template <typename F>
+  void inside(F&& visit) const {
+    visit(snapshot->get());
+    for (const auto& [key, plan] : *known) visit(plan.get());
+  }
+  void drop() {
+    Table<Ref> old;  // what it held dies after the map is whole again
+    std::swap(old, *known);
+  }
+  void end() {
+    delete known;
+    delete snapshot;
+    delete operands;
+  }
 };
 
 PyTypeObject* BatchPlansType = nullptr;
-
-bool merged_key(int modes, PyObject* const* values, Py_ssize_t count, Key& key) {
-  uint64_t alignments = 1;
-  key.add(uint64_t(modes));
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!add_value(key, values[i], false)) return false;
-    c10::TensorImpl* impl = plain(values[i]);
-    if (impl == nullptr) continue;
-    if (place_of(impl) != HOST || alignments >> 60) return false;
-    alignments = alignments << 3 | uint64_t(std::countr_zero(reinterpret_cast<uint64_t>(impl->data()) | 64));
-  }
-  return key.add(alignments);
-}
-
-void forget_batches(BatchPlans* self) {
-  std::unordered_map<std::string, Ref, Hash, std::equal_to<>> known;  // what it held dies after the map is whole again
-  std::swap(known, *self->known);
-}
 
 // Whether what is known belongs to the device's present generation; what does not is dropped.
 bool present(BatchPlans* self) {
   Ref snapshot(PyObject_GetAttr(self->device, known.snapshot));
   if (!snapshot) throw PythonError();
   if (snapshot.get() == self->snapshot->get()) return true;
-  forget_batches(self);
+  self->drop();
   std::swap(snapshot, *self->snapshot);
   return false;
 }
@@ -137,7 +138,7 @@ bool merged(const BatchPlans* self, PyObject* list, int mask, MergedCall& into) 
     counted = true;
   }
   Key key;
-  if (!counted || !merged_key(mask, into.values, into.size, key)) return false;
+  if (!counted || !plan_key(mask, into.values, into.size, key, HOST)) return false;
   const auto found = self->known->find(key.view());
   if (found == self->known->end()) return false;
   into.plan = Ref::to(found->second.get());  // of our own: the kernel may run code that forgets the entry
@@ -226,13 +227,11 @@ PyObject* batches_remember(BatchPlans* self, PyObject* const* given, Py_ssize_t 
     PyObject* values[MAX_PARAMETERS];
     const Py_ssize_t size = PyTuple_GET_SIZE(given[0]);
     for (Py_ssize_t i = 0; i < size; ++i) values[i] = PyTuple_GET_ITEM(given[0], i);
-    if (here < 0 || forward_level() || !merged_key(here, values, size, key)) Py_RETURN_FALSE;
+    if (here < 0 || forward_level() || !plan_key(here, values, size, key, HOST)) Py_RETURN_FALSE;
     present(self);
     if (given[1] != self->snapshot->get()) Py_RETURN_FALSE;
-    if (self->known->size() >= MAX_ENTRIES) forget_batches(self);
-    Ref plan = Ref::to(given[2]);
-    auto [at, fresh] = self->known->try_emplace(std::string(key.view()));
-    std::swap(at->second, plan);
+    if (self->known->size() >= MAX_ENTRIES) self->drop();
+    remember(*self->known, key, Ref::to(given[2]));
     Py_RETURN_TRUE;
   });
 }
@@ -251,62 +250,27 @@ PyObject* batches_new(PyTypeObject* type, PyObject* given, PyObject*) {
     }
     joined.emplace_back(position, tail);
   }
-  auto* self = PyObject_GC_New(BatchPlans, type);
+  auto* self = made<BatchPlans>(type, {device, recover});
   if (self == nullptr) return nullptr;
-  self->device = Ref::to(device).release();
-  self->recover = Ref::to(recover).release();
   self->operands = new std::vector<std::pair<Py_ssize_t, Py_ssize_t>>(std::move(joined));
   self->snapshot = new Ref();
-  self->known = new std::unordered_map<std::string, Ref, Hash, std::equal_to<>>();
+  self->known = new Table<Ref>();
   PyObject_GC_Track(self);
   return reinterpret_cast<PyObject*>(self);
-}
-
-int batches_traverse(BatchPlans* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(self->device);
-  Py_VISIT(self->recover);
-  if (self->known == nullptr) return 0;
-  Py_VISIT(self->snapshot->get());
-  for (const auto& [key, plan] : *self->known) Py_VISIT(plan.get());
-  return 0;
-}
-
-int batches_clear(BatchPlans* self) {
-  if (self->known != nullptr) forget_batches(self);
-  return 0;
-}
-
-void batches_dealloc(BatchPlans* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  delete std::exchange(self->known, nullptr);
-  delete std::exchange(self->snapshot, nullptr);
-  delete std::exchange(self->operands, nullptr);
-  Py_CLEAR(self->device);
-  Py_CLEAR(self->recover);
-  PyObject_GC_Del(self);
-  Py_DECREF(type);
 }
 
 PyObject* batches_size(BatchPlans* self, void*) { return PyLong_FromSize_t(self->known->size()); }
 
 PyMethodDef batches_methods[] = {
-    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(batches_run)), METH_FASTCALL,
-     "The outcomes of a known batch, or NotImplemented."},
-    {"remember", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(batches_remember)), METH_FASTCALL,
-     "Whether `run` will know such a batch."},
+    method("run", batches_run, METH_FASTCALL, "The outcomes of a known batch, or NotImplemented."),
+    method("remember", batches_remember, METH_FASTCALL, "Whether `run` will know such a batch."),
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef batches_getset[] = {
     {"size", reinterpret_cast<getter>(batches_size), nullptr, "Merged calls it knows.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyType_Slot batches_slots[] = {{Py_tp_doc, const_cast<char*>("The plans of one op's merged calls on one device.")},
-                               {Py_tp_new, reinterpret_cast<void*>(batches_new)},
-                               {Py_tp_dealloc, reinterpret_cast<void*>(batches_dealloc)},
-                               {Py_tp_traverse, reinterpret_cast<void*>(batches_traverse)},
-                               {Py_tp_clear, reinterpret_cast<void*>(batches_clear)},
-                               {Py_tp_methods, batches_methods},
-                               {Py_tp_getset, batches_getset},
-                               {0, nullptr}};
-PyType_Spec batches_spec = {"layerzero.native.BatchPlans", sizeof(BatchPlans), 0,
-                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, batches_slots};
+
+PyTypeObject* batches_class() {
+  return class_of<BatchPlans>(
+      "layerzero.native.BatchPlans", "The plans of one op's merged calls on one device.",
+      {slot(Py_tp_new, batches_new), slot(Py_tp_methods, batches_methods), slot(Py_tp_getset, batches_getset)});
+}

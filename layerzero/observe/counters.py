@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from layerzero._util.fork_safety import renew_after_fork
 from layerzero.observe.histograms import Histograms
 
 MAX_SERIES = 1000
@@ -52,7 +51,12 @@ class Counters:
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
         self.histograms = Histograms()
-        _after_fork.add(self)
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: a lock that another thread held would stay locked forever."""
+        self._lock = threading.Lock()
+        self.histograms.renew_locks()
 
     def __repr__(self) -> str:
         return f"<Counters {len(self._values)} series of {len(self._labels)} counters>"
@@ -154,17 +158,3 @@ class _Collector:
             family.add_metric([text for _, text in series.labels], value)
         yield from families.values()
         yield from self._counters.histograms.collect(self._prefix)
-
-
-_after_fork: weakref.WeakSet[Counters] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    # The forked child has one thread; a lock that another thread held would stay locked forever.
-    for counters in _after_fork:
-        counters._lock = threading.Lock()
-        counters.histograms.renew_locks()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import monotonic_ns
-from types import TracebackType
 from typing import Any, Final, Protocol
 
 import anyio
@@ -184,9 +183,7 @@ class Timeline:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop()
         self.save()
 
@@ -194,9 +191,7 @@ class Timeline:
         await anyio.to_thread.run_sync(self.start)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         self.stop()
         await anyio.to_thread.run_sync(self.save)
 

@@ -16,15 +16,7 @@ import torch
 from torch import Tensor
 
 from layerzero.native import FAST_PATH
-from layerzero.ops.op import Args, LaunchFunction
-
-
-def operand_identity(value: Any) -> Hashable:
-    """What makes an argument the same for two callers: tensors by memory, everything else by value."""
-    if isinstance(value, Tensor):
-        return (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-    same: Hashable = value
-    return same
+from layerzero.ops.op import Args, Batching, LaunchFunction
 
 
 def as_view_of_base(pieces: Sequence[Tensor]) -> Tensor | None:
@@ -74,61 +66,6 @@ def concat_rows(pieces: Sequence[Tensor]) -> Tensor:
     return combined if combined is not None else concat_copy(pieces)
 
 
-class BatchingRule:
-    """What tells callers apart: whatever a rule does not put together has to be the same for all of a batch.
-
-    A rule names the operands that its `run` joins (`concat_positions`), and what those need in common
-    (`compatibility`). Every other tensor is in the group by its memory and every other value by itself, so
-    that an argument which a rule does not know keeps callers apart.
-    """
-
-    __slots__ = ()
-
-    rowwise: ClassVar[bool] = False  # a kernel may look at several rows of a caller together
-    weights: tuple[int, ...] = ()  # operands in which calls of one batch may differ, a launch for each
-
-    @property
-    def concat_positions(self) -> Container[int]:
-        """The positions of the operands that `run` puts together."""
-        raise NotImplementedError
-
-    def compatibility(self, args: Args) -> Hashable | None:
-        """What the joined operands of two calls need in common; None where the call must run alone."""
-        raise NotImplementedError
-
-    def batch_key(self, args: Args) -> Hashable | None:
-        """`compatibility`, and the identity of everything that is not joined."""
-        compatibility, concat_positions = self.compatibility(args), self.concat_positions
-        if compatibility is None:
-            return None
-        return compatibility, *[
-            operand_identity(value) for position, value in enumerate(args) if position not in concat_positions
-        ]
-
-    def family_key(self, args: Args) -> Hashable | None:
-        """`batch_key` without the memory of `weights`, only what they look like; None without any."""
-        compatibility, concat_positions = self.compatibility(args), self.concat_positions
-        if compatibility is None or not self.weights:
-            return None
-        return compatibility, *[
-            _looks_of(value) if position in self.weights else operand_identity(value)
-            for position, value in enumerate(args) if position not in concat_positions
-        ]  # fmt: skip
-
-    def shared_operands(self, args: Args) -> tuple[int, ...]:
-        """Positions of the tensors that must be the same memory for two calls to join."""
-        concat_positions = self.concat_positions
-        return tuple(
-            p for p, value in enumerate(args) if isinstance(value, Tensor) and p not in concat_positions
-        )
-
-
-def _looks_of(value: Any) -> Hashable:
-    """The identity of an operand without its memory."""
-    identity: Any = operand_identity(value)
-    return tuple(identity[1:]) if isinstance(value, Tensor) else operand_identity(value)
-
-
 def split_outputs(out: Any, counts: Sequence[int]) -> list[Any]:
     """Each caller's rows of every output."""
     if isinstance(out, tuple):
@@ -137,7 +74,7 @@ def split_outputs(out: Any, counts: Sequence[int]) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class RowBatching(BatchingRule):
+class RowBatching(Batching):
     """Calls over rows: `row_operands` are the operands whose leading axes are rows, the rest must be the
     same.
 

@@ -69,6 +69,12 @@ def need_vector(name: str, value: Any, size: int, why: str) -> Tensor:
     return tensor
 
 
+def need_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str = "") -> None:
+    """`tensor` has that shape; `why` says what it follows from."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} needs shape {tuple(shape)}{why}, got {tuple(tensor.shape)}")
+
+
 def need_index(name: str, value: Any, *, rank: int | tuple[int, ...] | None = None) -> Tensor:
     """`value` as a tensor of int32 or int64."""
     tensor = need_tensor(name, value, rank=rank, floating=False)
@@ -165,6 +171,30 @@ def need_int(name: str, value: Any, *, low: int | None = None, high: int | None 
         raise ValueError(f"{name} needs an int {span}, got {whole}")
     _need_64_bits(name, whole)
     return whole
+
+
+def need_each_row(
+    name: str, value: Any, rows: Tensor, *, low: float = -math.inf, high: float = math.inf
+) -> None:
+    """`value` as a finite number within [low, high], or a floating point tensor (B,) beside logits (B, V)."""
+    if isinstance(value, Tensor):
+        need_vector(name, value, rows.shape[0], "logits' rows")
+        need_same_device("logits", rows, **{name: value})
+    else:
+        need_number(name, value, low=low, high=high)
+
+
+def need_count(name: str, value: Any, rows: Tensor, span: tuple[int, int | None] | None = None) -> None:
+    """`value` as an int in `span`, or any without one, or an index tensor (B,) beside logits (B, V)."""
+    if isinstance(value, Tensor):
+        need_index(name, value, rank=1)
+        if value.shape[0] != rows.shape[0]:
+            raise ValueError(f"{name} needs {rows.shape[0]} elements like logits' rows, got {value.shape[0]}")
+        need_same_device("logits", rows, **{name: value})
+    elif span is None:
+        need_any_int(name, value)
+    else:
+        need_int(name, value, low=span[0], high=span[1])
 
 
 def need_any_int(name: str, value: Any) -> int:

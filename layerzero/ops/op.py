@@ -6,7 +6,7 @@ tests and the documentation table all come from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -48,32 +48,33 @@ class Launcher(Protocol):
     def expected_us(self, args: Args, op: Op | None = None) -> float: ...
 
 
-class Batching(Protocol):
+class Batching:
     """How calls of several callers become fewer launches, and back.
 
-    `rowwise` says that rows of different callers do not touch each other inside the kernel.
+    Whatever a rule does not put together has to be the same for all of a batch: a rule names the operands
+    that its `run` joins (`concat_positions`), and what those need in common (`compatibility`). Every other
+    tensor is in the group by its memory and every other value by itself, so that an argument which a rule
+    does not know keeps callers apart. `rowwise` says that rows of different callers do not touch each other
+    inside the kernel.
     """
 
-    rowwise: ClassVar[bool]
+    __slots__ = ()
 
-    def batch_key(self, args: Args) -> Hashable | None:
-        """The compatibility class of a call; None where it must run alone."""
-        ...
+    rowwise: ClassVar[bool] = False  # a kernel may look at several rows of a caller together
+    weights: tuple[int, ...] = ()  # operands in which calls of one batch may differ, a launch for each
 
-    def family_key(self, args: Args) -> Hashable | None:
-        """`batch_key` of a call and of those with other weights; None where calls of a batch share them."""
-        ...
+    @property
+    def concat_positions(self) -> Container[int]:
+        """The positions of the operands that `run` puts together."""
+        raise NotImplementedError
 
-    def shared_operands(self, args: Args) -> tuple[int, ...] | None:
-        """Positions of the tensors whose address, beside the signature, decides the group.
-
-        None where more than that decides, so that the group cannot be remembered by it.
-        """
-        ...
+    def compatibility(self, args: Args) -> Hashable | None:
+        """What the joined operands of two calls need in common; None where the call must run alone."""
+        raise NotImplementedError
 
     def batch_cost(self, args: Args) -> tuple[int, int]:
         """What the call adds to a batch: (tokens, bytes)."""
-        ...
+        raise NotImplementedError
 
     def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         """Run `calls`, of one group, through as few `launch`es as pay off; one result a call, in order.
@@ -81,7 +82,45 @@ class Batching(Protocol):
         A call that must not run beside the others has `RejectedCall` for its result, in an op that is not
         pure. `launch` takes the arguments of one (merged) call, selects a kernel for it and runs it.
         """
-        ...
+        raise NotImplementedError
+
+    def batch_key(self, args: Args) -> Hashable | None:
+        """`compatibility`, and the identity of everything that is not joined; None where it runs alone."""
+        compatibility, concat_positions = self.compatibility(args), self.concat_positions
+        if compatibility is None:
+            return None
+        return compatibility, *[
+            operand_identity(value) for position, value in enumerate(args) if position not in concat_positions
+        ]
+
+    def family_key(self, args: Args) -> Hashable | None:
+        """`batch_key` without the memory of `weights`, only what they look like; None without any."""
+        compatibility, concat_positions = self.compatibility(args), self.concat_positions
+        if compatibility is None or not self.weights:
+            return None
+        return compatibility, *[
+            operand_identity(value, memory=position not in self.weights)
+            for position, value in enumerate(args) if position not in concat_positions
+        ]  # fmt: skip
+
+    def shared_operands(self, args: Args) -> tuple[int, ...] | None:
+        """Positions of the tensors that must be the same memory for two calls to join.
+
+        None where more than that decides, so that the group cannot be remembered by it.
+        """
+        concat_positions = self.concat_positions
+        return tuple(
+            p for p, value in enumerate(args) if isinstance(value, Tensor) and p not in concat_positions
+        )
+
+
+def operand_identity(value: Any, *, memory: bool = True) -> Hashable:
+    """What makes an argument the same for two callers: tensors by memory and looks, all else by value."""
+    if isinstance(value, Tensor):
+        looks = (value.shape, value.stride(), value.dtype, value.device)
+        return (value.data_ptr(), *looks) if memory else looks
+    same: Hashable = value
+    return same
 
 
 @dataclass(frozen=True, slots=True)

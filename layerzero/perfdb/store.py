@@ -7,7 +7,6 @@ import os
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import anyio
@@ -52,9 +51,7 @@ class PerfDB:
             await self._connection.execute(pragma)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             with anyio.CancelScope(shield=True):

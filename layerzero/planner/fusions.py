@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from layerzero.ops import table
-from layerzero.ops.op import Op
+from layerzero.ops.op import Args, Op
 from layerzero.planner.values import PlacedBlock, PlacedOp, Slot
 
 # Every subset of so many products of one operand is looked at; of more, all of them together.
@@ -88,11 +88,11 @@ class _Reading:
             return Slot(leaves[0].value)
         return Joined(tuple(leaf.value for leaf in leaves))
 
-    def each(self, *names: str) -> Iterator[tuple[int, PlacedOp]]:
-        """The ops of these names, with their positions; not those that ask for a kernel by name."""
+    def each(self, *names: str) -> Iterator[tuple[int, PlacedOp, Args]]:
+        """The ops of these names, with positions and arguments; not those that ask for a kernel by name."""
         for place, op in enumerate(self.block.ops):
             if op.written.op in names and "backend" not in op.written.kwargs:
-                yield place, op
+                yield place, op, op.full or ()
 
 
 def find_fusions(block: PlacedBlock, *, can_join: bool) -> list[Fusion]:
@@ -142,23 +142,20 @@ def _sum(reading: _Reading, leaf: Any) -> int | None:
 
 def _add_norm(reading: _Reading) -> Iterator[Fusion]:
     """A residual sum with the norm of it."""
-    for place, op in reading.each("rms_norm", "layer_norm"):
-        assert op.full is not None
-        total = _sum(reading, op.full[0])
+    for place, op, (x, *rest) in reading.each("rms_norm", "layer_norm"):
+        total = _sum(reading, x)
         if total is not None:
             summed = reading.block.ops[total]
             yield Fusion(
                 "add+norm", frozenset({total, place}), table.get(f"add_{op.written.op}"),
-                (*summed.args, *op.full[1:]), {op.outputs[0]: Take(0), summed.outputs[0]: Take(1)},
+                (*summed.args, *rest), {op.outputs[0]: Take(0), summed.outputs[0]: Take(1)},
             )  # fmt: skip
 
 
 def _norm_quantize(reading: _Reading) -> Iterator[Fusion]:
     """A residual sum, its norm and the rounding of that to eight bits."""
     fused = table.get("add_rms_norm_quantize")
-    for place, op in reading.each("quantize"):
-        assert op.full is not None
-        x, form, granularity, group_size, *scales = op.full
+    for place, op, (x, form, granularity, group_size, *scales) in reading.each("quantize"):
         if granularity == "tensor" or any(scale is not None for scale in scales):
             continue
         rounding = (form, granularity, group_size)
@@ -182,9 +179,7 @@ def _norm_quantize(reading: _Reading) -> Iterator[Fusion]:
 
 def _rope_append(reading: _Reading) -> Iterator[Fusion]:
     """A rotation with the write of the turned keys, and of values, into pages of numbers."""
-    for place, op in reading.each("append_kv"):
-        assert op.full is not None
-        k, v, k_cache, v_cache, slot_mapping, layout, *scales = op.full
+    for place, _, (k, v, k_cache, v_cache, slot_mapping, layout, *scales) in reading.each("append_kv"):
         rotation = reading.made_by(k, "rope")
         if rotation is None or any(scale is not None for scale in scales):
             continue
@@ -200,9 +195,7 @@ def _rope_append(reading: _Reading) -> Iterator[Fusion]:
 def _linears(reading: _Reading) -> Iterator[list[tuple[int, PlacedOp]]]:
     """Products of one operand with weights of one dtype that the block holds, with biases or without."""
     groups: dict[Any, list[tuple[int, PlacedOp]]] = {}
-    for place, op in reading.each("linear"):
-        assert op.full is not None
-        x, weight, bias = op.full
+    for place, op, (x, weight, bias) in reading.each("linear"):
         if reading.is_held(weight) and (bias is None or reading.is_held(bias)):
             kinds = tuple(None if leaf is None else reading.fake(leaf).dtype for leaf in (weight, bias))
             groups.setdefault((x, kinds), []).append((place, op))
@@ -227,7 +220,7 @@ def _joined_linears(reading: _Reading) -> Iterator[Fusion]:
 def _norm_linear(reading: _Reading) -> Iterator[Fusion]:
     """A norm with the product of it, or with all of its products as one."""
     products = [
-        (frozenset({place}), op.full or (), {op.outputs[0]: Take(0)}) for place, op in reading.each("linear")
+        (frozenset({place}), full, {op.outputs[0]: Take(0)}) for place, op, full in reading.each("linear")
     ]
     products += [(joined.covers, joined.full, dict(joined.gives)) for joined in _joined_linears(reading)]
     for covers, (x, weight, bias), gives in products:
@@ -258,9 +251,8 @@ def _activation(reading: _Reading, leaf: Any, kinds: Mapping[str, str], gelu: st
 
 def _gated_mlp(reading: _Reading) -> Iterator[Fusion]:
     """down(activation(gate(x)) * up(x)), gate and up as two products or as the halves of one."""
-    for place, down in reading.each("linear"):
-        assert down.full is not None
-        product = reading.made_by(down.full[0], "aten.mul.Tensor")
+    for place, down, (hidden, w_down, b_down) in reading.each("linear"):
+        product = reading.made_by(hidden, "aten.mul.Tensor")
         if product is None:
             continue
         terms = reading.block.ops[product].args
@@ -275,7 +267,7 @@ def _gated_mlp(reading: _Reading) -> Iterator[Fusion]:
                 covers, x, weight, bias = up
                 yield Fusion(
                     "gate+up+activation", covers | {inner, product, place}, table.get("mlp"),
-                    (x, weight, down.full[1], bias, down.full[2], word), {down.outputs[0]: Take(0)},
+                    (x, weight, w_down, bias, b_down, word), {down.outputs[0]: Take(0)},
                 )  # fmt: skip
 
 
@@ -308,9 +300,8 @@ def _up_weights(reading: _Reading, gate: Any, up: Any) -> tuple[frozenset[int], 
 
 def _plain_mlp(reading: _Reading) -> Iterator[Fusion]:
     """down(activation(up(x)))."""
-    for place, down in reading.each("linear"):
-        assert down.full is not None
-        activation = _activation(reading, down.full[0], _PLAIN, "gelu")
+    for place, down, (hidden, w_down, b_down) in reading.each("linear"):
+        activation = _activation(reading, hidden, _PLAIN, "gelu")
         if activation is None:
             continue
         inner, word = activation
@@ -318,17 +309,15 @@ def _plain_mlp(reading: _Reading) -> Iterator[Fusion]:
         if up is None:
             continue
         x, weight, bias = reading.block.ops[up].full or ()
-        if reading.fake(down.full[1]).shape[0] == reading.fake(weight).shape[1]:
-            full = (x, weight, down.full[1], bias, down.full[2], word)
+        if reading.fake(w_down).shape[0] == reading.fake(weight).shape[1]:
+            full = (x, weight, w_down, bias, b_down, word)
             covers = frozenset({up, inner, place})
             yield Fusion("mlp", covers, table.get("mlp"), full, {down.outputs[0]: Take(0)})
 
 
 def _linear_loss(reading: _Reading) -> Iterator[Fusion]:
     """The last product and its loss."""
-    for place, op in reading.each("cross_entropy"):
-        assert op.full is not None
-        logits, target, class_weights, *rest = op.full
+    for place, op, (logits, target, class_weights, *rest) in reading.each("cross_entropy"):
         product = reading.made_by(logits, "linear")
         if product is None or class_weights is not None:
             continue

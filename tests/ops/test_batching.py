@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from layerzero.ops.batching import RowBatching, as_view_of_base, concat_rows, operand_identity
+from layerzero.ops.batching import RowBatching, as_view_of_base, concat_rows
 from layerzero.ops.linear.embedding import EMBEDDING
 from layerzero.ops.linear.linear import LINEAR
 from layerzero.ops.linear.mlp import MLP
 from layerzero.ops.norm.layer_norm import LAYER_NORM
 from layerzero.ops.norm.rms_norm import ADD_RMS_NORM, RMS_NORM
-from layerzero.ops.op import Args, Op
+from layerzero.ops.op import Args, Op, operand_identity
 from tests.native.twins import both_paths as both_paths
 from tests.ops.calls import assert_same, together
 

@@ -5,12 +5,10 @@
 // once for all query heads of its group. A row's arithmetic depends on nothing but its own sequence, so its
 // bits are the same in every batch and for any number of threads.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -21,6 +19,7 @@
 #include "append.h"
 #include "eight_bits.h"
 #include "memory.h"
+#include "spread.h"
 #include "vectors.h"
 
 namespace {
@@ -519,17 +518,12 @@ bool run(const Call& c, at::ScalarType kv) {
   if (!fits(c)) return false;
   const int threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   const std::vector<Item> items = items_of(c, threads);
-  std::atomic<int64_t> next{0};
-  const int64_t workers = std::min<int64_t>(threads, int64_t(items.size()));
-  at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+  spread(int64_t(items.size()), [&](int64_t i) {
     thread_local Scratch scratch;
-    for (int64_t worker = begin; worker < end; ++worker)
-      for (int64_t i = next++; i < int64_t(items.size()); i = next++) {
-        if (with_code(kv, [&](auto code) { run_item<decltype(code)>(c, items[i], scratch); })) continue;
-        if (kv == at::kFloat) run_item<float>(c, items[i], scratch);
-        else if (kv == at::kBFloat16) run_item<BF16>(c, items[i], scratch);
-        else run_item<_Float16>(c, items[i], scratch);
-      }
+    if (with_code(kv, [&](auto code) { run_item<decltype(code)>(c, items[i], scratch); })) return;
+    if (kv == at::kFloat) run_item<float>(c, items[i], scratch);
+    else if (kv == at::kBFloat16) run_item<BF16>(c, items[i], scratch);
+    else run_item<_Float16>(c, items[i], scratch);
   });
   return true;
 }

@@ -64,43 +64,34 @@ inline void widen_any(const void* from, at::ScalarType type, float* to, int64_t 
 inline vf as_floats(vu bits) { return reinterpret_cast<const vf&>(bits); }
 inline vu as_bits(vf x) { return reinterpret_cast<const vu&>(x); }
 
-struct E4M3 {
+// Codes of eight bits of floating point, whose exponent is BIAS above its own; E4M3 has no infinity.
+template <int MANTISSA, int BIAS>
+struct Float8 {
   uint8_t bits;
-  static constexpr float LARGEST = 448.0f;
-  static vf decoded(const E4M3* from) {
+  static constexpr bool FINITE = MANTISSA == 3;
+  static constexpr float LARGEST = FINITE ? 448.0f : 57344.0f;
+  static constexpr int SHIFT = 23 - MANTISSA;  // from a mantissa of 23 bits
+  static constexpr uint32_t REBIASED = uint32_t(127 - BIAS) << 23, SMALLEST = 1u << MANTISSA;  // no subnormal
+  static constexpr float UNIT = FINITE ? 0x1p-9f : 0x1p-16f;  // of subnormals
+  static constexpr float ROUNDING = FINITE ? 0x1p14f : 0x1p7f;  // where float32 has that unit
+  static vf decoded(const Float8* from) {
     const vu x = __builtin_convertvector(*reinterpret_cast<const vb*>(from), vu), size = x & 0x7fu;
-    const vf small = __builtin_convertvector(reinterpret_cast<const vi&>(size), vf) * all(0x1p-9f);
-    vu bits = size < 8u ? as_bits(small) : (size << 20) + (120u << 23);
-    bits = size == 0x7fu ? vu{} + 0x7fc00000u : bits;
+    const vf small = __builtin_convertvector(reinterpret_cast<const vi&>(size), vf) * all(UNIT);
+    vu bits = size < SMALLEST ? as_bits(small) : (size << SHIFT) + REBIASED;
+    if constexpr (FINITE) bits = size == 0x7fu ? vu{} + 0x7fc00000u : bits;
+    else bits = size >= 0x7cu ? 0x7f800000u | size << SHIFT : bits;
     return as_floats(bits | (x & 0x80u) << 24);
   }
   static vb encoded(vf y) {  // within the format
     const vu bits = as_bits(y), size = bits & 0x7fffffffu;
-    const vu small = as_bits(as_floats(size) + all(0x1p14f)) - (141u << 23);
-    const vu rest = size - (120u << 23) + 0x7ffffu + ((size >> 20) & 1u);
-    const vu code = size < (121u << 23) ? small : rest >> 20;
+    const vu small = as_bits(as_floats(size) + all(ROUNDING)) - as_bits(all(ROUNDING));
+    const vu rest = size - REBIASED + ((1u << (SHIFT - 1)) - 1) + ((size >> SHIFT) & 1u);
+    const vu code = size < REBIASED + (1u << 23) ? small : rest >> SHIFT;
     return __builtin_convertvector(code | (bits >> 31) << 7, vb);
   }
 };
-
-struct E5M2 {
-  uint8_t bits;
-  static constexpr float LARGEST = 57344.0f;
-  static vf decoded(const E5M2* from) {
-    const vu x = __builtin_convertvector(*reinterpret_cast<const vb*>(from), vu), size = x & 0x7fu;
-    const vf small = __builtin_convertvector(reinterpret_cast<const vi&>(size), vf) * all(0x1p-16f);
-    vu bits = size < 4u ? as_bits(small) : (size << 21) + (112u << 23);
-    bits = size >= 0x7cu ? 0x7f800000u | size << 21 : bits;
-    return as_floats(bits | (x & 0x80u) << 24);
-  }
-  static vb encoded(vf y) {
-    const vu bits = as_bits(y), size = bits & 0x7fffffffu;
-    const vu small = as_bits(as_floats(size) + all(0x1p7f)) - (134u << 23);
-    const vu rest = size - (112u << 23) + 0xfffffu + ((size >> 21) & 1u);
-    const vu code = size < (113u << 23) ? small : rest >> 21;
-    return __builtin_convertvector(code | (bits >> 31) << 7, vb);
-  }
-};
+using E4M3 = Float8<3, 7>;
+using E5M2 = Float8<2, 15>;
 
 struct Int8 {
   int8_t bits;

@@ -8,14 +8,12 @@
 // output element is one chain of multiply-adds over ascending k whatever stands beside it, so its bits are the
 // same in every batch and for any number of threads.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <bit>
 #include <cstdint>
 #include <optional>
@@ -23,6 +21,7 @@
 
 #include "memory.h"
 #include "norms.h"
+#include "spread.h"
 #include "vectors.h"
 
 namespace {
@@ -83,8 +82,6 @@ inline vf activated(vf x, int64_t activation) {
   }
 }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 struct Rows {
   const float* data;
   int64_t stride;
@@ -120,17 +117,6 @@ class Room {
   at::Tensor held_;
 };
 
-// Calls work(item, worker) for every item on all threads; who is free takes the next.
-template <typename Work>
-void spread(int64_t items, const Work& work) {
-  std::atomic<int64_t> next{0};
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-  at::parallel_for(0, std::min(items, threads), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t worker = begin; worker < end; ++worker)
-      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) work(item, worker);
-  });
-}
-
 // A weight (columns, inner) in panels of WIDTH columns: all columns of one k, then those of the next.
 struct Panels {
   Panels(const float* data, const at::Tensor& weight, const std::optional<at::Tensor>& bias)
@@ -161,7 +147,7 @@ const float* lay_out(float* to, const at::Tensor& weight) {
   const int64_t columns = weight.size(0), inner = weight.size(1), count = ceil_div(columns, WIDTH);
   const int64_t down = weight.stride(0), along = weight.stride(1);
   const float* from = weight.const_data_ptr<float>();
-  spread(ceil_div(count, FEW), [&](int64_t item, int64_t) {
+  spread(ceil_div(count, FEW), [&](int64_t item) {
     for (int64_t p = item * FEW; p < std::min(count, (item + 1) * FEW); ++p)
       lay_out_panel(to + p * inner * WIDTH, from + p * WIDTH * down, inner,
                     std::min<int64_t>(WIDTH, columns - p * WIDTH), down, along);
@@ -175,7 +161,7 @@ bool rows_equal(const float* panels, const at::Tensor& weight) {
   const int64_t down = weight.stride(0), along = weight.stride(1);
   const auto* from = static_cast<const Stored*>(weight.const_data_ptr());
   std::atomic<bool> equal{true};
-  spread(ceil_div(columns, WIDTH), [&](int64_t panel, int64_t) {
+  spread(ceil_div(columns, WIDTH), [&](int64_t panel) {
     const float* kept = panels + panel * inner * WIDTH;
     const int64_t many = std::min<int64_t>(WIDTH, columns - panel * WIDTH);
     constexpr int64_t STEP = 16;  // as in laying out
@@ -325,7 +311,7 @@ void product_everywhere(const Panels& weight, int64_t rows, Rows x, Result out, 
   const int64_t blocks = ceil_div(rows, step);
   const int64_t wide = ceil_div(weight.count, ceil_div(2 * threads, blocks));
   const int64_t cuts = ceil_div(weight.count, wide);
-  spread(blocks * cuts, [&](int64_t item, int64_t) {
+  spread(blocks * cuts, [&](int64_t item) {
     const int64_t row = item / cuts * step, begin = item % cuts * wide;
     product(weight, begin, std::min(weight.count, begin + wide), std::min(step, rows - row),
             {x.data + row * x.stride, x.stride}, {out.data + row * out.stride, out.stride}, activation);
@@ -443,7 +429,7 @@ std::optional<at::Tensor> norm_linear_kept(const at::Tensor& x, const std::optio
   const float *from = rows.const_data_ptr<float>(), *factors = by ? by->const_data_ptr<float>() : nullptr;
   const Room room(HIDDEN, count * width);
   float* normed = room.data();
-  spread(ceil_div(count, HEIGHT), [&](int64_t item, int64_t) {
+  spread(ceil_div(count, HEIGHT), [&](int64_t item) {
     for (int64_t i = item * HEIGHT; i < std::min(count, (item + 1) * HEIGHT); ++i)
       norm_row(from + i * width, factors, normed + i * width, width, float(eps));
   });

@@ -7,14 +7,12 @@
 // (nf4, float8) meet rows in float32. What the CPU has is asked once, when the module is loaded. An output element
 // is one chain of operations over its row and column, so its bits are the same in every batch.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -29,6 +27,7 @@
 #endif
 
 #include "memory.h"
+#include "spread.h"
 
 namespace {
 
@@ -36,8 +35,6 @@ enum Kind : int64_t { INT4, INT8, E2M1, NORMAL, E4M3, E5M2 };
 enum Level : int64_t { NONE, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AMX };
 
 constexpr int64_t ROWS = 64;  // rows of an item of work: their digits stay in the second cache
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A weight (columns, inner) in panels of 16 columns; `padded` is the inner size in whole steps of 8.
 struct Weight {
@@ -87,17 +84,6 @@ alignas(64) constexpr float NF4_TABLE[16] = {
     -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
     -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
-
-// Calls work(item) for every item on all threads; who is free takes the next.
-template <typename Work>
-void spread(int64_t items, const Work& work) {
-  std::atomic<int64_t> next{0};
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-  at::parallel_for(0, std::min(items, threads), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t worker = begin; worker < end; ++worker)
-      for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) work(item);
-  });
-}
 
 #if defined(__x86_64__)
 

@@ -10,10 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from layerzero.api.start import start
-from layerzero.ops import table as ops_table
-from layerzero.ops.op import Op
 from layerzero.runtime import Runtime
-from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError, UnknownOpError
+from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.spec.settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,14 +62,3 @@ def runtime_of(device: str | None, policy_file: str | Path | None, strict: bool)
         yield runtime
     finally:
         opened.__exit__(None, None, None)
-
-
-def op_named(name: str) -> Op:
-    """The op of that name.
-
-    Raises: click.UsageError: there is none; the message lists them.
-    """
-    try:
-        return ops_table.get(name)
-    except UnknownOpError as error:
-        raise click.UsageError(str(error)) from error

@@ -41,19 +41,16 @@ def gate(
 
     Exit status: 0 all hold, 1 something does not, 2 the file or the command line is wrong.
     """
-    try:
-        file = read_release(release)
-        with runtime_of(device, policy_file, strict) as runtime:
-            if write_baseline is not None:
-                environment = Environment.of_hardware(runtime.device().hardware)
-                _write_baseline(file, write_baseline, environment, str(runtime.device().device))
-                return
-            report = run_gate(
-                file, "quick" if quick else suite, runtime, artifacts=artifacts,
-                begun=lambda stage: None if json_ else click.echo(f"{stage} ...", err=True),
-            )  # fmt: skip
-    except ConfigurationError as error:
-        raise click.UsageError(str(error)) from error
+    file = read_release(release)
+    with runtime_of(device, policy_file, strict) as runtime:
+        if write_baseline is not None:
+            environment = Environment.of_hardware(runtime.device().hardware)
+            _write_baseline(file, write_baseline, environment, str(runtime.device().device))
+            return
+        report = run_gate(
+            file, "quick" if quick else suite, runtime, artifacts=artifacts,
+            begun=lambda stage: None if json_ else click.echo(f"{stage} ...", err=True),
+        )  # fmt: skip
     output.show(json_, report.as_plain(), *_parts_of(report))
     ctx.exit(0 if report.passed else 1)
 

@@ -10,7 +10,6 @@ import msgspec
 from layerzero.cli.common import output
 from layerzero.cli.common.options import json_option, runtime_of, target_options
 from layerzero.gates.model_parity import compare_model
-from layerzero.spec.errors import ConfigurationError
 
 _MARKS = {True: "[x]", False: "[ ]", None: "[-]"}
 
@@ -29,10 +28,7 @@ def parity(
     no such model.
     """
     with runtime_of(device, policy_file, strict) as runtime:
-        try:
-            compared = compare_model(model, runtime.device().device)
-        except ConfigurationError as error:
-            raise click.UsageError(str(error)) from error
+        compared = compare_model(model, runtime.device().device)
     plain = {
         "model": compared.model,
         "passed": compared.passed,

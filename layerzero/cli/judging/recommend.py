@@ -13,7 +13,6 @@ from layerzero.report.call_maps import FreshChooser, tables_for
 from layerzero.report.engine_flags import ENGINES
 from layerzero.report.recommend import Advice, Load, serving_calls
 from layerzero.report.recommend import recommend as recommended
-from layerzero.spec.errors import LayerZeroError
 from layerzero.spec.hardware import probe
 
 
@@ -59,8 +58,6 @@ def recommend(
             recommendation = recommended(
                 engine, model, chooser, load, tie_band=runtime.settings.tie_band, folder=model_config
             )
-    except LayerZeroError as error:
-        raise click.UsageError(str(error)) from error
     except click.UsageError as error:
         hint = f"; or the name of a table: {', '.join(sorted(tables))}" if "--device" in error.message else ""
         raise click.UsageError(f"{error.message}{hint}") from error

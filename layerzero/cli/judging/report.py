@@ -14,7 +14,6 @@ from layerzero.report.collect import as_plain, collect_report
 from layerzero.report.compare import ReportComparison, compare_reports
 from layerzero.report.document import ReportDocument, TrafficOf, read_report
 from layerzero.report.page import page_of_comparison, page_of_report, write_page
-from layerzero.spec.errors import ConfigurationError, ReportRefusedError
 
 _FILE = click.Path(exists=True, dir_okay=False)
 
@@ -49,16 +48,13 @@ def report(
     if path is None and not json_:
         raise click.UsageError("PATH needs the page to write, such as report.html; --json prints the record")
     with runtime_of(device, policy_file, strict) as runtime:
-        try:
-            traffic = [] if metrics is None else _traffic_of(metrics)
-            document = collect_report(
-                runtime, every_table=every_table, trace=trace, traffic=traffic, since=since, ranks=ranks,
-                ledger=ledger, imports=not quick,
-            )  # fmt: skip
-            if path is not None:
-                write_page(path, page_of_report(document))
-        except (ConfigurationError, ReportRefusedError) as error:
-            raise click.UsageError(str(error)) from error
+        traffic = [] if metrics is None else _traffic_of(metrics)
+        document = collect_report(
+            runtime, every_table=every_table, trace=trace, traffic=traffic, since=since, ranks=ranks,
+            ledger=ledger, imports=not quick,
+        )  # fmt: skip
+        if path is not None:
+            write_page(path, page_of_report(document))
     if path is None:
         output.as_json(msgspec.to_builtins(document))
         return
@@ -114,12 +110,9 @@ def compare(
 
     They are of two machines, two versions or two policies.
     """
-    try:
-        comparison = compare_reports(read_report(first), read_report(second))
-        if page is not None:
-            write_page(page, page_of_comparison(comparison))
-    except (ConfigurationError, ReportRefusedError) as error:
-        raise click.UsageError(str(error)) from error
+    comparison = compare_reports(read_report(first), read_report(second))
+    if page is not None:
+        write_page(page, page_of_comparison(comparison))
     output.show(json_, as_plain(comparison), *_parts_of(comparison))
     ctx.exit(1 if fail_slower and comparison.slower else 0)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import table
-from layerzero.ops.batching import BatchingRule, split_outputs
-from layerzero.ops.op import Args, Launcher, LaunchFunction
+from layerzero.ops.batching import split_outputs
+from layerzero.ops.op import Args, Batching, Launcher, LaunchFunction
 
 
 def as_strided_batch(pieces: Sequence[Tensor]) -> Tensor | None:
@@ -55,7 +55,7 @@ GATHER_BYTES_OTHER_DEVICES = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
-class StackedBatching(BatchingRule):
+class StackedBatching(Batching):
     """Calls of one (Sq, Sk) become one launch; other lengths in the same group get their own.
 
     Calls with a mask, a score modifier, dropout or slopes per sequence run alone, and so do large ones

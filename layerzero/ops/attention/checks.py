@@ -203,10 +203,7 @@ def _check_slopes(slopes: Any, q: Tensor, dims: dict[str, int]) -> None:
 
 def _check_sinks(sinks: Any, q: Tensor, dims: dict[str, int]) -> None:
     checks.need_tensor("sinks", sinks)
-    if tuple(sinks.shape) != (dims["Hq"],):
-        raise ValueError(
-            f"sinks needs shape ({dims['Hq']},), one logit a query head, got {tuple(sinks.shape)}"
-        )
+    checks.need_shape("sinks", sinks, (dims["Hq"],), ", one logit a query head")
     checks.need_same_device("q", q, sinks=sinks)
 
 

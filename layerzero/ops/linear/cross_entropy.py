@@ -50,9 +50,7 @@ def _check(args: Args) -> CallSpec:
             f"target needs class ids, int32 or int64; class probabilities are not taken, got {got}"
         )
     checks.need_index("target", target)
-    if target.shape != logits.shape[:-1]:
-        expected_shape = f"{tuple(logits.shape[:-1])} like logits without its last axis"
-        raise ValueError(f"target needs shape {expected_shape}, got {tuple(target.shape)}")
+    checks.need_shape("target", target, logits.shape[:-1], " like logits without its last axis")
     classes = logits.shape[-1]
     if weight is not None:
         checks.need_vector("weight", weight, classes, "logits' last axis")

@@ -92,9 +92,7 @@ def _check(args: Args) -> CallSpec:
     checks.need_rows("scores", scores)
     chosen = experts.shape[-1] if experts.dim() else 0
     for name_of, tensor in (("experts", experts), ("scores", scores)):
-        if tuple(tensor.shape) != (*x.shape[:-1], chosen):
-            needs = f"{(*x.shape[:-1], chosen)}, for x's rows and experts' last axis"
-            raise ValueError(f"{name_of} needs shape {needs}, got {tuple(tensor.shape)}")
+        checks.need_shape(name_of, tensor, (*x.shape[:-1], chosen), ", for x's rows and experts' last axis")
     checks.need_choice("activation", activation, GATES)
     checks.need_choice("gate", gate, GATE_FIRST)
     checks.need_choice("weighed", weighed, WEIGHED)

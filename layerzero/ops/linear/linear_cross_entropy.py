@@ -51,9 +51,7 @@ def _check(args: Args) -> CallSpec:
     if x.shape[-1] != inner:
         raise ValueError(f"x needs a last axis of {inner} like weight's (V, K), got {x.shape[-1]}")
     checks.need_index("target", target)
-    if target.shape != x.shape[:-1]:
-        expected_shape = f"{tuple(x.shape[:-1])} like x without its last axis"
-        raise ValueError(f"target needs shape {expected_shape}, got {tuple(target.shape)}")
+    checks.need_shape("target", target, x.shape[:-1], " like x without its last axis")
     if bias is not None:
         checks.need_vector("bias", bias, classes, "weight's rows")
     checks.need_same_device("x", x, weight=weight, target=target, bias=bias)

@@ -64,9 +64,8 @@ def _check(args: Args) -> CallSpec:
     if w_down.shape[0] != width:
         raise ValueError(f"w_down needs {width} rows like x's last axis, got {w_down.shape[0]}")
     rows = 2 * hidden if activation in GATES else hidden
-    if tuple(w_up.shape) != (rows, width):
-        expected_shape = f"{(rows, width)}, {'(2F, C)' if activation in GATES else '(F, C)'} for {activation}"
-        raise ValueError(f"w_up needs shape {expected_shape}, got {tuple(w_up.shape)}")
+    meant = "(2F, C)" if activation in GATES else "(F, C)"
+    checks.need_shape("w_up", w_up, (rows, width), f", {meant} for {activation}")
     if b_up is not None:
         checks.need_vector("b_up", b_up, rows, "w_up's rows")
     if b_down is not None:

@@ -52,16 +52,13 @@ def _check(args: Args) -> CallSpec:
     checks.need_tensor("w_up", w_up, rank=3)
     checks.need_tensor("w_down", w_down, rank=3)
     width, experts = x.shape[-1], router_logits.shape[-1]
-    if router_logits.shape[:-1] != x.shape[:-1]:
-        expected_shape = f"{(*x.shape[:-1], experts)}, one logit a row of x and expert"
-        raise ValueError(f"router_logits needs shape {expected_shape}, got {tuple(router_logits.shape)}")
+    why = ", one logit a row of x and expert"
+    checks.need_shape("router_logits", router_logits, (*x.shape[:-1], experts), why)
     hidden = w_down.shape[-1]
     if hidden == 0 or tuple(w_down.shape[:2]) != (experts, width):
         expected_shape = f"({experts}, {width}, F), for router_logits' experts and x's last axis"
         raise ValueError(f"w_down needs shape {expected_shape}, got {tuple(w_down.shape)}")
-    if tuple(w_up.shape) != (experts, 2 * hidden, width):
-        expected_shape = f"{(experts, 2 * hidden, width)}, (E, 2F, C)"
-        raise ValueError(f"w_up needs shape {expected_shape}, got {tuple(w_up.shape)}")
+    checks.need_shape("w_up", w_up, (experts, 2 * hidden, width), ", (E, 2F, C)")
     checks.need_int("top_k", top_k, low=1, high=experts)
     checks.need_same_device("x", x, router_logits=router_logits, w_up=w_up, w_down=w_down)
     features = {

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import AppendArgs
-from layerzero.ops.batching import BatchingRule, concat_rows
+from layerzero.ops.batching import concat_rows
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, LaunchFunction, Op, RejectedCall, output_like, register
+from layerzero.ops.op import Args, Batching, LaunchFunction, Op, RejectedCall, output_like, register
 from layerzero.ops.paged.batching import concat_index_rows
 from layerzero.ops.paged.checks import LAYOUTS, cache_features, check_cache, page_axes, validate_codes
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
@@ -198,7 +198,7 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class AppendBatching(BatchingRule):
+class AppendBatching(Batching):
     """Appends to one pool: rows and slot_mapping are concatenated; each caller gets its own
     slot_mapping back.
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.ops.batching import BatchingRule, concat_rows, split_outputs
+from layerzero.ops.batching import concat_rows, split_outputs
 from layerzero.ops.host_copies import concat_with_host_copies, host_copy_of
-from layerzero.ops.op import Args, LaunchFunction
+from layerzero.ops.op import Args, Batching, LaunchFunction
 
 
 @dataclass(frozen=True, slots=True)
-class PagedBatching(BatchingRule):
+class PagedBatching(Batching):
     """Calls over one pool, prefill and decode alike.
 
     The arguments are queries, pools, block_tables, seq_lens, cu_seqlens_q, flags: `queries` counts

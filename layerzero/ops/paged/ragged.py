@@ -13,10 +13,10 @@ from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import RaggedArgs
 from layerzero.ops.attention.batching import GATHER_BYTES, GATHER_BYTES_OTHER_DEVICES
 from layerzero.ops.attention.checks import check_score_options, normalized_window, score_features
-from layerzero.ops.batching import BatchingRule, as_view_of_base, concat_rows, split_outputs
+from layerzero.ops.batching import as_view_of_base, concat_rows, split_outputs
 from layerzero.ops.decoding import OPERAND_DECODING
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, LaunchFunction, Op, register
+from layerzero.ops.op import Args, Batching, LaunchFunction, Op, register
 from layerzero.ops.paged.batching import concat_cu_seqlens
 from layerzero.ops.paged.checks import check_cu_seqlens, query_outputs, validate_cu_seqlens, without_queries
 from layerzero.ops.paged.reference import attend_sequences
@@ -151,7 +151,7 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class RaggedBatching(BatchingRule):
+class RaggedBatching(Batching):
     """Sequences of all callers concatenated; those that have to be copied only while they are small."""
 
     @property

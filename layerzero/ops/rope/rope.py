@@ -48,11 +48,7 @@ def check_rope(args: Args) -> CallSpec:
     _check_heads(q, k)
     _check_tables(cos, sin, xpos_scale, q.shape[-1])
     checks.need_index("positions", positions)
-    if positions.shape != q.shape[:-2]:
-        raise ValueError(
-            f"positions needs shape {tuple(q.shape[:-2])}, one for each token of q {tuple(q.shape)}, "
-            f"got {tuple(positions.shape)}"
-        )
+    checks.need_shape("positions", positions, q.shape[:-2], f", one for each token of q {tuple(q.shape)}")
     checks.need_bool("interleaved", interleaved)
     checks.need_same_device("q", q, k=k, positions=positions, cos=cos, sin=sin, xpos_scale=xpos_scale)
     width, rotated = q.shape[-1], 2 * cos.shape[1]
@@ -96,8 +92,7 @@ def _check_tables(cos: Any, sin: Any, xpos_scale: Any, width: int) -> None:
                 f"{name} needs shape (positions, R / 2) with R / 2 in [1, {width // 2}], "
                 f"got {tuple(table.shape)}"
             )
-        if table.shape != cos.shape:
-            raise ValueError(f"{name} needs shape {tuple(cos.shape)} like cos, got {tuple(table.shape)}")
+        checks.need_shape(name, table, cos.shape, " like cos")
 
 
 def validate_rope_values(args: Args) -> Args:

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from layerzero.ops.batching import BatchingRule, concat_rows, split_outputs
-from layerzero.ops.op import Args, LaunchFunction
+from layerzero.ops.batching import concat_rows, split_outputs
+from layerzero.ops.op import Args, Batching, LaunchFunction
 from layerzero.ops.sampling.draw import as_signed_int64, column, row_seeds
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingBatching(BatchingRule):
+class SamplingBatching(Batching):
     """Rows of any callers over one vocabulary: where callers differ, their numbers become (B,) tensors.
 
     The first `tensors` arguments have a row a caller's row; `numbers` are the positions of the numbers, of

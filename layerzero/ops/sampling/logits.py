@@ -60,9 +60,10 @@ def adjust_logits(
         "frequency_penalty": (frequency_penalty, 0),
     }
     for name, (value, _) in penalties.items():
-        _need_column(name, value, logits, low=1e-3 if name == "repetition_penalty" else -math.inf)
-    _need_column("min_p", min_p, logits, low=0.0, high=1.0)
-    _need_column("temperature", temperature, logits, low=0.0)
+        low = 1e-3 if name == "repetition_penalty" else -math.inf
+        checks.need_each_row(name, value, logits, low=low)
+    checks.need_each_row("min_p", min_p, logits, low=0.0, high=1.0)
+    checks.need_each_row("temperature", temperature, logits, low=0.0)
     penalised = any(not is_constant(value, neutral) for value, neutral in penalties.values())
     if penalised and history is None:
         raise ValueError("history needs the tokens so far where a penalty is given, got None")
@@ -97,11 +98,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int = 0) -> tuple[Tensor
         tensor([0.2500])
     """
     checks.need_rows("logits", checks.need_tensor("logits", logits, rank=2))
-    rows, vocab = logits.shape
+    vocab = logits.shape[1]
     checks.need_index("tokens", tokens, rank=1)
-    if tokens.shape[0] != rows:
-        raise ValueError(f"tokens needs {rows} elements like logits' rows, got {tokens.shape[0]}")
-    checks.need_same_device("logits", logits, tokens=tokens)
+    checks.need_count("tokens", tokens, logits)
     checks.need_int("top", top, low=0, high=vocab)
     index = checks.ids_in_range("tokens", tokens, vocab, "the vocabulary").long().unsqueeze(-1)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -115,8 +114,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int = 0) -> tuple[Tensor
 
 def _biased(logits: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
     checks.need_tensor("bias", bias, rank=2)
-    if bias.shape != tokens.shape:
-        raise ValueError(f"bias needs shape {tuple(tokens.shape)} like bias_tokens, got {tuple(bias.shape)}")
+    checks.need_shape("bias", bias, tokens.shape, " like bias_tokens")
     checks.need_same_device("logits", logits, bias=bias)
     added = torch.where(tokens < 0, 0.0, bias.to(logits.dtype))
     return logits.scatter_add(-1, tokens.clamp_min(0), added)
@@ -143,8 +141,7 @@ def _masked(logits: Tensor, allowed: Tensor) -> Tensor:
     if not isinstance(allowed, Tensor) or allowed.dtype != torch.int32:
         got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
         raise TypeError(f"allowed needs a tensor of int32, got {got}")
-    if tuple(allowed.shape) != (rows, words):
-        raise ValueError(f"allowed needs shape {(rows, words)}, a bit a token, got {tuple(allowed.shape)}")
+    checks.need_shape("allowed", allowed, (rows, words), ", a bit a token")
     checks.need_same_device("logits", logits, allowed=allowed)
     bits = (allowed.unsqueeze(-1) >> torch.arange(MASK_BITS, device=allowed.device, dtype=torch.int32)) & 1
     return logits.masked_fill(bits.flatten(1)[:, :vocab] == 0, -torch.inf)
@@ -160,17 +157,6 @@ def _without_unlikely(logits: Tensor, min_p: Number, temperature: Number) -> Ten
 # -- checks ---------------------------------------------------------------------------------------------
 
 
-def _need_column(
-    name: str, value: Any, logits: Tensor, low: float = -math.inf, high: float = math.inf
-) -> None:
-    """`value` is a finite number from `low` to `high` or a floating point tensor (B,)."""
-    if isinstance(value, Tensor):
-        checks.need_vector(name, value, logits.shape[0], "logits' rows")
-        checks.need_same_device("logits", logits, **{name: value})
-    else:
-        checks.need_number(name, value, low=low, high=high)
-
-
 def _ids(name: str, tokens: Tensor, logits: Tensor) -> Tensor:
     checks.need_index(name, tokens, rank=2)
     if tokens.shape[0] != logits.shape[0]:
@@ -180,11 +166,5 @@ def _ids(name: str, tokens: Tensor, logits: Tensor) -> Tensor:
 
 
 def _prompt_lens(value: Any, logits: Tensor) -> Tensor:
-    if isinstance(value, Tensor):
-        checks.need_index("prompt_lens", value, rank=1)
-        if value.shape[0] != logits.shape[0]:
-            raise ValueError(f"prompt_lens needs {logits.shape[0]} elements, got {value.shape[0]}")
-        checks.need_same_device("logits", logits, prompt_lens=value)
-    else:
-        checks.need_int("prompt_lens", value, low=0)
+    checks.need_count("prompt_lens", value, logits, (0, None))
     return column(value, torch.int64, logits.device)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.native import FAST_PATH
 from layerzero.ops import checks
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
@@ -93,29 +92,6 @@ def sample_topp(
 # -- checks ---------------------------------------------------------------------------------------------
 
 
-def _need_fraction(name: str, value: Any, high: float, logits: Tensor) -> None:
-    """`value` is a number in [0, high] or a floating point tensor (B,)."""
-    if isinstance(value, Tensor):
-        checks.need_vector(name, value, logits.shape[0], "logits' rows")
-        checks.need_same_device("logits", logits, **{name: value})
-    else:
-        checks.need_number(name, value, low=0.0, high=high)
-
-
-def need_count(name: str, value: Any, span: tuple[int, int] | None, logits: Tensor) -> None:
-    """`value` is an int in `span`, or any without one, or an index tensor (B,)."""
-    if isinstance(value, Tensor):
-        checks.need_index(name, value, rank=1)
-        if value.shape[0] != logits.shape[0]:
-            got = value.shape[0]
-            raise ValueError(f"{name} needs {logits.shape[0]} elements like logits' rows, got {got}")
-        checks.need_same_device("logits", logits, **{name: value})
-    elif span is None:
-        checks.need_any_int(name, value)
-    else:
-        checks.need_int(name, value, low=span[0], high=span[1])
-
-
 def _describe(
     op: str,
     logits: Any,
@@ -125,9 +101,9 @@ def _describe(
     extra_features: frozenset[str] = frozenset(),
 ) -> CallSpec:
     """The spec of all three ops, after each has checked its own arguments."""
-    _need_fraction("temperature", temperature, MAX_TEMPERATURE, logits)
-    need_count("seed", seed, None, logits)
-    need_count("offset", offset, None, logits)
+    checks.need_each_row("temperature", temperature, logits, low=0.0, high=MAX_TEMPERATURE)
+    checks.need_count("seed", seed, logits)
+    checks.need_count("offset", offset, logits)
     return describe(
         op,
         [logits],
@@ -144,8 +120,8 @@ def _need_logits(logits: Any) -> None:
 def _check_sample(args: Args) -> CallSpec:
     logits, temperature, top_k, top_p, seed, offset = args
     _need_logits(logits)
-    need_count("top_k", top_k, (0, MAX_TOP_K), logits)
-    _need_fraction("top_p", top_p, 1.0, logits)
+    checks.need_count("top_k", top_k, logits, (0, MAX_TOP_K))
+    checks.need_each_row("top_p", top_p, logits, low=0.0, high=1.0)
     return _describe("sample", logits, seed, offset, temperature, _filters(top_k, top_p))
 
 
@@ -159,14 +135,14 @@ def _filters(top_k: Any, top_p: Any) -> frozenset[str]:
 def _check_topk(args: Args) -> CallSpec:
     logits, k, temperature, seed, offset = args
     _need_logits(logits)
-    need_count("k", k, (1, MAX_TOP_K), logits)
+    checks.need_count("k", k, logits, (1, MAX_TOP_K))
     return _describe("sample_topk", logits, seed, offset, temperature)
 
 
 def _check_topp(args: Args) -> CallSpec:
     logits, p, temperature, seed, offset = args
     _need_logits(logits)
-    _need_fraction("p", p, 1.0, logits)
+    checks.need_each_row("p", p, logits, low=0.0, high=1.0)
     return _describe("sample_topp", logits, seed, offset, temperature)
 
 
@@ -179,13 +155,8 @@ _TOPP: Bounds = {"p": (0, 1), "temperature": _HEAT}
 
 def _validate_rows(bounds: Bounds, args: Args) -> Args:
     """The arguments behind the logits as copies within their bounds; each row's largest logit is finite."""
-    native = FAST_PATH.module
-    checked_args: Any = None if native is None else native.rows_within(args, bounds)
-    return (
-        _looked_through(args, bounds)
-        if checked_args is None or checked_args is NotImplemented
-        else checked_args
-    )
+    checked_args: Args | None = checks.native_check("rows_within", args, bounds)
+    return _looked_through(args, bounds) if checked_args is None else checked_args
 
 
 def _looked_through(args: Args, bounds: Bounds) -> Args:

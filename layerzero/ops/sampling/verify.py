@@ -8,19 +8,17 @@ Every row has its own seed, and its draws do not depend on which rows are in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.native import FAST_PATH
 from layerzero.ops import checks
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Op, register
 from layerzero.ops.sampling.batching import SamplingBatching
 from layerzero.ops.sampling.draw import GOLDEN, Count, new_seed, row_seeds, sample_from_weights, uniform
-from layerzero.ops.sampling.sampling import need_count
 from layerzero.ops.signature import SignedCall, op_signature, type_key
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
@@ -126,20 +124,16 @@ def _describe(op: str, args: Args, seed: Any, offset: Any) -> CallSpec:
         raise TypeError(f"target_probs needs {draft.dtype} like draft_probs, got {target.dtype}")
     rows, places, vocab = draft.shape
     bonus = 1 if op == "verify_chain" else 0
-    if tuple(target.shape) != (rows, places + bonus, vocab):
-        raise ValueError(
-            f"target_probs needs shape {(rows, places + bonus, vocab)}, got {tuple(target.shape)} beside "
-            f"draft_probs {tuple(draft.shape)}"
-        )
-    if tuple(tokens.shape) != (rows, places):
-        raise ValueError(f"draft_tokens needs shape {(rows, places)}, got {tuple(tokens.shape)}")
+    beside = f" beside draft_probs {tuple(draft.shape)}"
+    checks.need_shape("target_probs", target, (rows, places + bonus, vocab), beside)
+    checks.need_shape("draft_tokens", tokens, (rows, places))
     if vocab < 1 or places > MAX_DEPTH:
         raise ValueError(
             f"draft_probs needs a vocabulary and at most {MAX_DEPTH} places, got {tuple(draft.shape)}"
         )
     checks.need_same_device("draft_probs", draft, draft_tokens=tokens, target_probs=target)
-    need_count("seed", seed, None, draft)
-    need_count("offset", offset, None, draft)
+    checks.need_count("seed", seed, draft)
+    checks.need_count("offset", offset, draft)
     return describe(
         op, [draft, target], {"N": rows, "S": places, "V": vocab}, {"seed_per_row": isinstance(seed, Tensor)}
     )
@@ -159,20 +153,13 @@ def _check_tree(args: Args) -> CallSpec:
 
 def _validate_values(args: Args) -> Args:
     """Tokens in the vocabulary, as a copy; probabilities that are some."""
-    native = FAST_PATH.module
-    checked: Any = None if native is None else native.proposals(args)
-    return _looked_through(args) if checked is None or checked is NotImplemented else checked
+    checked: Args | None = checks.native_check("proposals", args)
+    return _looked_through(args) if checked is None else checked
 
 
 def _looked_through(args: Args) -> Args:
     draft, tokens, target = args[:3]
-    if (
-        not checks.can_read_values(draft)
-        or not checks.can_read_values(tokens)
-        or not checks.can_read_values(target)
-    ):
-        return args
-    if not draft.shape[0]:
+    if not draft.shape[0] or not all(map(checks.can_read_values, (draft, tokens, target))):
         return args
     private_tokens = checks.private_copy(tokens)
     start = 0 if not isinstance(args[3], tuple) else 1  # a tree's root was not drafted
@@ -311,35 +298,32 @@ def _work(spec: CallSpec) -> WorkEstimate:
     )
 
 
-VERIFY_CHAIN = register(
-    Op(
-        build=verify_chain,
-        check=_check_chain,
-        reference=verify_chain_reference,
-        outputs=_chain_outputs,
-        work=_work,
-        operands=(0, 2),
-        exact_dims=frozenset({"V", "S"}),
-        validate_values=_validate_values,
-        batching=SamplingBatching(numbers=(3, 4), seed=3, tensors=3),
-        differentiable=False,
-        stochastic=True,
-        wide_outputs=frozenset({0, 1}),
+def _register(
+    build: Callable[..., SignedCall],
+    check: Callable[[Args], CallSpec],
+    reference: Callable[..., Any],
+    outputs: Callable[[Args], tuple[OutputSpec, ...]],
+    seed: int,
+    results: int,
+) -> Op:
+    """Add an op whose argument `seed` has the seeds, the one behind it the offsets."""
+    return register(
+        Op(
+            build=build,
+            check=check,
+            reference=reference,
+            outputs=outputs,
+            work=_work,
+            operands=(0, 2),
+            exact_dims=frozenset({"V", "S"}),
+            validate_values=_validate_values,
+            batching=SamplingBatching(numbers=(seed, seed + 1), seed=seed, tensors=3),
+            differentiable=False,
+            stochastic=True,
+            wide_outputs=frozenset(range(results)),
+        )
     )
-)
-VERIFY_TREE = register(
-    Op(
-        build=verify_tree,
-        check=_check_tree,
-        reference=verify_tree_reference,
-        outputs=_tree_outputs,
-        work=_work,
-        operands=(0, 2),
-        exact_dims=frozenset({"V", "S"}),
-        validate_values=_validate_values,
-        batching=SamplingBatching(numbers=(4, 5), seed=4, tensors=3),
-        differentiable=False,
-        stochastic=True,
-        wide_outputs=frozenset({0, 1, 2}),
-    )
-)
+
+
+VERIFY_CHAIN = _register(verify_chain, _check_chain, verify_chain_reference, _chain_outputs, 3, 2)
+VERIFY_TREE = _register(verify_tree, _check_tree, verify_tree_reference, _tree_outputs, 4, 3)
