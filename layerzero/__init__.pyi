@@ -699,7 +699,7 @@ async def mlp(
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
-    Returns: x's shape and dtype; everything between is float32.
+    Returns: x's shape and dtype; a kernel may round hidden rows to that dtype in between.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 2002.05202 for the gated kinds.
     """

@@ -457,7 +457,7 @@ def mlp(
         w_up (F, C). b_up has as many elements as w_up has rows, b_down (C,). geglu and gelu use the exact
         erf, geglu_tanh and gelu_tanh its approximation.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
-    Returns: x's shape and dtype; everything between is float32.
+    Returns: x's shape and dtype; a kernel may round hidden rows to that dtype in between.
     Raises: ValueError, TypeError: an argument does not fit, by name.
     Source: arXiv 2002.05202 for the gated kinds.
     """

@@ -142,8 +142,10 @@ def hypothetical_gpu(
 ) -> Hardware:
     """An NVIDIA GPU that need not be here, for planning: its roofs are those of its compute capability.
 
-    Raises: ValueError: `sm` (times ten: 90 is 9.0) is no compute capability of any GPU.
+    Raises: ValueError: `sm` (times ten: 90 is 9.0) is no compute capability of any GPU, or `cuda` no version.
     """
+    if re.fullmatch(r"\d+(\.\d+)*", cuda) is None:
+        raise ValueError(f"cuda needs a version such as 13.0, got {cuda!r}")
     known = gpu_map().capabilities
     if isinstance(sm, bool) or sm not in known:
         every = ", ".join(map(str, sorted(set(known))))

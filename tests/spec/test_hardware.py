@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from layerzero.spec import hardware
-from layerzero.spec.hardware import GPUGeneration, Hardware, MMAFamily, generation_of, mma_family_of, probe
+from layerzero.spec.hardware import (
+    GPUGeneration,
+    Hardware,
+    MMAFamily,
+    generation_of,
+    hypothetical_gpu,
+    mma_family_of,
+    probe,
+)
 
 ROWS = [
     (None, "UNKNOWN", "none"), (70, "UNKNOWN", "none"), (75, "TURING", "wmma"), (80, "AMPERE", "wmma"),
@@ -132,3 +140,11 @@ def test_cuda_that_is_not_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="'cuda:0' needs CUDA"):
         hardware._probe_cuda("cuda:0")
+
+
+@pytest.mark.parametrize("cuda", ["banana", "", "13.", "cu130"])
+def test_a_cuda_version_of_an_imagined_gpu_that_is_none_is_refused(cuda: str) -> None:
+    """A mistyped version names the argument; it does not silently refuse or admit kernels."""
+    with pytest.raises(ValueError, match=r"^cuda needs a version such as 13\.0, got"):
+        hypothetical_gpu(90, cuda=cuda)
+    assert hypothetical_gpu(90, cuda="12.8").cuda == "12.8"

@@ -17,6 +17,7 @@ from layerzero.ops.paged.checks import (
     LAYOUTS,
     cache_features,
     check_cache,
+    check_queries,
     check_tables,
     gather_numbers,
     page_axes,
@@ -79,7 +80,7 @@ def check(args: Args) -> CallSpec:
     checks.need_choice("layout", call.layout, LAYOUTS)
     checks.need_bool("is_causal", call.is_causal)
     checks.need_bool("return_lse", call.return_lse)
-    checks.need_tensor("q", q, rank=3)
+    check_queries("q", q)
     dims = check_tables(q, call.block_tables, call.seq_lens, call.cu_seqlens_q)
     dims |= _check_pools(q, k_cache, v_cache, call.layout)
     check_score_options(call.scale, call.softcap, call.window)

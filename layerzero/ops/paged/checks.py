@@ -16,12 +16,21 @@ from layerzero.spec.call_spec import OutputSpec
 from layerzero.spec.reasons import Reason
 
 LAYOUTS = ("NHD", "HND")
-POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, *kv_formats.CODE_DTYPES)
+QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+POOL_DTYPES = (*QUERY_DTYPES, *kv_formats.CODE_DTYPES)
 
 
 def page_axes(layout: str) -> tuple[int, int]:
     """The axes of a pool that hold a page's tokens and its heads."""
     return (1, 2) if layout == "NHD" else (2, 1)
+
+
+def check_queries(name: str, queries: Any) -> None:
+    """`queries` as numbers (T, heads, D): codes have no scale here."""
+    checks.need_tensor(name, queries, rank=3)
+    if queries.dtype not in QUERY_DTYPES:
+        allowed_dtypes = ", ".join(checks.dtype_name(dtype) for dtype in QUERY_DTYPES)
+        raise TypeError(f"{name} needs one of {allowed_dtypes}, got {checks.dtype_name(queries.dtype)}")
 
 
 def check_cache(name: str, pool: Any, q: Tensor, rank: int) -> Tensor:

@@ -16,6 +16,7 @@ from layerzero.ops.paged.batching import PagedBatching
 from layerzero.ops.paged.checks import (
     cache_features,
     check_cache,
+    check_queries,
     check_tables,
     gather_numbers,
     query_offsets,
@@ -73,8 +74,8 @@ def check(args: Args) -> CallSpec:
     checks.need_bool("is_causal", is_causal)
     checks.need_bool("return_lse", return_lse)
     checks.need_number("scale", scale)
-    checks.need_tensor("q_nope", q_nope, rank=3)
-    checks.need_tensor("q_pe", q_pe, rank=3)
+    check_queries("q_nope", q_nope)
+    check_queries("q_pe", q_pe)
     checks.need_same_device("q_nope", q_nope, q_pe=q_pe)
     if 0 in q_nope.shape[1:] or q_pe.shape[2] == 0:
         raise ValueError(

@@ -453,3 +453,26 @@ def test_codes_of_two_formats_are_refused() -> None:
         with pytest.raises(FormatError, match="needs codes of") as caught:
             lz.sync.attention(**(codes | {name: q.to(torch.float8_e5m2)}), **scales)
         assert caught.value.reason is Reason.KV_DTYPE_MISMATCH
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("name", ["q", "q_nope", "q_pe"])
+def test_queries_of_codes_are_refused_by_name(name: str, codes: torch.dtype) -> None:
+    """Queries over pages have no scale: no kernel meets codes there, raises and is blamed for them."""
+    tables, lens = torch.tensor([[0]]), torch.tensor([2])
+    with pytest.raises(TypeError, match=rf"^{name} needs one of float32, .* got float8"):
+        if name == "q":
+            pool = torch.randn(1, 2, 1, 8)
+            lz.sync.paged_attention(torch.randn(1, 1, 8).to(codes), pool, pool, tables, lens)
+        else:
+            queries = {"q_nope": torch.randn(1, 1, 8), "q_pe": torch.randn(1, 1, 8)}
+            queries[name] = queries[name].to(codes)
+            pool = torch.randn(1, 2, 8)
+            lz.sync.mla_attention(
+                *queries.values(),
+                ckv_cache=pool,
+                kpe_cache=pool,
+                block_tables=tables,
+                seq_lens=lens,
+                scale=0.3,
+            )
