@@ -173,7 +173,7 @@ def shipped(names: Iterable[str]) -> list[list[Any]]:
     found = []
     for name in names:
         table = read_table(TABLES / name)
-        device = ImaginedDevice(table)
+        device: Any = ImaginedDevice(table)
         for op in sorted({row.case.op for row in table.rows}):
             begin = time.perf_counter()
             solved = solve_op(device, ops_table.get(op))

@@ -469,7 +469,8 @@ def test_queries_of_codes_are_refused_by_name(name: str, codes: torch.dtype) -> 
             queries[name] = queries[name].to(codes)
             pool = torch.randn(1, 2, 8)
             lz.sync.mla_attention(
-                *queries.values(),
+                queries["q_nope"],
+                queries["q_pe"],
                 ckv_cache=pool,
                 kpe_cache=pool,
                 block_tables=tables,
