@@ -126,14 +126,16 @@ def plugged(record: dict[str, Any]) -> Table:
     return {"columns": columns, "rows": rows}
 
 
-def _said(record: dict[str, Any], part: str, what: str) -> list[tuple[int, dict[str, Any]]]:
-    """Return the rows of one part that have a number, each with the ranks it ran with."""
+def _said(
+    record: dict[str, Any], part: str, what: str, number: str = "tokens_per_s"
+) -> list[tuple[int, dict[str, Any]]]:
+    """Return the rows of one part that have the number, each with the ranks it ran with."""
     return [
         (said.get("ranks", record["gpus"]), row)
         for name, said in record["parts"].items()
         if name.partition(",")[0] == part
         for row in said.get("rows", ())
-        if row["what"] == what and "tokens_per_s" in row
+        if row["what"] == what and number in row
     ]
 
 
@@ -158,6 +160,29 @@ def in_stages(record: dict[str, Any]) -> Table:
         for ranks, row in _said(record, "grid", "grid")
     ]
     columns = ["GPUs", "requests", "context", "tokens/s", "slowest stage: ms a step", "of the bound"]
+    return {"columns": columns, "rows": rows}
+
+
+def diverged(record: dict[str, Any]) -> Table:
+    """Return how soon each rank named a planted difference, and the wrong sums that it handed out."""
+    rows = [
+        [row["planted"], ranks, row["rank"], row["raised"], row["noticed_after_s"] * 1e3, row["wrong_sums"]]
+        for part in ("reordered", "other_choice")
+        for ranks, row in _said(record, part, "divergence", "wrong_sums")
+    ]
+    return {"columns": ["planted", "ranks", "rank", "raised", "noticed after (ms)", "wrong sums"],
+            "rows": rows}  # fmt: skip
+
+
+def lost(record: dict[str, Any]) -> Table:
+    """Return what the loss of a replica's process under streams costs."""
+    rows = [
+        [row["replicas"], row["requests"], row["complete"], row["tokens_wanted"], row["tokens"],
+         row["longest_pause_s"], row["replica_serves_again_after_s"]]
+        for row in record["parts"]["lost"]["rows"]
+    ]  # fmt: skip
+    columns = ["replicas", "streams", "complete", "tokens wanted", "tokens", "longest pause (s)",
+               "serves again after (s)"]  # fmt: skip
     return {"columns": columns, "rows": rows}
 
 
