@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.ops.attention.adapters import Result, int32, takes
+from layerzero.ops.attention.adapters import Result, bounds, takes
 from layerzero.ops.attention.arguments import RaggedArgs
-from layerzero.ops.host_copies import max_seqlen
 from layerzero.spec.kernel import Kernel
 
 aten = torch.ops.aten
@@ -28,35 +27,28 @@ _EVERYTHING, _BOTTOM_RIGHT = 0, 2
 STEP = 8
 
 
-def flash(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
-    scale: float | None, window: tuple[int, int] | None, softcap: float | None, return_lse: bool,
-) -> Result:  # fmt: skip
+@takes(RaggedArgs)
+def flash(call: RaggedArgs) -> Result:
     """FlashAttention 2 as torch carries it; causal is bottom-right by itself."""
-    window_left, right = window if window is not None else (-1, -1)
+    left, right = call.window if call.window is not None else (-1, -1)
     windowed: dict[str, int] = {}
-    if window_left >= 0 or right >= 0:
-        windowed = {"window_size_left": window_left, "window_size_right": 0 if is_causal else right}
+    if left >= 0 or right >= 0:
+        windowed = {"window_size_left": left, "window_size_right": 0 if call.is_causal else right}
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, int32(cu_seqlens_q), int32(cu_seqlens_k), max_seqlen(cu_seqlens_q, q.shape[0]),
-        max_seqlen(cu_seqlens_k, k.shape[0]), 0.0, is_causal and not windowed, False, scale=scale,
-        **windowed,
-    )  # fmt: skip
-    if not return_lse:
+        *call[:3], *bounds(call), 0.0, call.is_causal and not windowed, False, scale=call.scale, **windowed
+    )
+    if not call.return_lse:
         return out  # type: ignore[no-any-return]
     # It marks rows that see nothing with +inf.
     return out, lse.masked_fill(lse == torch.inf, -torch.inf).transpose(0, 1)
 
 
-def efficient(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool,
-    scale: float | None, window: tuple[int, int] | None, softcap: float | None, return_lse: bool,
-) -> Tensor:  # fmt: skip
+@takes(RaggedArgs)
+def efficient(call: RaggedArgs) -> Tensor:
     """The memory-efficient kernel that torch carries from xFormers, the only one of the two with float32."""
     out: Tensor = aten._efficient_attention_forward(
-        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), None, int32(cu_seqlens_q), int32(cu_seqlens_k),
-        max_seqlen(cu_seqlens_q, q.shape[0]), max_seqlen(cu_seqlens_k, k.shape[0]), 0.0,
-        _BOTTOM_RIGHT if is_causal else _EVERYTHING, False, scale=scale,
+        *(tensor.unsqueeze(0) for tensor in call[:3]), None, *bounds(call), 0.0,
+        _BOTTOM_RIGHT if call.is_causal else _EVERYTHING, False, scale=call.scale,
     )[0]  # fmt: skip
     return out.squeeze(0)
 
