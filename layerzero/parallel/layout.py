@@ -55,7 +55,7 @@ class Layout:
         self.tensor = TensorGroup(tensor_rank, tp, group, sequence=sequence)
         self.chain = _group_of(member.rank, columns if pp > 1 else [])
         # Of all ranks: where NCCL's default group is bound to a GPU, torch has those outside a group wait.
-        self.returning = dist.new_group(backend="gloo") if pp > 1 else None
+        self.returning: Any = dist.new_group(backend="gloo") if pp > 1 else None
 
     @property
     def first(self) -> bool:

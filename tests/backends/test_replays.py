@@ -94,7 +94,8 @@ def test_a_replay_reads_what_it_was_captured_with(kernel: Kernel) -> None:
         torch.cuda.synchronize()
         empty_what_may_go()
         gc.collect()
-        overwrite_what_is_free()
+        with torch.cuda.stream(stream):  # the allocator gives a stream's memory to that stream again
+            overwrite_what_is_free()
         after = replayed(graph, outs)
     assert all(map(torch.equal, before, after)), f"after {len(others)} other calls"
     captures.release()

@@ -27,7 +27,12 @@ from tests.backends import cases
 
 BY_ID = {k.id: k for k in cases.KERNELS}
 VENDORS = ("flashinfer", "flash_attn_2", "flash_attn_3", "vllm_flash_attn_3", "flash_attn_4", "xformers")
-PAGED = [k for k in cases.KERNELS if k.op == "paged_attention" and "cuda" in k.capability.platforms]
+# Those that take keys and values as codes have tests of their own: tests/cuda/test_codes.py.
+PAGED = [
+    k
+    for k in cases.KERNELS
+    if k.op == "paged_attention" and "cuda" in k.capability.platforms and not k.id.endswith("codes")
+]
 RAGGED = [k for k in cases.KERNELS if k.op == "ragged_attention" and "cuda" in k.capability.platforms]
 DENSE = [k for k in cases.KERNELS if k.op == "attention" and k.capability.platforms == {"cuda"}]
 HOPPER = hypothetical_gpu(90)
