@@ -154,12 +154,16 @@ def _guard_for(binding: Binding, example: Args) -> Check:
 
 def _guarded(binding: Binding, device: LocalDevice, tail: Args, check: Check) -> Callable[..., Any]:
     bits = device.mode()
-    mode, may_be_foreign, run = device.mode, foreign.may_be_foreign, _unguarded(binding, device, tail)
+    mode, may_be_foreign = device.mode, foreign.may_be_foreign
 
     def bound(*tensors: Any) -> Any:
         if not check(*tensors) or mode() != bits or may_be_foreign(tensors[0] if tensors else tail[0]):
             return binding.run_unmatched(tensors)
-        return run(*tensors)
+        plan = binding.plan if device.snapshot is binding.base else binding.rebind()
+        try:
+            return plan.call(*tensors, *tail)
+        except Exception as error:
+            return binding.recover(plan, (*tensors, *tail), error)
 
     exact = _exact_check(binding)
     if exact is None or device.capturing is not None or bits & ~GRAD:
@@ -221,6 +225,13 @@ def _unguarded(binding: Binding, device: LocalDevice, tail: Args) -> Callable[..
 def _tensor_check(example: Args, *, strides: bool, grad: bool) -> Check:
     """A check that arguments are like the example's: tensors by metadata, everything else by value."""
     count = len(example)
+    if (
+        count <= len(_CHECKS)
+        and all(isinstance(value, Tensor) for value in example)
+        and not strides
+        and not grad
+    ):
+        return _CHECKS[count - 1](*example)
     facts = [_facts(value, strides, grad) for value in example]
 
     def check(*values: Any) -> bool:
@@ -236,3 +247,42 @@ def _facts(value: Any, strides: bool, grad: bool) -> Any:
         extra = (value.stride() if strides else None, value.requires_grad if grad else None)
         return (value.shape, value.dtype, value.device, extra)
     return value
+
+
+def _check_one(a: Tensor) -> Check:
+    shape, dtype, device = a.shape, a.dtype, a.device
+
+    def check(a: Tensor, *more: Any) -> bool:
+        return a.shape == shape and a.dtype is dtype and a.device == device and not more
+
+    return check
+
+
+def _check_two(a: Tensor, b: Tensor) -> Check:
+    first, shape, dtype, device = _check_one(a), b.shape, b.dtype, b.device
+
+    def check(a: Tensor, b: Tensor, *more: Any) -> bool:
+        return b.shape == shape and b.dtype is dtype and b.device == device and not more and first(a)
+
+    return check
+
+
+def _check_three(a: Tensor, b: Tensor, c: Tensor) -> Check:
+    sa, sb, sc = a.shape, b.shape, c.shape
+    da, db, dc = a.dtype, b.dtype, c.dtype
+    device = a.device
+    if b.device != device or c.device != device:
+        raise ValueError("bound tensors need one device")
+
+    def check(a: Tensor, b: Tensor, c: Tensor, *more: Any) -> bool:
+        return (
+            a.shape == sa and b.shape == sb and c.shape == sc
+            and a.dtype is da and b.dtype is db and c.dtype is dc
+            and a.device == device and b.device == device and c.device == device
+            and not more
+        )  # fmt: skip
+
+    return check
+
+
+_CHECKS: tuple[Callable[..., Check], ...] = (_check_one, _check_two, _check_three)
