@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from typing import Protocol
 
@@ -19,6 +20,18 @@ _alive: weakref.WeakSet[Forkable] = weakref.WeakSet()
 def renew_after_fork(thing: Forkable) -> None:
     """Call `thing.after_fork()` in every forked child, while `thing` is alive; it is not kept alive."""
     _alive.add(thing)
+
+
+class ProcessLock:
+    """One reentrant lock for what the whole process shares: `with lock.lock:`; a forked child begins anew."""
+
+    def __init__(self) -> None:
+        self.after_fork()
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Begin with a lock that no thread holds."""
+        self.lock = threading.RLock()
 
 
 def _in_child() -> None:

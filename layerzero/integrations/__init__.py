@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from layerzero._util.fork_safety import renew_after_fork
+from layerzero._util.fork_safety import ProcessLock
 from layerzero.integrations.patches.substitute import PARTS, PatchTable
 
 M = TypeVar("M")
@@ -15,19 +14,7 @@ M = TypeVar("M")
 FRAMEWORKS = {"transformers": "PreTrainedModel", "diffusers": "ModelMixin"}
 
 
-class _Patching:
-    """One patch or unpatch at a time: models may share modules and configurations."""
-
-    def __init__(self) -> None:
-        self.after_fork()
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Begin with a lock that no thread holds."""
-        self.lock = threading.RLock()
-
-
-_PATCHING = _Patching()
+_PATCHING = ProcessLock()  # models may share modules and configurations
 
 
 def patch(model: M, parts: Iterable[str] = PARTS) -> M:

@@ -184,13 +184,15 @@ def need_each_row(
         need_number(name, value, low=low, high=high)
 
 
-def need_count(name: str, value: Any, rows: Tensor, span: tuple[int, int | None] | None = None) -> None:
-    """`value` as an int in `span`, or any without one, or an index tensor (B,) beside logits (B, V)."""
+def need_count(
+    name: str, value: Any, rows: Tensor, span: tuple[int, int | None] | None = None, beside: str = "logits"
+) -> None:
+    """`value` as an int in `span`, or any without one, or an index tensor with an element a row beside."""
     if isinstance(value, Tensor):
         need_index(name, value, rank=1)
-        if value.shape[0] != rows.shape[0]:
-            raise ValueError(f"{name} needs {rows.shape[0]} elements like logits' rows, got {value.shape[0]}")
-        need_same_device("logits", rows, **{name: value})
+        if value.shape[0] != (count := rows.shape[0]):
+            raise ValueError(f"{name} needs {count} elements like {beside}' rows, got {value.shape[0]}")
+        need_same_device(beside, rows, **{name: value})
     elif span is None:
         need_any_int(name, value)
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from layerzero._util.fork_safety import renew_after_fork
+from layerzero._util.fork_safety import ProcessLock
 from layerzero.operators import defined_schemas
 from layerzero.ops import table
 from layerzero.planner.block import Block, BlockOp, Edge, map_tree
@@ -28,21 +27,9 @@ _SAFE = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default
 _SWITCH = torch._C._set_grad_enabled
 
 
-class _Turn:
-    """One thread plans at a time: torch's modes of tracing, and its own `nn.Module.__call__` in the place of
-    the other, are those of the whole process.
-    """
-
-    def __init__(self) -> None:
-        self.after_fork()
-        renew_after_fork(self)
-
-    def after_fork(self) -> None:
-        """Begin with a lock that no thread holds."""
-        self.lock = threading.RLock()
-
-
-TURN = _Turn()
+# One thread plans at a time: torch's modes of tracing, and its own `nn.Module.__call__` in the place of the
+# other, are those of the whole process.
+TURN = ProcessLock()
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Block:

@@ -132,8 +132,8 @@ def _describe(op: str, args: Args, seed: Any, offset: Any) -> CallSpec:
             f"draft_probs needs a vocabulary and at most {MAX_DEPTH} places, got {tuple(draft.shape)}"
         )
     checks.need_same_device("draft_probs", draft, draft_tokens=tokens, target_probs=target)
-    checks.need_count("seed", seed, draft)
-    checks.need_count("offset", offset, draft)
+    checks.need_count("seed", seed, draft, beside="draft_probs")
+    checks.need_count("offset", offset, draft, beside="draft_probs")
     return describe(
         op, [draft, target], {"N": rows, "S": places, "V": vocab}, {"seed_per_row": isinstance(seed, Tensor)}
     )

@@ -171,7 +171,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "draft_probs needs probabilities of at least 0",
     ),
-    ({"seed": torch.ones(3, dtype=torch.int64)}, ValueError, "seed needs 2 elements"),
+    ({"seed": torch.ones(3, dtype=torch.int64)}, ValueError, "seed needs 2 elements like draft_probs' rows"),
     ({"offset": 1.5}, TypeError, "offset"),
 ]
 
