@@ -170,9 +170,14 @@ def test_a_plugin_that_is_not_there_or_broken_raises(monkeypatch: pytest.MonkeyP
 
 
 def test_every_kernel_takes_the_arguments_of_its_op() -> None:
-    """As many as the op passes, whatever machine the kernel is for: an op that grew leaves none behind."""
+    """As many as the op passes, on machines that are not here too: an op that grew leaves none behind.
+
+    What runs on CPUs is called by the contract's tests.
+    """
     looked_at = set()
     for kernel in KERNELS:
+        if "cpu" in kernel.capability.platforms:
+            continue
         count = len(inspect.signature(getattr(lz.sync, kernel.op)).parameters.keys() - {"backend"})
         try:
             run = kernel.load()
