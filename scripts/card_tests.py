@@ -96,7 +96,7 @@ def groups() -> tuple[Group, ...]:
         "xformers": "xformers.",
         "liger": "liger.",
         "triton": "triton.",
-        "cuda": "cuda.paged_attention or cuda.quantized_linear",
+        "of_this_project": "cuda.paged_attention or cuda.quantized_linear",
         "reference": "reference.",
         "torch_attention": "torch.attention.",
         "torch": "torch. and not torch.attention.",
@@ -104,11 +104,16 @@ def groups() -> tuple[Group, ...]:
         without = "flash_attn" if name == "xformers" else ""  # it does not import beside FlashAttention-4
         found.append(Group(name, OF_A_KERNEL, select, without=without))
     found.append(Group("flashinfer_rows", OF_A_KERNEL, "flashinfer. and not fa2 and not fa3"))
-    found.append(Group("by_hand", OF_A_KERNEL[1:], "not flashinfer. and not flash_attn_ and not xformers."))
+    of_kernels = "flashinfer. flash_attn_ xformers. vllm_ liger. triton. cuda. reference. torch."
+    none = " and ".join(f"not {start}" for start in of_kernels.split())
+    found.append(Group("by_hand", OF_A_KERNEL[1:], none))
     for part in ("triton.", "reference.", "not triton. and not reference."):
         name = "invariance_" + ("rest" if part.startswith("not") else part.strip("."))
         select = f"test_a_row_has_its_own_bits and {part}"
         found.append(Group(name, ("tests/backends/test_batch_invariance.py",), select))
+    replays = ("tests/backends/test_replays.py",)
+    found.append(Group("replays", replays, "not flashinfer."))
+    found.append(Group("replays_flashinfer", replays, "flashinfer."))
     found.append(
         Group(
             "own",

@@ -267,7 +267,7 @@ def _scaled(case: Case, form: Format, width: int) -> tuple[str, int]:
     usual = "row" if "row" in form.granularities else form.granularities[0]
     layout = _asked(case, "scale_per_", form.granularities, usual)
     if layout == "block":
-        return layout, 16
+        return layout, case.dims.get("S", 16)
     if layout != "group":
         return layout, 0
     if not form.open_groups:

@@ -195,23 +195,44 @@ def base_of(kernel: Kernel) -> dict[str, int]:
                 base[dim] = int(values[0])
             case Condition(dim, "%" | ">=", int(value)) if value > _SMALL[condition.operator]:
                 base[dim] = value
+    if "S" in base and "K" in base:
+        base["K"] = max(base["K"], 2 * base["S"])  # one group of all columns is a scale a row
     return base
 
 
 def needed(kernel: Kernel) -> tuple[str, ...]:
-    """What every call asks of a kernel of codes: its only format, the only way in which it shares scales."""
-    if kernel.op != "quantized_linear":
-        return ()
-    features = sorted(kernel.capability.features)
-    by_kind = ([name for name in features if name.startswith(kind)] for kind in ("quant_", "scale_per_"))
-    return tuple(names[0] for names in by_kind if len(names) == 1)
+    """What every call asks of a kernel that takes no plain one: of each kind of asks the first that it takes.
+
+    The formats of codes, the ways of sharing scales that are its only ones, what it says it is for.
+    """
+    capability, first = kernel.capability, list[str]()
+    taken = [ask for ask in ASKS.get(kernel.op, ()) if ask in capability.features]
+    shared = [name for name in capability.features if name.startswith("scale_per_")]
+    if capability.only_with:
+        first.append(next(ask for ask in taken if ask in capability.only_with))
+    if kernel.op == "quantized_linear":
+        formats = [ask for ask in taken if ask.startswith("quant_")]
+        first += [] if "quant_int8" in capability.features else formats[:1]
+        first += shared if len(shared) == 1 and shared[0] in taken else []
+    return tuple(first)
+
+
+def asking(kernel: Kernel, *asks: str) -> tuple[str, ...]:
+    """These asks, and those that the kernel needs of the kinds that they have none of."""
+    kinds = [frozenset(kernel.capability.only_with), *(_of_kind(kind) for kind in ("quant_", "scale_per_"))]
+    open_kinds = [kind for kind in kinds if not kind.intersection(asks)]
+    return (*(ask for ask in needed(kernel) if any(ask in kind for kind in open_kinds)), *asks)
+
+
+def _of_kind(kind: str) -> frozenset[str]:
+    return frozenset(ask for asks in ASKS.values() for ask in asks if ask.startswith(kind))
 
 
 def cases_of(kernel: Kernel) -> Iterator[Case]:
     """The calls of a kernel's op, in the sizes, the layout and the format that it takes."""
-    first = ("bshd",) if kernel.capability.layouts == {"BSHD"} else needed(kernel)
+    first = ("bshd",) if kernel.capability.layouts == {"BSHD"} else ()
     for case in cases(kernel.op, base_of(kernel)):
-        yield replace(case, asks=(*first, *(a for a in case.asks if a not in first)))
+        yield replace(case, asks=(*first, *asking(kernel, *(a for a in case.asks if a not in first))))
 
 
 def cases(op: str, base: Mapping[str, int] = MappingProxyType({})) -> Iterator[Case]:

@@ -192,8 +192,7 @@ def test_a_row_has_its_own_bits_however_the_batch_lies_in_memory(kernel: Kernel)
     op, batch = table.get(kernel.op), {"attention": "B", "alibi": "Hq"}.get(kernel.op, "N")
     device = kernels.device([kernel], lz.Settings(determinism="strict", warm="off"), cases.DEVICE)
     asked = [("inputs_quantized",)] if kernel.op == "quantized_linear" else asks(kernel.op)[:3]
-    if {"quant_int4", "scale_per_group"} == {*cases.needed(kernel)}:
-        asked = [cases.needed(kernel)]
+    asked = [cases.asking(kernel, *asks) for asks in asked]
     if kernel.id == "triton.add_rms_norm_quantize.group":  # nothing that is asked of rows is asked of groups
         asked = [("scale_per_group",)]
     compared = 0
@@ -206,7 +205,7 @@ def test_a_row_has_its_own_bits_however_the_batch_lies_in_memory(kernel: Kernel)
             positions = ALONG.get(kernel.op, (0, 1, 2))
             for way in ("gaps between rows", "columns first"):
                 lying = tuple(
-                    at(a, 1, strides(a)[way])
+                    at(a, max(1, kernel.capability.alignment // a.itemsize), strides(a)[way])
                     if p in positions and isinstance(a, Tensor) and a.dim() > 1
                     else a
                     for p, a in enumerate(args)

@@ -363,7 +363,7 @@ def test_a_unit_is_compiled_by_a_call_like_the_one_asked_for(kernel: Kernel) -> 
     assert kernel.compile is not None
     op, built = table.get(kernel.op), 0
     for asks in ((), ("causal", "gqa"), ("prefill", "lse", "causal")):
-        known = tuple(a for a in asks if a in kernel.capability.features)
+        known = cases.asking(kernel, *(a for a in asks if a in kernel.capability.features))
         layout = ("bshd",) if kernel.op == "attention" else ()
         case = cases.Case(kernel.op, (*layout, *known), {"D": 64} | cases.base_of(kernel))
         request = op.check(cases.call(case, torch.bfloat16))

@@ -48,7 +48,9 @@ def test_a_call_allocates_no_more_than_is_stated(kernel: Kernel) -> None:
     layout = ("bshd",) if kernel.capability.layouts == {"BSHD"} else ()
     codes = ("quant_fp8_e4m3", "inputs_quantized")
     for asks in ((), ("mask_bool",), ("lse",), ("bias",), ("act_swiglu",), codes):
-        case = cases.Case(kernel.op, (*layout, *asks), big | {"D": 64} | cases.base_of(kernel))
+        case = cases.Case(
+            kernel.op, (*layout, *cases.asking(kernel, *asks)), big | {"D": 64} | cases.base_of(kernel)
+        )
         args = cases.call(case, torch.bfloat16)
         request = op.check(args)
         if rejections(kernel, request, cases.HERE):

@@ -33,6 +33,14 @@ def test_every_kernel_of_a_card_is_proved_in_every_dtype(kernel: str) -> None:
     assert sorted(g.dtype for g in of) in ([""], ["bfloat16", "float16"])
 
 
+def test_no_group_writes_over_anothers_results() -> None:
+    """A group's file has its name; those of tests/cuda are known by how theirs begin."""
+    names = [group.name for group in groups()]
+    assert len(names) == len(set(names))
+    apart = [g for g in groups() if g.name.startswith(card_tests.CUDA)]
+    assert {path for g in apart for path in g.paths if not path.startswith("tests/cuda")} == set()
+
+
 def test_xformers_runs_without_the_library_that_keeps_it_from_importing() -> None:
     """FlashAttention-4 is installed beside it, and its own process must not find it."""
     assert {g.name: g.without for g in groups() if g.without} == {"xformers": "flash_attn"}

@@ -113,7 +113,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _product(
         "triton.quantized_linear.powers_of_two", dtypes="bfloat16",
-        features=f"quant_mxfp4 quant_mxfp8 {_SCALES}", limits=("K % 32 == 0",),
+        features="quant_mxfp4 quant_mxfp8 scale_per_group bias inputs_float", limits=("K % 32 == 0",),
     ),
     _kernel(
         "triton.append_kv.codes", _from("append", "append_kv"), (0.05, 0.3, 22.0),
