@@ -225,7 +225,7 @@ def test_a_quarantined_kernel_leaves_the_graph(runtime: lz.Runtime) -> None:
 
 def test_calls_from_two_streams_do_not_mix(runtime: lz.Runtime) -> None:
     """A later call on another stream waits until the buffers are free."""
-    norm = partial(lz.sync.rms_norm, backend="torch.rms_norm.native")  # another one may load meanwhile
+    norm = partial(lz.sync.rms_norm, backend="torch.rms_norm.cuda")  # another one may load meanwhile
     step = lz.compile(lambda x: norm(x), buckets=(64,))
     step.capture(rows(1))
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
