@@ -52,12 +52,13 @@ HERE: Hardware = hypothetical_gpu(90) if INTERPRETED else probe("cuda:0" if DEVI
 _DTYPES = frozenset(os.environ.get("LAYERZERO_TEST_DTYPES", ",".join(FLOATS)).split(","))
 
 
-def why_not_here(kernel: Kernel) -> str:
-    """Why the kernel cannot run on this machine's device under test; empty where it can."""
+def why_not_here(kernel: Kernel, device: Hardware | None = None) -> str:
+    """Why the kernel cannot run on a device of this machine, the one under test if none; empty if it can."""
     hardware = {"hardware", "backend"}
     against = []
     for dtype in sorted(kernel.capability.dtypes):
-        missing = [*availability(kernel), *rejections(kernel, CallSpec(op=kernel.op, dtype=dtype), HERE)]
+        request = CallSpec(op=kernel.op, dtype=dtype)
+        missing = [*availability(kernel), *rejections(kernel, request, device or HERE)]
         against.append("; ".join(str(m) for m in missing if m.reason.category.value in hardware))
     return min(against, key=len)  # one dtype that runs is enough
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.formats import QuantizedTensor
 from layerzero.ops.quantize.quantized_linear import quantized_linear_reference
+from layerzero.spec.hardware import probe
 from tests.backends import cases
 from tests.backends.test_vllm_products import BOUND, BY_ID, WEIGHTS, args_of, takers
 
@@ -36,7 +37,7 @@ def runtime() -> Iterator[lz.Runtime]:
 
 def loaded(name: str) -> Callable[..., Tensor]:
     """The kernel, where vllm is installed and the card is one of its own."""
-    if missing := cases.why_not_here(BY_ID[name]):
+    if missing := cases.why_not_here(BY_ID[name], probe("cuda:0")):
         pytest.skip(missing)
     product: Callable[..., Tensor] = BY_ID[name].load()
     return product
