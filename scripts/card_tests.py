@@ -1,12 +1,13 @@
 """Run every test that needs a CUDA device, on one card, and write what came of each.
 
-    python -m scripts.card_tests OUT [--budget-s 230] [--only NAME ...]
+    python -m scripts.card_tests OUT [--budget-s 230] [--only NAME ...] [--add]
 
 First what fills the card's memory, alone; then the rest of `tests/cuda`, beside what compiles for minutes;
 then the contract and the vendors' tests, a process for each backend (and dtype, where a library compiles by
 it), at once: a kernel that brings its process down takes no other with it. Each process measures its kernels'
 errors when its tests are through. OUT gets `cuda_tests.json`, `ran_cuda.json` and `accuracy.json`, in the
 shapes of `benchmarks/results`, and `groups.json` with every test; all are written anew every few seconds.
+With `--add` the groups that stand there from the same commit and machine stay, unless they run again.
 Without a card the same commands run and skip.
 """
 
@@ -26,14 +27,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import write
+from benchmarks.harness import environment, write
 from scripts.support_matrix import PROOFS, described
 
 OF_A_KERNEL = (
     "tests/backends/test_contract.py", "tests/backends/test_vendors.py", "tests/backends/test_workspace.py",
 )  # fmt: skip
 CUDA, COMPILING, FILTERS, MEMORY = "cuda", "test_triton_kernels", "test_filters", "test_room"
-# When a group starts: alone, beside what compiles longest, with all the rest; and for how long at most.
+# When a group starts: alone, beside what compiles longest, with all the rest; how long the next ones wait.
 FIRST, EARLY, LATER = 0, 1, 2
 LONGEST_S = {FIRST: 45.0, EARLY: 60.0, LATER: float("inf")}
 
@@ -211,9 +212,29 @@ def outcomes(records: Iterable[dict[str, Any]]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def save(out: Path, started: list[Running]) -> None:
+@dataclass(frozen=True)
+class Earlier:
+    """What a run before this one wrote."""
+
+    groups: dict[str, Any] = field(default_factory=dict)
+    accuracy: dict[str, Any] = field(default_factory=lambda: {"kernels": []})
+
+    @classmethod
+    def read(cls, out: Path) -> Earlier:
+        """Raises: ValueError: it ran another commit or on another machine."""
+        groups = json.loads((out / "groups.json").read_text())
+        now = environment()
+        for name, record in groups.items():
+            then = record.get("environment", now)  # one that was ended before it wrote has none
+            if any(then[key] != now[key] for key in ("commit", "clean", "machine")):
+                raise ValueError(f"{out}: {name} is of {then['commit']} on {then['machine']}")
+        table = out / "accuracy.json"
+        return cls(groups, json.loads(table.read_text())) if table.exists() else cls(groups)
+
+
+def save(out: Path, started: list[Running], earlier: Earlier) -> None:
     """Write all files."""
-    records = {one.group.name: one.record() for one in started}
+    records = earlier.groups | {one.group.name: one.record() for one in started}
     write(out / "groups.json", records)
     cuda = [record for name, record in records.items() if name.startswith(CUDA)]
     if cuda:
@@ -224,25 +245,22 @@ def save(out: Path, started: list[Running]) -> None:
     kernels = outcomes(r for name, r in records.items() if not name.startswith(CUDA))
     write(out / "ran_cuda.json", described("cuda") | {"kernels": kernels})
     tables = [found for one in started if (found := one.accuracy())["kernels"]]
-    rows = sorted((row for each in tables for row in each["kernels"]), key=_of_row)
+    anew = {_of_row(row): row for each in tables for row in each["kernels"]}
+    rows = sorted(({_of_row(row): row for row in earlier.accuracy["kernels"]} | anew).values(), key=_of_row)
     if rows:
-        write(out / "accuracy.json", {"environment": tables[0]["environment"], "kernels": rows})
+        of = [*tables, earlier.accuracy][0]["environment"]
+        write(out / "accuracy.json", {"environment": of, "kernels": rows})
 
 
 def _of_row(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["op"], row["kernel"], row.get("dtype", ""), row.get("products", ""))
 
 
-def wait(running: list[Running], awaited: list[Running], out: Path, until: float) -> None:
-    """Until the awaited ones have ended or the time is up; those of them that have not are killed."""
+def wait(running: list[Running], awaited: list[Running], out: Path, until: float, earlier: Earlier) -> None:
+    """Until the awaited ones have ended or the time is up."""
     while not all(one.ended for one in awaited) and time.monotonic() < until:
         time.sleep(1.0)
-        save(out, running)
-    for one in awaited:
-        if not one.ended:
-            one.process.kill()
-            one.process.wait()
-    save(out, running)
+        save(out, running, earlier)
 
 
 def main() -> int:
@@ -251,9 +269,11 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--budget-s", type=float, default=230.0)
     parser.add_argument("--only", nargs="*", help="names of groups, all by default")
+    parser.add_argument("--add", action="store_true", help="keep the groups of an earlier run in OUT")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + options.budget_s
+    earlier = Earlier.read(options.out) if options.add else Earlier()
     chosen = [g for g in groups() if not options.only or g.name in options.only]
     with tempfile.TemporaryDirectory() as held:
         running: list[Running] = []
@@ -261,7 +281,12 @@ def main() -> int:
             now = [start(g, Path(held)) for g in chosen if g.when == when]
             running += now
             awaited = running if when == LATER else [one for one in now if not one.group.compiles]
-            wait(running, awaited, options.out, min(until, time.monotonic() + LONGEST_S[when]))
+            wait(running, awaited, options.out, min(until, time.monotonic() + LONGEST_S[when]), earlier)
+        for one in running:
+            if not one.ended:
+                one.process.kill()
+                one.process.wait()
+        save(options.out, running, earlier)
         for one in running:
             record = one.record()
             print(f"{one.group.name:45} exit {record['exit']!s:4} {record['counts']}", flush=True)

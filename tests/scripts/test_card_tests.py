@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import environment
 from layerzero.backends import load_builtin
 from scripts import card_tests
 from scripts.card_tests import Group, groups, outcomes
 from scripts.support_matrix import PROOFS
 
 ROOT = Path(__file__).resolve().parents[2]
+OTHER = {"commit": "0123", "clean": True, "machine": "another"}
 
 
 def selects(group: Group, kernel: str) -> bool:
@@ -96,6 +98,20 @@ def test_errors_are_measured_where_the_contract_ran(tmp_path: Path) -> None:
         ("reference.rope", "float32"),
     ]
     assert all(row["calls"] > 2 and not row["disagreements"] for row in rows)
+
+
+def test_a_second_run_adds_to_the_first_of_the_same_commit(tmp_path: Path) -> None:
+    """Groups that do not run again stay; those of another commit are refused by name."""
+    own = {"environment": environment(), "counts": {"passed": 1}, "tests": []}
+    rows = {"environment": {}, "kernels": [{"op": "rope", "kernel": "a.rope"}]}
+    (tmp_path / "accuracy.json").write_text(json.dumps(rows))
+    (tmp_path / "groups.json").write_text(json.dumps({"first": own, "killed": {"tests": []}}))
+    card_tests.save(tmp_path, [], card_tests.Earlier.read(tmp_path))
+    assert set(json.loads((tmp_path / "groups.json").read_text())) == {"first", "killed"}
+    assert json.loads((tmp_path / "accuracy.json").read_text()) == rows
+    (tmp_path / "groups.json").write_text(json.dumps({"first": own | {"environment": OTHER}}))
+    with pytest.raises(ValueError, match="first is of 0123 on another"):
+        card_tests.Earlier.read(tmp_path)
 
 
 def test_a_library_can_be_kept_out_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
