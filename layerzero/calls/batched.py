@@ -75,6 +75,7 @@ class Batched(Generic[R]):
         self.entries: Any = None  # the compiled cache of its calls
         self._await = awaitable_call(self, self)
         self.install_cache(FAST_PATH.module)
+        _ALL.add(self)
 
     def install_cache(self, module: Any) -> None:
         """Remember kinds of calls in the compiled twin, or with None go without."""
@@ -255,6 +256,7 @@ class _Scoped:
 # By identity: equal objects may compute other things. A function made inside another, and an object that is
 # called, live as long as their wrapping is referenced; it holds them, so that this table must not hold it.
 _FUNCTIONS: MutableMapping[Any, dict[Hashable, Batched[Any]]] = WeakIdKeyDictionary()
+_ALL: weakref.WeakSet[Batched[Any]] = weakref.WeakSet()  # those of rank groups too
 _SHORT_LIVED: MutableMapping[Any, weakref.WeakValueDictionary[Hashable, Batched[Any]]] = WeakIdKeyDictionary()
 
 
@@ -275,18 +277,13 @@ def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[Any]]:
         ) from None
 
 
-def _all_functions() -> list[Batched[Any]]:
-    tables = [*list(_FUNCTIONS.values()), *list(_SHORT_LIVED.values())]
-    return [function for entries in tables for function in list(entries.values())]
-
-
 def _install(module: Any) -> None:
-    for function in _all_functions():
+    for function in list(_ALL):
         function.install_cache(module)
 
 
 def _clear() -> None:
-    for function in _all_functions():
+    for function in list(_ALL):
         function.clear_cache()
 
 

@@ -15,6 +15,9 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.actors.group.functions import CollectiveFunction
+from layerzero.native import FAST_PATH
+from layerzero.spec.errors import BackendNotAvailableError
 from tests.native.twins import both_paths as both_paths
 from tests.waiting import until
 
@@ -234,3 +237,18 @@ def test_an_object_that_cannot_be_let_go_is_named() -> None:
         TypeError, match=r"fn needs an object with a weak reference .* got Slotted.step of Slotted"
     ):
         lz.batched(Slotted().step)
+
+
+def test_functions_of_a_rank_group_use_the_compiled_path_when_it_is_ready() -> None:
+    """A group joins when a process starts, before its compiled path is there."""
+    before = FAST_PATH.module
+    try:
+        FAST_PATH.use(None)
+        early = CollectiveFunction(torch.neg, pure=False, name="early", device=torch.device("cpu"))
+        assert early.entries is None
+        FAST_PATH.use(FAST_PATH.load())
+        assert early.entries is not None
+    except BackendNotAvailableError as error:
+        pytest.skip(f"nothing to compile with: {error}")
+    finally:
+        FAST_PATH.use(before)
