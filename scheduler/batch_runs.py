@@ -13,6 +13,7 @@ from layerzero.actors.device.worker import Worker
 from layerzero.scheduler.core.bisect import Executor, bisect_failed_batch
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
 from layerzero.scheduler.core.pending_call import RUNNING, Batch, Failed, PendingCall
+from layerzero.scheduler.core.round_robin import BatchQueue
 from layerzero.scheduler.modes.streams import HOST, CrossStreamModes, DeviceStreams
 from layerzero.scheduler.modes.torch_modes import Modes
 from layerzero.spec.errors import RuntimeClosedError
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
     from layerzero.scheduler.loop_driver import LoopDriver
 
 TURN_S = 5e-4  # what one turn of a loop that serves many callers may take
-TURNS_FOR_HEIRS = 3  # from the end of gathered tasks to the calls of the next ones
+# A batch waits so many turns at most for callers that were resumed: so far it is from the end of a task, or
+# the other side of a queue, to the call that follows. Else callers that were once apart never meet.
+MOST_TURNS = 6
+MOST = 7 / 8  # of those that were resumed make the turns worth it
+MOST_UNWAITED = 63  # batches of a group for which no turn is waited, where that was in vain
 LOOP_CLOSED = "loop_driver.loop_closed"
 
 
@@ -32,8 +37,8 @@ class BatchRuns:
     """
 
     __slots__ = (
-        "_asked", "_driver", "_executor", "_last_modes", "_lock", "_loop_closed_noted", "_turns_for_heirs",
-        "_worker", "_yielded", "inflight", "streams", "task_ended",
+        "_asked", "_driver", "_executor", "_last_modes", "_lock", "_loop_closed_noted", "_resumed", "_turns",
+        "_worker", "_yielded", "inflight", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -48,8 +53,9 @@ class BatchRuns:
         self._asked = False  # whether the device is to say when it has run
         self._loop_closed_noted = False
         self._yielded = False  # whether the last turn launched nothing, for readers
-        self._turns_for_heirs = 0  # turns in a row that launched nothing, for what follows ended tasks
-        self.task_ended = False  # whether a task that called once has ended since batches were launched
+        # Of the last batch whose callers have not all called again: its group, size, and the calls before.
+        self._resumed: tuple[BatchQueue, int, int] | None = None
+        self._turns = 0  # that were waited for them
         self._lock = threading.Lock()  # for the end of a loop driver whose loop is closed: see _drop
 
     def launch(self, batch: Batch) -> None:
@@ -180,20 +186,34 @@ class BatchRuns:
 
     def yields(self, now_s: float) -> bool:
         """Whether this turn launches nothing, for a caller that is about to call."""
-        return self._yields_to_heirs() or self._yields_to_readers(now_s)
+        if self._resumed is not None:
+            return self._yields_to_resumed()
+        return self._yields_to_readers(now_s)
 
-    def _yields_to_heirs(self) -> bool:
-        """Whether tasks may be about to begin in place of those that have just ended.
+    def resumed(self, batch: Batch, submitted: int) -> None:
+        """A batch's callers were resumed and have not all called; before there were `submitted` calls."""
+        queue = batch.queue
+        if self.streams is not None or queue is None:
+            return
+        if queue.unwaited:
+            queue.unwaited -= 1
+        else:
+            self._resumed, self._turns = (queue, len(batch), submitted), 0
 
-        Who gathers calls of its own has a task for each of them: when these have ended it wakes, makes its
-        next ones, and they call, three turns behind callers that continue by themselves. On a device that
-        answers early a batch without them would cost it a pass more at every step.
-        """
-        is_early = self.task_ended and self.streams is not None
-        if is_early and self._turns_for_heirs < TURNS_FOR_HEIRS:
-            self._turns_for_heirs += 1
+    def _yields_to_resumed(self) -> bool:
+        """Whether callers that were resumed, or others in their place, are about to call."""
+        assert self._resumed is not None
+        (queue, size, submitted), batcher = self._resumed, self._driver.batcher
+        if not batcher.queued:
+            return False
+        called = batcher.stats.submitted - submitted
+        if called < size and self._turns < MOST_TURNS and not batcher.hurries:
+            self._turns += 1
             return True
-        self.task_ended, self._turns_for_heirs = False, 0
+        self._resumed = None
+        if self._turns:
+            queue.vain = 0 if called >= MOST * size else min(2 * queue.vain + 1, MOST_UNWAITED)
+            queue.unwaited = queue.vain
         return False
 
     def _yields_to_readers(self, now_s: float) -> bool:

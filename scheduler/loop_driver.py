@@ -49,8 +49,7 @@ class LoopDriver:
 
     __slots__ = (
         "__weakref__", "_callers", "_callers_changed", "_completed_at_s", "_context", "_current_task",
-        "_deadlines",
-        "_drained", "_followed", "_hold_end", "_in_tick", "_max_inflight", "_now_s", "_runs",
+        "_deadlines", "_drained", "_followed", "_hold_end", "_in_tick", "_max_inflight", "_now_s", "_runs",
         "_tick_scheduled", "_ticked_at_s", "ambient_grad", "ambient_stream", "at_once", "batcher", "inline",
         "inline_limit_us", "loop", "readback", "sole_caller", "state", "stepping", "watch",
     )  # fmt: skip
@@ -202,11 +201,11 @@ class LoopDriver:
     def _remove_task(self, task: Task) -> None:
         caller = self._callers.pop(task, None)
         if caller is not None:
-            if self.batcher.expected_callers is not None:
-                self.batcher.expected_callers.forget(caller)
+            expected = self.batcher.expected_callers
+            if expected is not None:
+                (expected.forget if task.cancelled() else expected.ended)(caller)
             if self.batcher.at_once is not None:
                 self.batcher.at_once.live.discard(id(caller))
-            self._runs.task_ended |= caller.late_s is None  # after one call
         self._on_callers_changed()
         if not self._callers and self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
@@ -291,13 +290,15 @@ class LoopDriver:
         batcher.on_batch_done(batch, outcomes, now_s)
         if batch.record is not None:
             batch.record.ended(outcomes, now_s)
-        queued, all_called = batcher.queued, False
+        queued, submitted, all_called = batcher.queued, batcher.stats.submitted, False
         # None of the resumed arms the turn: that is done below.
         armed, self._tick_scheduled = self._tick_scheduled, True
         self._now_s = now_s  # what they submit at once comes at one time
         try:
             self._wake(iter(batch.calls))
             all_called = batcher.queued - queued == len(batch)
+            if not all_called:
+                self._runs.resumed(batch, submitted)
         finally:
             self._now_s = 0.0
             self._tick_scheduled = armed

@@ -265,9 +265,9 @@ class Batcher:
         if queue is None:
             apart = self.expected_callers is not None  # where a group's callers are expected by themselves
             queue = queues[key] = BatchQueue(key, solo, family=None if apart else self.families.of(key))
-        caller = call.caller
-        if caller is None:
-            caller = call.caller = Caller()
+        caller = call.caller = call.caller or Caller()
+        if caller.last_queue is None and self.expected_callers is not None:
+            self.expected_callers.begins(caller, queue, call.submitted_at)
         predecessor: BatchQueue | None = caller.last_queue
         point = queue.points.get(predecessor)
         if point is None:

@@ -11,6 +11,10 @@ while callers are expected that came from where its own calls come from:
   what each caller has been seen to need, as long as waiting costs less than a batch of its own would. A
   caller that stays away longer is not expected before its next call: it costs the others one grace, once.
 
+A request may be a task a step (`asyncio.wait_for`, a task group, a callback). Where callers that ended behind
+a group were followed by new ones, a new one is expected in place of each that ends, and takes over what is
+known of it.
+
 Nothing here reads a clock or a device. `launched` and `completed` say what happened, `held` what follows.
 """
 
@@ -41,7 +45,11 @@ GONE: Final = 8.0  # after so many batches without a call a caller takes part no
 LONG: Final = 2.0  # times a batch of the group usually runs
 MARGIN: Final = 1.5  # launches that a hold ends before the device runs dry
 TIMER_S: Final = 1e-3  # by so much an event loop's timer may be late
+HEIRS: Final = 0.5  # of those that ended behind a group, whose place others must have taken
+FOLLOWS: Final = 0.25  # batches after what the device ran, in which another takes the place of who has ended
+ONE_OF: Final = 1 / 8  # weight of one of them
 _MAX_RUNNING: Final = 256
+_MAX_ENDED: Final = 1024  # callers of a group whose place may be taken, and groups of such callers
 _FOLLOWED: Final = 4  # of them, whose times add to when the device pauses; beyond them a caller never asks
 NEWEST: Final = 0.25  # weight of the newest in running means: about the last four count
 
@@ -70,13 +78,15 @@ class ExpectedCallers:
     """
 
     __slots__ = (
-        "_done", "_last_done_at", "_limits", "_running", "_waiting", "launch_s", "launches", "needs_device",
-        "released", "until",
+        "_done", "_ended", "_last_done_at", "_limits", "_running", "_waiting", "launch_s", "launches",
+        "needs_device", "released", "until",
     )  # fmt: skip
 
     def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits
         self._waiting: dict[Caller, Launch] = {}
+        # By group: callers that have ended behind it, oldest first, whose place another may take.
+        self._ended: dict[BatchQueue, dict[Caller, None]] = {}
         self.launches = self._done = 0
         # Not known to be done, the newest of them: without read-backs nothing says what is done.
         self._running: deque[Launch] = deque(maxlen=_MAX_RUNNING)
@@ -87,7 +97,8 @@ class ExpectedCallers:
         self.released: dict[BatchQueue, str] = {}  # why a group is not held; all are here without it
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        ended = set().union(*self._ended.values())
+        return len(self._waiting.keys() - ended)
 
     def launched(self, tickets: Sequence[PendingCall], group: BatchQueue, now_s: float) -> Launch:
         """A batch goes to the device; its callers are expected back."""
@@ -133,6 +144,7 @@ class ExpectedCallers:
                 group.run_times.add(launch.tokens, run_s)
                 group.run_s = _mean(group.run_s or run_s, run_s)
         self._last_done_at = now_s
+        self._expire(now_s)
 
     def handed_over(self, launch: Launch, now_s: float) -> None:
         """The host has launched all of a batch."""
@@ -148,8 +160,64 @@ class ExpectedCallers:
         return max(until_s - now_s, 0.0)
 
     def forget(self, caller: Caller) -> None:
-        """A caller has ended."""
+        """A caller was cancelled: none is expected in its place."""
         self._waiting.pop(caller, None)
+
+    def ended(self, caller: Caller) -> None:
+        """A caller has ended; where others use to follow, one of them is expected in its place."""
+        group, launch = caller.last_queue, self._waiting.get(caller)
+        if group is None or launch is None:
+            return
+        if group.heirs is None:
+            group.heirs = 1.0 if caller.late_s is None else 0.0  # a task of one call is a piece of a request
+        if group.heirs < HEIRS:
+            del self._waiting[caller]
+        self._ended.setdefault(group, {})[caller] = None
+        if len(self._ended[group]) > _MAX_ENDED:
+            self._leave(next(iter(self._ended[group])))
+        elif len(self._ended) > _MAX_ENDED:
+            self._ended.pop(next(iter(self._ended)))
+
+    def begins(self, caller: Caller, group: BatchQueue, now_s: float) -> None:
+        """A caller calls `group` first of all: it takes the place of one that has ended, if there is one."""
+        self._expire(now_s)
+        sources = [group, *(source for source in group.points if source is not None)]
+        if len(sources) == 1 and group not in self._ended:
+            sources += self._ended
+        for source in sources:
+            if source in self._ended:
+                ended = next(reversed(self._ended[source]))  # who has stayed away for long stays away
+                self._inherit(caller, ended)
+                caller.last_queue, caller.point = source, ended.point
+                return
+
+    def _inherit(self, caller: Caller, ended: Caller) -> None:
+        """`caller` takes the place of one that has ended."""
+        caller.launch, caller.late_s = ended.launch, ended.late_s
+        self._leave(ended, followed=1.0)
+
+    def _leave(self, caller: Caller, followed: float = 0.0) -> None:
+        """A caller is not expected any more; where it has ended, whether another has taken its place."""
+        self._waiting.pop(caller, None)
+        group = caller.last_queue
+        ended = None if group is None else self._ended.get(group)
+        if group is None or ended is None or caller not in ended:
+            return
+        group.heirs = ONE_OF * followed + (1.0 - ONE_OF) * (group.heirs or 0.0)
+        del ended[caller]
+        if not ended:
+            del self._ended[group]
+
+    def _expire(self, now_s: float) -> None:
+        """No caller follows any more those that ended long ago, or since which the device is idle."""
+        for group, ended in list(self._ended.items()):
+            batch_s = max(group.period_s, group.run_s)
+            is_late = now_s > self._last_done_at + FOLLOWS * batch_s
+            for caller in list(ended):
+                done_at = None if caller.launch is None else caller.launch.done_at
+                if done_at is None or not (is_late or now_s > done_at + GONE * batch_s):
+                    break
+                self._leave(caller)
 
     def held(self, pending: Iterable[ProgramPoint], now_s: float) -> set[BatchQueue]:
         """The groups among those of `pending` that wait for callers."""
@@ -171,6 +239,9 @@ class ExpectedCallers:
                 continue
             sources = (source for source in group.points if source is not None and source in by_source)
             expected = [caller for source in sources for caller in by_source[source]]
+            if group not in group.points:  # a caller's first call may follow another's last one
+                follows = group.heirs is not None and group.heirs >= HEIRS
+                expected += [each for each in by_source.get(group, ()) if follows or self._is_running(each)]
             self.released[group] = NOBODY_EXPECTED
             until, is_full = now_s, self._is_full(group)
             if is_full:
@@ -207,7 +278,7 @@ class ExpectedCallers:
             if launch.done_at is None:
                 newest = max(newest, launch.number)
             elif now_s > launch.done_at + GONE * batch_s:
-                del self._waiting[caller]
+                self._leave(caller)
                 continue
             else:
                 until = max(until, launch.done_at + self._grace_s(caller, batch_s))

@@ -58,6 +58,10 @@ class BatchQueue:
     run_s: float = 0.0
     run_times: RunTimes = field(default_factory=RunTimes)
     hold: tuple[str, float] | None = None  # what its calls wait for, and since when
+    heirs: float | None = None  # share of the callers that ended behind it whose place others took
+    # Turns were waited in vain for the callers of its last batches: none is for so many, of so many next.
+    unwaited: int = 0
+    vain: int = 0
 
 
 @dataclass(slots=True, eq=False)

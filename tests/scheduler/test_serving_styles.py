@@ -226,7 +226,7 @@ LOADS: dict[str, tuple[Callable[[random.Random], Load], float]] = {
     "two models": (two_models, 1.01),
     "branches": (branches, 1.25),
     "beam search": (beams, 1.01),
-    "guidance pairs": (guidance_pairs, 1.03),
+    "guidance pairs": (guidance_pairs, 1.045),  # where a pair has ended, others wait a grace for another
     "speculation": (lambda draw: together(speculative(draw)), 1.01),
     "speculation beside plain decoding": (speculation_beside_plain, 1.28),
     "adapters by request": (adapters, 1.1),

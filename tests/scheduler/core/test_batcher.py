@@ -548,7 +548,8 @@ class LaneMachine(RuleBasedStateMachine):
     @rule(caller=st.integers(0, 3))
     def gone(self, caller: int) -> None:
         if self.lane.expected_callers is not None:
-            self.lane.expected_callers.forget(self.callers[caller])
+            end = self.lane.expected_callers.ended if self.now % 2 < 1 else self.lane.expected_callers.forget
+            end(self.callers[caller])
 
     @rule()
     def expire(self) -> None:
