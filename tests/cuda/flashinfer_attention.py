@@ -72,6 +72,10 @@ def ints(numbers: Sequence[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
+def number(value: float) -> Tensor:
+    return torch.tensor(value, device=DEVICE)
+
+
 def offsets(counts: Sequence[int]) -> Tensor:
     return ints([0, *itertools.accumulate(counts)])
 
@@ -103,6 +107,11 @@ class Pages:
     def pool(self) -> int:
         return sum(self.counts()) + 3
 
+    def shape(self, heads: int, layout: str) -> tuple[int, int, int, int]:
+        """Of a pool of keys or values."""
+        inner = (self.size, heads) if layout == "NHD" else (heads, self.size)
+        return (self.pool(), *inner, WIDTH)
+
     def ids(self) -> Tensor:
         order = torch.randperm(self.pool(), generator=torch.Generator().manual_seed(7))
         return ints(order[: sum(self.counts())].tolist())
@@ -119,22 +128,30 @@ class Pages:
 
 def paged(
     name: str, dtype: torch.dtype, pages: Pages, heads: tuple[int, int], queries: tuple[int, ...],
-    layout: str, kernels: tuple[str, ...],
+    layout: str, kernels: tuple[str, ...], scales: tuple[float, float] | None = None,
 ) -> Case:  # fmt: skip
-    """Decoding where `queries` is empty, else a prefill whose queries are each sequence's last tokens."""
+    """Decoding where `queries` is empty, else a prefill whose queries are each sequence's last tokens.
+
+    With `scales`, of keys and of values, the pool holds codes of eight bits.
+    """
     scale = WIDTH**-0.5
+    kept = dtype if scales is None else torch.float8_e4m3fn
 
     def operands() -> tuple[Tensor, Tensor, Tensor]:
-        shape = (pages.pool(), pages.size, heads[1], WIDTH)
-        shape = shape if layout == "NHD" else (shape[0], shape[2], shape[1], shape[3])
+        shape = pages.shape(heads[1], layout)
         q = values(sum(queries) or len(pages.lengths), heads[0], WIDTH, seed=1, dtype=dtype)
-        return q, values(*shape, seed=2, dtype=dtype), values(*shape, seed=3, dtype=dtype)
+        k, v = (
+            (values(*shape, seed=seed) / by).to(kept)
+            for seed, by in zip((2, 3), scales or (1, 1), strict=True)
+        )
+        return q, k, v
 
     def ours(kernel: str, wrong: bool) -> Outputs:
+        named = {} if scales is None else dict(zip(("k_scale", "v_scale"), map(number, scales), strict=True))
         call = partial(
             lz.sync.paged_attention, *operands(), pages.table(), ints(pages.lengths),
             cu_seqlens_q=offsets(queries) if queries else None, scale=scale * (WRONG if wrong else 1.0),
-            layout=layout,
+            layout=layout, **named,
         )  # fmt: skip
         return with_lse(call, kernel)
 
@@ -143,14 +160,15 @@ def paged(
         q, k, v = operands()
         table = (offsets(pages.counts()), pages.ids(), pages.last())
         sizes = (*heads, WIDTH, pages.size)
-        named = {"sm_scale": scale, "q_data_type": dtype, "kv_data_type": dtype}
+        types = {"q_data_type": dtype, "kv_data_type": kept}
         if queries:
             prefill = library.BatchPrefillWithPagedKVCacheWrapper(room(), layout, backend="fa2")
-            prefill.plan(offsets(queries), *table, *sizes, causal=True, **named)
+            prefill.plan(offsets(queries), *table, *sizes, causal=True, sm_scale=scale, **types)
             return tuple(prefill.run(q, (k, v), return_lse=True))
         decode = library.BatchDecodeWithPagedKVCacheWrapper(room(), layout, backend="fa2")
-        decode.plan(*table, *sizes, **named)
-        return tuple(decode.run(q, (k, v), return_lse=True))
+        decode.plan(*table, *sizes, sm_scale=scale, **types)
+        k_scale, v_scale = scales or (None, None)
+        return tuple(decode.run(q, (k, v), k_scale=k_scale, v_scale=v_scale, return_lse=True))
 
     return Case(name, "paged_attention", kernels, ours, theirs, close)
 
@@ -225,8 +243,8 @@ def latent(name: str, pages: Pages, queries: tuple[int, ...]) -> Case:
                 kv_len_arr=ints(pages.lengths),
             ),
             num_heads=heads, head_dim_ckv=widths[0], head_dim_kpe=widths[1], page_size=pages.size,
-            causal=True, sm_scale=scale, q_data_type=q_nope.dtype, kv_data_type=ckv.dtype, query_layout="split",
-            kv_cache_layout="split", lse_mode="basee",
+            causal=True, sm_scale=scale, q_data_type=q_nope.dtype, kv_data_type=ckv.dtype,
+            query_layout="split", kv_cache_layout="split", lse_mode="basee",
         )  # fmt: skip
         out, lse = wrapper.run(
             query=(q_nope, q_pe), kv_cache=(ckv, kpe), return_lse=True, return_lse_base_on_e=True

@@ -9,6 +9,7 @@ which takes minutes: `-k` chooses some, and each dtype may have a process of its
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -75,6 +76,16 @@ def norm(name: str, dtype: torch.dtype, shape: tuple[int, int], residual: bool) 
     return Case(name, op, (f"reference.{op}", known), ours, theirs, close)
 
 
+def turned_by_flashinfer(
+    q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    table = torch.cat([cos, sin], -1).contiguous()
+    out = module("flashinfer.rope").apply_rope_with_cos_sin_cache(
+        positions, q.flatten(1), k.flatten(1), WIDTH, table, is_neox=not interleaved
+    )
+    return out[0].view_as(q), out[1].view_as(k)
+
+
 def rope(name: str, dtype: torch.dtype, interleaved: bool, turned: int) -> Case:
     """Queries and keys, `turned` of 128 dimensions."""
     places, heads = 300, (8, 2)
@@ -89,56 +100,92 @@ def rope(name: str, dtype: torch.dtype, interleaved: bool, turned: int) -> Case:
     def ours(kernel: str, wrong: bool) -> Outputs:
         q, k, positions, cos, sin = operands()
         positions = positions + 1 if wrong else positions
-        return tuple(
-            lz.sync.rope(
-                q, k, positions, cos.to(dtype), sin.to(dtype), interleaved=interleaved, backend=kernel
-            )
-        )
+        return tuple(lz.sync.rope(q, k, positions, cos, sin, interleaved=interleaved, backend=kernel))
 
     def theirs() -> Outputs:
-        q, k, positions, cos, sin = operands()
-        table = torch.cat([cos.to(dtype), sin.to(dtype)], -1).float().contiguous()
-        out = module("flashinfer.rope").apply_rope_with_cos_sin_cache(
-            positions, q.flatten(1), k.flatten(1), WIDTH, table, is_neox=not interleaved
-        )
-        return out[0].view_as(q), out[1].view_as(k)
+        return turned_by_flashinfer(*operands(), interleaved=interleaved)
 
     return Case(name, "rope", ("reference.rope",), ours, theirs, close)
 
 
-def append(name: str, dtype: torch.dtype, layout: str) -> Case:
-    """Three sequences get tokens at once: slots of ours, sequences and positions of theirs."""
-    pages, new, heads = Pages((17, 1, 40), 16), (5, 1, 40), 2
+@dataclass(frozen=True)
+class Appended:
+    """Three sequences that get tokens at once: slots for ours, sequences and positions for theirs."""
 
-    def operands() -> list[Tensor]:
-        shape = (pages.pool(), pages.size, heads, WIDTH)
-        shape = shape if layout == "NHD" else (shape[0], shape[2], shape[1], shape[3])
-        k, v = (values(sum(new), heads, WIDTH, seed=seed, dtype=dtype) for seed in (20, 21))
-        return [k, v, *(values(*shape, seed=seed, dtype=dtype) for seed in (22, 23))]
+    dtype: torch.dtype
+    layout: str
+    pages = Pages((17, 1, 40), 16)
+    new = (5, 1, 40)
 
-    def places() -> list[tuple[int, int]]:
+    def rows(self, heads: int, seed: int) -> Tensor:
+        return values(sum(self.new), heads, WIDTH, seed=seed, dtype=self.dtype)
+
+    def pools(self) -> tuple[Tensor, Tensor]:
+        shape = self.pages.shape(2, self.layout)
+        return values(*shape, seed=22, dtype=self.dtype), values(*shape, seed=23, dtype=self.dtype)
+
+    def places(self) -> list[tuple[int, int]]:
         """Sequence and position of each new token: a sequence's last ones."""
-        ends = zip(pages.lengths, new, strict=True)
+        ends = zip(self.pages.lengths, self.new, strict=True)
         return [(row, at) for row, (length, count) in enumerate(ends) for at in range(length - count, length)]
 
+    def slots(self, wrong: bool) -> Tensor:
+        table, size = self.pages.table().tolist(), self.pages.size
+        found = [table[row][at // size] * size + at % size for row, at in self.places()]
+        return ints(found[1:] + found[:1] if wrong else found).long()
+
+    def written_by_flashinfer(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        pools, pages = self.pools(), self.pages
+        rows, positions = (ints(each) for each in zip(*self.places(), strict=True))
+        module("flashinfer.page").append_paged_kv_cache(
+            k, v, rows, positions, pools, pages.ids(), offsets(pages.counts()), pages.last(),
+            kv_layout=self.layout,
+        )  # fmt: skip
+        return pools
+
+
+def append(name: str, dtype: torch.dtype, layout: str) -> Case:
+    """New keys and values into pages, bit by bit."""
+    new = Appended(dtype, layout)
+
     def ours(kernel: str, wrong: bool) -> Outputs:
-        k, v, k_cache, v_cache = operands()
-        table = pages.table().tolist()
-        slots = [table[row][at // pages.size] * pages.size + at % pages.size for row, at in places()]
-        slots = slots[1:] + slots[:1] if wrong else slots
-        lz.sync.append_kv(k, v, k_cache, v_cache, ints(slots).long(), layout=layout, backend=kernel)
-        return k_cache, v_cache
+        pools = new.pools()
+        k, v = new.rows(2, seed=20), new.rows(2, seed=21)
+        lz.sync.append_kv(k, v, *pools, new.slots(wrong), layout=layout, backend=kernel)
+        return pools
 
     def theirs() -> Outputs:
-        k, v, k_cache, v_cache = operands()
-        rows, positions = (ints(each) for each in zip(*places(), strict=True))
-        module("flashinfer.page").append_paged_kv_cache(
-            k, v, rows, positions, (k_cache, v_cache), pages.ids(), offsets(pages.counts()), pages.last(),
-            kv_layout=layout,
-        )  # fmt: skip
-        return k_cache, v_cache
+        return new.written_by_flashinfer(new.rows(2, seed=20), new.rows(2, seed=21))
 
     return Case(name, "append_kv", ("reference.append_kv", "torch.append_kv.cuda"), ours, theirs, equal)
+
+
+def turned_append(name: str, dtype: torch.dtype, layout: str) -> Case:
+    """Rotation and append in one kernel of ours; two functions of FlashInfer's."""
+    new = Appended(dtype, layout)
+
+    def operands() -> list[Tensor]:
+        angles = values(64, WIDTH // 2, seed=15) * 3
+        positions = ints([at for _, at in new.places()]).long()
+        rows = [new.rows(8, seed=19), new.rows(2, seed=20), new.rows(2, seed=21)]
+        return [*rows, positions, angles.cos(), angles.sin()]
+
+    def ours(kernel: str, wrong: bool) -> Outputs:
+        q, k, v, positions, cos, sin = operands()
+        pools = new.pools()
+        positions = positions + 1 if wrong else positions
+        turned = lz.sync.rope_append_kv(
+            q, k, v, positions, cos, sin, *pools, new.slots(False), layout=layout, backend=kernel
+        )
+        return turned, *pools
+
+    def theirs() -> Outputs:
+        q, k, v, *places = operands()
+        turned, keys = turned_by_flashinfer(q, k, *places, interleaved=False)
+        return turned, *new.written_by_flashinfer(keys, v)
+
+    kernels = ("reference.rope_append_kv", "triton.rope_append_kv.heads")
+    return Case(name, "rope_append_kv", kernels, ours, theirs, close)
 
 
 # -- sampling --------------------------------------------------------------------------------------------
@@ -202,6 +249,7 @@ def greedy(name: str) -> Case:
 RAGGED = ("torch.ragged_attention.flash",)
 DECODE = ("reference.paged_attention", "triton.paged_attention.decode")
 PREFILL = ("reference.paged_attention", "triton.paged_attention.rows")
+CODES = ("triton.paged_attention.decode_codes", "cuda.paged_attention.codes")
 LENGTHS = (1, 20, 129, 64)
 
 
@@ -226,9 +274,11 @@ def cases() -> list[Case]:
             rope(f"rope-pairs-{word}", dtype, True, WIDTH),
             rope(f"rope-part-{word}", dtype, False, 64),
             *(append(f"append-{layout}-{word}", dtype, layout) for layout in ("NHD", "HND")),
+            *(turned_append(f"rope-append-{layout}-{word}", dtype, layout) for layout in ("NHD", "HND")),
         ]
     return [
         *found,
+        paged("decode-codes", HALVES[0], Pages(LENGTHS, 16), (32, 8), (), "NHD", CODES, (0.02, 0.03)),
         latent("latent-decode", Pages(LENGTHS, 16), ()),
         latent("latent-prefill", Pages(LENGTHS, 32), (1, 16, 5, 64)),
         sampling("sample-all", 0, 1.0, 1.0),
