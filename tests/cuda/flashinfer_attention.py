@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ SCALE, LSE = 2.0, (1e-3, 1e-4)
 WRONG = 1.25
 
 Outputs = tuple[Tensor, ...]
+Layout = Literal["NHD", "HND"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Pages:
     def pool(self) -> int:
         return sum(self.counts()) + 3
 
-    def shape(self, heads: int, layout: str) -> tuple[int, int, int, int]:
+    def shape(self, heads: int, layout: Layout) -> tuple[int, int, int, int]:
         """Of a pool of keys or values."""
         inner = (self.size, heads) if layout == "NHD" else (heads, self.size)
         return (self.pool(), *inner, WIDTH)
@@ -128,7 +129,7 @@ class Pages:
 
 def paged(
     name: str, dtype: torch.dtype, pages: Pages, heads: tuple[int, int], queries: tuple[int, ...],
-    layout: str, kernels: tuple[str, ...], scales: tuple[float, float] | None = None,
+    layout: Layout, kernels: tuple[str, ...], scales: tuple[float, float] | None = None,
 ) -> Case:  # fmt: skip
     """Decoding where `queries` is empty, else a prefill whose queries are each sequence's last tokens.
 

@@ -23,6 +23,7 @@ from tests.cuda.flashinfer_attention import (
     WIDTH,
     WRONG,
     Case,
+    Layout,
     Outputs,
     Pages,
     close,
@@ -42,6 +43,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # FlashInfer's, of what it brings itself
 ]
 OURS = ("triton", "cuda", "torch", "reference")
+LAYOUTS: tuple[Layout, ...] = ("NHD", "HND")
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -52,24 +54,24 @@ def norm(name: str, dtype: torch.dtype, shape: tuple[int, int], residual: bool) 
     """`rms_norm`, or `add_rms_norm` with both outputs."""
     eps = 1e-5
 
-    def operands() -> list[Tensor]:
-        x, weight = values(*shape, seed=12, dtype=dtype), values(shape[1], seed=13, dtype=dtype)
-        return [x, *([values(*shape, seed=14, dtype=dtype)] if residual else []), weight]
+    def operands() -> tuple[Tensor, Tensor, Tensor]:
+        x, other = (values(*shape, seed=seed, dtype=dtype) for seed in (12, 14))
+        return x, other, values(shape[1], seed=13, dtype=dtype)
 
     def ours(kernel: str, wrong: bool) -> Outputs:
-        *rows, weight = operands()
+        x, other, weight = operands()
         weight = weight * WRONG if wrong else weight
         if residual:
-            return tuple(lz.sync.add_rms_norm(*rows, weight, eps=eps, backend=kernel))
-        return (lz.sync.rms_norm(*rows, weight, eps=eps, backend=kernel),)
+            return lz.sync.add_rms_norm(x, other, weight, eps=eps, backend=kernel)
+        return (lz.sync.rms_norm(x, weight, eps=eps, backend=kernel),)
 
     def theirs() -> Outputs:
         library = module("flashinfer.norm")
-        x, *added, weight = operands()
+        x, other, weight = operands()
         if not residual:
             return (library.rmsnorm(x, weight, eps),)
-        library.fused_add_rmsnorm(x, added[0], weight, eps)  # overwrites both
-        return x, added[0]
+        library.fused_add_rmsnorm(x, other, weight, eps)  # overwrites both
+        return x, other
 
     op = "add_rms_norm" if residual else "rms_norm"
     known = "triton.add_rms_norm.fused" if residual else "torch.rms_norm.cuda"
@@ -113,7 +115,7 @@ class Appended:
     """Three sequences that get tokens at once: slots for ours, sequences and positions for theirs."""
 
     dtype: torch.dtype
-    layout: str
+    layout: Layout
     pages = Pages((17, 1, 40), 16)
     new = (5, 1, 40)
 
@@ -144,7 +146,7 @@ class Appended:
         return pools
 
 
-def append(name: str, dtype: torch.dtype, layout: str) -> Case:
+def append(name: str, dtype: torch.dtype, layout: Layout) -> Case:
     """New keys and values into pages, bit by bit."""
     new = Appended(dtype, layout)
 
@@ -160,7 +162,7 @@ def append(name: str, dtype: torch.dtype, layout: str) -> Case:
     return Case(name, "append_kv", ("reference.append_kv", "torch.append_kv.cuda"), ours, theirs, equal)
 
 
-def turned_append(name: str, dtype: torch.dtype, layout: str) -> Case:
+def turned_append(name: str, dtype: torch.dtype, layout: Layout) -> Case:
     """Rotation and append in one kernel of ours; two functions of FlashInfer's."""
     new = Appended(dtype, layout)
 
@@ -250,6 +252,7 @@ RAGGED = ("torch.ragged_attention.flash",)
 DECODE = ("reference.paged_attention", "triton.paged_attention.decode")
 PREFILL = ("reference.paged_attention", "triton.paged_attention.rows")
 CODES = ("triton.paged_attention.decode_codes", "cuda.paged_attention.codes")
+HEADS: tuple[tuple[tuple[int, int], Layout], ...] = (((32, 8), "NHD"), ((8, 8), "HND"), ((8, 2), "NHD"))
 LENGTHS = (1, 20, 129, 64)
 
 
@@ -258,7 +261,7 @@ def cases() -> list[Case]:
     found = []
     for dtype in HALVES:
         word = str(dtype).removeprefix("torch.")
-        for heads, layout in (((32, 8), "NHD"), ((8, 8), "HND"), ((8, 2), "NHD")):
+        for heads, layout in HEADS:
             of = f"{heads[0]}over{heads[1]}-{layout}-{word}"
             pages = Pages(LENGTHS, 16)
             found += [
@@ -273,8 +276,8 @@ def cases() -> list[Case]:
             rope(f"rope-halves-{word}", dtype, False, WIDTH),
             rope(f"rope-pairs-{word}", dtype, True, WIDTH),
             rope(f"rope-part-{word}", dtype, False, 64),
-            *(append(f"append-{layout}-{word}", dtype, layout) for layout in ("NHD", "HND")),
-            *(turned_append(f"rope-append-{layout}-{word}", dtype, layout) for layout in ("NHD", "HND")),
+            *(append(f"append-{layout}-{word}", dtype, layout) for layout in LAYOUTS),
+            *(turned_append(f"rope-append-{layout}-{word}", dtype, layout) for layout in LAYOUTS),
         ]
     return [
         *found,
