@@ -114,7 +114,7 @@ def calls(rounds: int, folder: str) -> tuple[list[list[Any]], bool]:
 
 
 def steps(rounds: int) -> tuple[list[list[Any]], bool]:
-    """Rows: what is on, ms of a step without, median ratio of processor time, longer rounds, kernels timed."""
+    """Rows: what is on, ms of a step without, median ratio of processor time, longer rounds, kernels."""
     model = build("shipped", pages=(REQUESTS + 1) * -(-(PROMPT + TOKENS) // PAGE), page_size=PAGE)
 
     async def crowd() -> None:
