@@ -37,7 +37,7 @@ class HistogramSeries:
             self.fold()
 
     def fold(self) -> None:
-        """Count what is pending, unless somebody does: another thread, or what a finalizer interrupted."""
+        """Count what is pending, unless another thread does, or the very call that a finalizer interrupts."""
         if self._lock.acquire(blocking=False):
             try:
                 self._count_pending()

@@ -31,7 +31,7 @@ class Spans:
 
     `layerzero.<op>` is one run of a kernel, `layerzero.select` one choice, `layerzero.await` a caller's
     waiting, `layerzero.batch` one batch, `layerzero.fallback` a kernel that answered for another.
-    The program's sampler is asked first. A run that it leaves out, or that nobody records, costs nothing else
+    The program's sampler is asked first. A run that it leaves out, or that is not recorded, costs no more
     and is not made current: what a kernel opens itself then belongs to the caller's span, or to the batch's.
     """
 
