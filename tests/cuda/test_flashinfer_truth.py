@@ -41,6 +41,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"),
     pytest.mark.filterwarnings("ignore"),  # FlashInfer's, of what it brings itself
+    pytest.mark.timeout(480),  # it compiles
 ]
 OURS = ("triton", "cuda", "torch", "reference")
 LAYOUTS: tuple[Layout, ...] = ("NHD", "HND")
