@@ -34,6 +34,7 @@ OF_A_KERNEL = (
     "tests/backends/test_contract.py", "tests/backends/test_vendors.py", "tests/backends/test_workspace.py",
 )  # fmt: skip
 CUDA, COMPILING, FILTERS, MEMORY = "cuda", "test_triton_kernels", "test_filters", "test_room"
+TRUTH = "test_flashinfer_truth"
 # When a group starts: alone, beside what compiles longest, with all the rest; how long the next ones wait.
 FIRST, EARLY, LATER = 0, 1, 2
 LONGEST_S = {FIRST: 45.0, EARLY: 60.0, LATER: float("inf")}
@@ -71,9 +72,10 @@ def groups() -> tuple[Group, ...]:
         "flashinfer. and fa3 and not mla", "flashinfer. and fa2 and not mla", "flashinfer. and mla",
         "flash_attn_4.attention", "flash_attn_4.ragged", "flash_attn_4.paged",
     )  # fmt: skip
+    apart = (COMPILING, FILTERS, MEMORY, TRUTH)
     found = [
         Group(f"{CUDA}_memory", (f"tests/cuda/{MEMORY}.py",), when=FIRST),
-        Group(CUDA, ("tests/cuda",), f"not {COMPILING} and not {FILTERS} and not {MEMORY}", when=EARLY),
+        Group(CUDA, ("tests/cuda",), " and ".join(f"not {word}" for word in apart), when=EARLY),
     ]
     for part in ("tokens and dtype0", "tokens and dtype1", "codes"):
         name = f"{CUDA}_compiling_{part.replace(' and ', '_')}"
@@ -81,6 +83,9 @@ def groups() -> tuple[Group, ...]:
     for part in ("float32", "bfloat16", "graph"):
         name = f"{CUDA}_{FILTERS}_{part}"
         found.append(Group(name, (f"tests/cuda/{FILTERS}.py",), part, when=EARLY, compiles=True))
+    for part in ("bfloat16", "float16 and not bfloat16", "not float16"):
+        name = f"{CUDA}_{TRUTH}_{part.replace(' ', '_')}"
+        found.append(Group(name, (f"tests/cuda/{TRUTH}.py",), part))
     for select in compiled:
         for dtype in ("bfloat16", "float16"):
             name = re.sub(r"\W+", "_", select.replace(" and not mla", "").replace(" and ", ""))

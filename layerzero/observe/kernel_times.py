@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter_ns
+from time import perf_counter
 from typing import Any
 
 from layerzero.observe.counters import Counters
+from layerzero.observe.histograms import MAX_PENDING
 from layerzero.ops.op import Op
 from layerzero.selection.record import Selection
 
@@ -28,14 +29,17 @@ class KernelTimes:
         """`call`, counted and timed; a call that raises counts as well."""
         if "capture" in selection.request.modes:
             return call
-        observe = self._histograms.series(KERNEL_SECONDS, op=op.name, kernel=selection.kernel).observe
+        series = self._histograms.series(KERNEL_SECONDS, op=op.name, kernel=selection.kernel)
+        pending, note = series.pending, series.pending.append  # as `observe` does, without its frame
 
         def timed(*args: Any) -> Any:
-            begin_ns = perf_counter_ns()
+            begin = perf_counter()
             try:
                 return call(*args)
             finally:
-                observe((perf_counter_ns() - begin_ns) * 1e-9)
+                note(perf_counter() - begin)
+                if len(pending) >= MAX_PENDING:
+                    series.fold()
 
         return timed
 

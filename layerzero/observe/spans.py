@@ -17,7 +17,7 @@ from layerzero.spec.errors import ConfigurationError
 
 try:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Link, Span, Status, StatusCode, get_tracer
+    from opentelemetry.trace import Link, Span, Status, StatusCode, get_tracer, use_span
 except ImportError as missing:
     raise ConfigurationError(
         "spans needs opentelemetry-api, which is not installed: pip install 'layerzero-runtime[otel]'"
@@ -31,6 +31,8 @@ class Spans:
 
     `layerzero.<op>` is one run of a kernel, `layerzero.select` one choice, `layerzero.await` a caller's
     waiting, `layerzero.batch` one batch, `layerzero.fallback` a kernel that answered for another.
+    The program's sampler is asked first. A run that it leaves out, or that is not recorded, costs no more
+    and is not made current: what a kernel opens itself then belongs to the caller's span, or to the batch's.
     """
 
     reads_arguments = False
@@ -48,10 +50,13 @@ class Spans:
             span.set_attribute("layerzero.refuses", len(selection.trace) - takes)
         if "capture" in selection.request.modes:
             return call
-        start, name = self._tracer.start_as_current_span, f"layerzero.{op.name}"
+        start, name = self._tracer.start_span, f"layerzero.{op.name}"
 
         def traced(*args: Any) -> Any:
-            with start(name, attributes=chosen):
+            span = start(name, attributes=chosen)
+            if not span.is_recording():
+                return call(*args)
+            with use_span(span, end_on_exit=True):
                 return call(*args)
 
         return traced
@@ -60,6 +65,9 @@ class Spans:
     def waiting(self, name: str, args: Args) -> Iterator[Callable[[Plan | None], None]]:
         """A caller's span while its call is in the batcher; gives what notes the plan that answered."""
         span = self._tracer.start_span("layerzero.await", attributes={"layerzero.op": name})
+        if not span.is_recording():
+            yield lambda plan: None
+            return
 
         def answered(plan: Plan | None) -> None:
             if plan is not None:

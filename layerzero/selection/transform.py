@@ -2,7 +2,7 @@
 
 Only changes that keep the meaning are considered: another layout (a transposed view), a dense copy, a
 cast to a wider dtype and back, codes as the numbers that they stand for, and a batch above what a kernel
-launches at once run in parts. A cast never narrows.
+launches at once run in parts. A cast never narrows, and what an op writes is never a copy.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def adapt(
     capability = kernel.capability
     adapted = request
     if reasons & _CAST:
-        if not op.castable:
+        if not op.castable or op.writes:
             return None
         target = _cast_target(capability, request)
         if target is None:
@@ -298,14 +298,14 @@ def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..
             tensors = [args[position] for position in operands if isinstance(args[position], Tensor)]
             misaligned = any(address_of(tensor) % alignment for tensor in tensors)
         if misaligned:
-            return run(*[_realign(a, alignment) if isinstance(a, Tensor) else a for a in args])
+            return run(*[a if at in op.writes else _realign(a, alignment) for at, a in enumerate(args)])
         return run(*args)
 
     return aligned
 
 
-def _realign(value: Tensor, alignment: int) -> Tensor:
-    return value.clone() if address_of(value) % alignment else value
+def _realign(value: Any, alignment: int) -> Any:
+    return value.clone() if isinstance(value, Tensor) and address_of(value) % alignment else value
 
 
 def _swap(op: Op, args: list[Any], layout: str) -> None:

@@ -2,7 +2,7 @@
 
 A condition is `Sq > 1024`, `head_dim == 64`, `dtype in [float16]`, `D % 8 == 0`, `D == Dv`, `B * Hq <= 65535`
 or `not causal`. A limit is a condition on sizes, for which calls it holds, and the reason that the others
-get: `D <= 128 when mask_bool else HEAD_DIM_TOO_LARGE`.
+get: `D <= 128 when mask_bool else HEAD_DIM_TOO_LARGE`. Where it names none, its axis has one.
 """
 
 from __future__ import annotations
@@ -72,6 +72,20 @@ _HOLDS: Mapping[str, Callable[[Any, Any], bool]] = {
     "%": lambda got, step: got % step == 0,
 }
 
+_HEAD_DIM = {
+    "<=": Reason.HEAD_DIM_TOO_LARGE, ">=": Reason.HEAD_DIM_TOO_SMALL, "%": Reason.HEAD_DIM_ALIGNMENT,
+    "in": Reason.HEAD_DIM_INVALID, "==": Reason.HEAD_DIMS_DIFFER,
+}  # fmt: skip
+_LENGTH = {"<=": Reason.SEQ_TOO_LONG, ">=": Reason.SEQ_TOO_SHORT, "==": Reason.SEQ_LENGTHS_DIFFER}
+_WIDTH = {"<=": Reason.WIDTH_TOO_LARGE, "%": Reason.WIDTH_ALIGNMENT}
+# What a limit on one axis gives where it names no reason; for some axes whatever the limit is.
+_BY_AXIS: Mapping[str, Reason | Mapping[str, Reason]] = {
+    "D": _HEAD_DIM, "Dv": _HEAD_DIM, "Sq": _LENGTH, "Sk": _LENGTH, "C": _WIDTH, "K": _WIDTH, "F": _WIDTH,
+    "B": {"<=": Reason.BATCH_TOO_LARGE, ">=": Reason.BATCH_TOO_SMALL},
+    "Hq": Reason.HEADS_UNSUPPORTED, "Hk": Reason.HEADS_UNSUPPORTED, "G": Reason.GROUP_SIZE_UNSUPPORTED,
+    "P": Reason.PAGE_SIZE_UNSUPPORTED, "N": Reason.ROWS_UNSUPPORTED, "T": Reason.ROWS_UNSUPPORTED,
+}  # fmt: skip
+
 
 class Condition(msgspec.Struct, frozen=True):
     """One test of one field, or of a product of sizes: beside a number, several, a word or another size.
@@ -115,7 +129,8 @@ class Condition(msgspec.Struct, frozen=True):
 class Limit(msgspec.Struct, frozen=True):
     """A condition on the sizes that a kernel takes; a call without them is within it.
 
-    With `when` it holds for calls that have that feature or mode; `reason` is what a call beyond it gets.
+    With `when` it holds for calls that have that feature or mode; `reason` is what its text says that a call
+    beyond it gets, `code` what that call gets.
     """
 
     condition: Condition
@@ -126,6 +141,14 @@ class Limit(msgspec.Struct, frozen=True):
     def dim(self) -> str:
         """What it bounds: an axis, or a product of several."""
         return self.condition.field.replace(" * ", " x ")
+
+    @property
+    def code(self) -> Reason:
+        """The stated reason; where there is none, the one of its axis and its kind of bound."""
+        if self.reason is not Reason.SIZE_UNSUPPORTED:
+            return self.reason
+        implied = _BY_AXIS.get(self.condition.field, self.reason)
+        return implied if isinstance(implied, Reason) else implied.get(self.condition.operator, self.reason)
 
     def holds(self, dims: Mapping[str, int]) -> bool:
         """Whether sizes are within it."""

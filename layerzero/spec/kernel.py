@@ -253,7 +253,7 @@ def _limit_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
         if not limit.holds(spec.dims):
             got, needs = limit.got(spec.dims), limit.needs()
             counter = f"{limit.dim} {needs}"
-            yield Rejected(limit.reason, limit.dim, needs, got, counter)
+            yield Rejected(limit.code, limit.dim, needs, got, counter)
 
 
 def _mode_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:

@@ -100,7 +100,7 @@ def test_a_weight_that_is_not_kept_has_the_same_products(name: str) -> None:
 
 REFUSED: list[tuple[str, QuantizedTensor, torch.dtype, Reason]] = [
     (IDS[0], weight_of(group_size=16), torch.bfloat16, Reason.SIZE_UNSUPPORTED),
-    (IDS[0], weight_of(rows=17), torch.bfloat16, Reason.SIZE_UNSUPPORTED),
+    (IDS[0], weight_of(rows=17), torch.bfloat16, Reason.WIDTH_ALIGNMENT),
     (IDS[0], weight_of(), torch.float16, Reason.DTYPE_UNSUPPORTED),
     (IDS[0], weight_of(), torch.float32, Reason.DTYPE_UNSUPPORTED),
     (IDS[0], weight_of(symmetric=False), torch.bfloat16, Reason.SCALE_LAYOUT_MISMATCH),

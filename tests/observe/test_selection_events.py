@@ -15,7 +15,14 @@ import layerzero as lz
 from layerzero.api import metrics
 from layerzero.observe import selection_events
 from layerzero.observe.counters import Counters
-from layerzero.observe.histograms import MAX_SERIES, OVERFLOW, SECONDS, Histograms, HistogramSeries
+from layerzero.observe.histograms import (
+    MAX_PENDING,
+    MAX_SERIES,
+    OVERFLOW,
+    SECONDS,
+    Histograms,
+    HistogramSeries,
+)
 from layerzero.observe.kernel_times import KERNEL_SECONDS
 from layerzero.observe.selection_events import SELECTION_MADE, SELECTION_SECONDS
 
@@ -44,6 +51,20 @@ def test_a_bound_counts_what_is_at_most_as_long() -> None:
         series.observe(seconds)
     counts, _ = series.snapshot()
     assert (counts[0], counts[1], counts[-1], sum(counts)) == (2, 1, 1, 4)
+
+
+def test_a_duration_waits_for_no_lock_and_those_that_wait_are_bounded() -> None:
+    """While another counts, durations are only kept; then at most `MAX_PENDING` of them stay uncounted."""
+    series = HistogramSeries()
+    with series._lock:
+        for _ in range(3 * MAX_PENDING):
+            series.observe(0.25)
+    assert len(series.pending) == 3 * MAX_PENDING
+    for _ in range(10):
+        series.observe(0.25)
+        assert len(series.pending) < MAX_PENDING
+    counts, total = series.snapshot()
+    assert series.pending == [] and sum(counts) == 3 * MAX_PENDING + 10 and total == sum(counts) / 4
 
 
 def test_labels_of_others_are_bounded() -> None:
@@ -113,6 +134,18 @@ def test_kernel_times_count_every_call_by_kernel() -> None:
         )
         counts, total = series.snapshot()
     assert sum(counts) == 20 and total > 0
+
+
+def test_times_of_kernels_are_kept_for_a_bounded_number_of_calls() -> None:
+    """More calls than may wait are counted while they run, before anybody reads."""
+    with lz.start(lz.Settings(device="cpu", warm="off", kernel_times=True), scoped=True) as runtime:
+        for _ in range(MAX_PENDING + 5):
+            lz.sync.rms_norm(torch.ones(3, 8), backend="torch")
+        series = runtime.counters.histograms.series(
+            KERNEL_SECONDS, op="rms_norm", kernel="torch.rms_norm.native"
+        )
+        assert sum(series.counts) == MAX_PENDING and len(series.pending) == 5
+        assert sum(series.snapshot()[0]) == MAX_PENDING + 5
 
 
 def test_opentelemetry_has_the_same_numbers() -> None:

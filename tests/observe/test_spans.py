@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.ops import table as ops_table
 from tests import children
 from tests.kernels import kernel
 
@@ -19,6 +20,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 EXPORTER = InMemorySpanExporter()
 
@@ -156,6 +158,24 @@ async def test_spans_end_when_the_settings_do_so(exporter: InMemorySpanExporter)
         exporter.clear()
         lz.sync.rms_norm(X)
         assert exporter.get_finished_spans() == ()
+
+
+def test_a_run_that_the_sampler_leaves_out_costs_nothing_else(exporter: InMemorySpanExporter) -> None:
+    """It is not made current, and nothing is kept of a caller who waits."""
+    with told() as runtime:
+        spans = runtime.device("cpu").spans
+        recorded, spans._tracer = spans._tracer, TracerProvider(sampler=ALWAYS_OFF).get_tracer("layerzero")
+        lz.sync.rms_norm(X)
+        selection = lz.last_selection()
+        assert selection is not None
+        call = spans.wrap(ops_table.get("rms_norm"), selection, lambda *args: trace.get_current_span())
+        with trace.get_tracer("user").start_as_current_span("request") as request:
+            assert call(X) is request
+            with spans.waiting("rms_norm", (X,)) as answered:
+                assert spans._waiting == {}
+                answered(None)
+        spans._tracer = recorded
+    assert [span.name for span in exporter.get_finished_spans()] == ["request"]
 
 
 ABSENT = """

@@ -153,6 +153,18 @@ def test_an_operand_that_is_left_out_has_no_address() -> None:
     assert seen == [(0, None), (0, None)]
 
 
+def test_what_an_op_writes_is_never_copied() -> None:
+    """A misaligned pool is written in place, where a misaligned operand beside it is copied."""
+    append = ops_table.get("append_kv")
+    base = torch.zeros(3, 65)
+    k, v, pool = (each[1 if each.data_ptr() % 64 == 0 else 0 :][:2].view(2, 1, 1) for each in base)
+    seen: list[Any] = []
+    full = (k, v, pool, pool, torch.arange(2), "NHD", None, None)
+    keep_aligned(append, 64, lambda *args: seen.extend(args))(*full)
+    assert seen[0].data_ptr() % 64 == 0 and seen[0] is not k
+    assert seen[2] is pool and seen[3] is pool
+
+
 def _bounded(seen: list[int], limits: tuple[str, ...], **more: Any) -> Kernel:
     """A fast kernel that fails beyond 8 sequences times heads, as a launch with too large a grid does."""
 

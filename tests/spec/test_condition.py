@@ -161,6 +161,30 @@ def test_a_limit_tells_what_it_needs_and_what_it_got(
     assert parse_limit(text) == Limit(limit.condition)
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("G <= 8", Reason.GROUP_SIZE_UNSUPPORTED),
+        ("P % 256 == 0", Reason.PAGE_SIZE_UNSUPPORTED),
+        ("N >= 17", Reason.ROWS_UNSUPPORTED),
+        ("Hk in [8]", Reason.HEADS_UNSUPPORTED),
+        ("D >= 8", Reason.HEAD_DIM_TOO_SMALL),
+        ("D in [128]", Reason.HEAD_DIM_INVALID),
+        ("Sk <= 4096", Reason.SEQ_TOO_LONG),
+        ("B >= 2", Reason.BATCH_TOO_SMALL),
+        ("C % 64 == 0", Reason.WIDTH_ALIGNMENT),
+        ("C % 64 == 0 else HEAD_DIM_INVALID", Reason.HEAD_DIM_INVALID),
+        ("Sq in [128]", Reason.SIZE_UNSUPPORTED),
+        ("S in [128]", Reason.SIZE_UNSUPPORTED),
+        ("B * Hq <= 9", Reason.SIZE_UNSUPPORTED),
+    ],
+)
+def test_a_limit_that_names_no_reason_gives_that_of_its_axis(text: str, code: Reason) -> None:
+    """A stated one comes before it; a product, or what no code speaks of, gives the general one."""
+    limit = parse_limit(text)
+    assert limit.code is code and str(limit) == text
+
+
 def test_a_call_without_the_size_is_within_a_limit() -> None:
     """A limit on keys does not refuse an op without keys; a product counts what is there."""
     assert all(parse_limit(text).holds({"N": 4}) for text in ("Sk <= 1", "D == Dv", "Sk in [1]"))

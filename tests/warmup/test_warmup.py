@@ -187,10 +187,12 @@ def test_a_quarantined_kernel_is_no_longer_ready(runtime: lz.Runtime) -> None:
 
 
 def test_a_call_whose_arguments_are_wrong_fails_alone(runtime: lz.Runtime) -> None:
-    """Its record holds the error, the next call is made ready."""
+    """Its record holds the error and readiness says it; the next call is made ready."""
     wrong = call("rms_norm", x=tensor(4, 32, dtype="float32"), weight=tensor(31, dtype="float32"))
     report = warmup_blocking([wrong, norm(4)])
     assert [w.state for w in report.critical] == ["failed", "ready"] and "weight" in report.critical[0].error
+    (problem,) = lz.readiness_check().problems
+    assert str(wrong) in problem and "weight" in problem
 
 
 def test_a_manifest_survives_its_file_and_names_its_content(tmp_path: Path) -> None:

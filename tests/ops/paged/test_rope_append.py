@@ -63,6 +63,19 @@ def test_it_is_a_rotation_and_an_append(kernel: lz.Kernel, layout: str, dtype: t
                 torch.testing.assert_close(got, right)
 
 
+def test_no_cast_stands_before_pools_that_are_written() -> None:
+    """A kernel of wider numbers would write into copies: in half precision it is refused, warm or not."""
+    made = call([9, 0, 31, 17, 2], dtype=torch.float16)
+    wanted = apart(made)
+    with lz.start(lz.Settings(warm="off"), scoped=True):
+        trace = lz.select("rope_append_kv", **made).trace
+        assert [c.kernel for c in trace if c.eligible] == ["reference.rope_append_kv"]
+        with pytest.raises(lz.NoKernelFoundError, match="DTYPE_UNSUPPORTED"):
+            lz.sync.rope_append_kv(**made, backend="native.rope_append_kv.rows")
+        turned = lz.sync.rope_append_kv(**made)
+    assert all(map(torch.equal, (turned, made["k_cache"], made["v_cache"]), wanted))
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=[k.id for k in KERNELS])
 def test_rows_of_a_pool_are_read_before_any_is_written(kernel: lz.Kernel) -> None:
     """Keys, values and queries that lie in the slots of other tokens."""
