@@ -20,6 +20,7 @@ from tests.warmup.test_warmup import needs_compiler
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.slow,
     pytest.mark.asyncio,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     needs_compiler,
@@ -27,25 +28,24 @@ pytestmark = [
 
 
 @asynccontextmanager
-async def actors(count: int) -> AsyncIterator[DevicePool]:
-    """A pool of so many, each a process."""
+async def ten_actors() -> AsyncIterator[DevicePool]:
+    """A pool of ten, each a process."""
     settings = lz.Settings(
-        cluster="auto", cluster_devices=count, cluster_devices_per_gpu=5, device="cpu", warm="off",
+        cluster="auto", cluster_devices=10, cluster_devices_per_gpu=5, device="cpu", warm="off",
         shared_choices_s=300.0, placement_timeout_s=LIMIT_S,
     )  # fmt: skip
     async with lz.start(settings) as runtime:
         pool = runtime.device_pool
-        assert len(pool.devices) == len({facts.pid for facts in pool.facts}) == count
+        assert len(pool.devices) == len({facts.pid for facts in pool.facts}) == 10
         yield pool
 
 
-@pytest.mark.slow
 async def test_ten_actors_that_start_at_once_compile_and_choose_once(
     ray_cluster: Any, tmp_path: Path
 ) -> None:
     """Each has computed with the extension that one of them compiled."""
     racing.prepare(tmp_path, "1.0")
-    async with actors(10) as pool:
+    async with ten_actors() as pool:
         found = await asyncio.gather(
             *(pool.run(racing.answer_of, str(tmp_path), "1.0", on=name) for name in pool.devices)
         )
@@ -56,17 +56,14 @@ async def test_ten_actors_that_start_at_once_compile_and_choose_once(
     assert sum(each["chosen"] for each in found) == 2
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.slow)])
-async def test_an_actor_that_is_killed_at_its_compiler_is_replaced(
-    ray_cluster: Any, tmp_path: Path, count: int
-) -> None:
-    """SIGKILL while its compiler is under way: one of the others compiles, and all of them have its answer.
+async def test_an_actor_that_is_killed_at_its_compiler_is_replaced(ray_cluster: Any, tmp_path: Path) -> None:
+    """SIGKILL while its compiler is under way: one of the nine others compiles, and all nine have its answer.
 
     Its call is a lost one, which does not run again. What it was about to make counts for nobody.
     """
     racing.prepare(tmp_path, "1.0")
     (tmp_path / "hold").touch()
-    async with actors(count) as pool:
+    async with ten_actors() as pool:
         calls = {
             facts.pid: asyncio.ensure_future(pool.run(racing.answer_of, str(tmp_path), "1.0", on=facts.name))
             for facts in pool.facts
@@ -80,7 +77,7 @@ async def test_an_actor_that_is_killed_at_its_compiler_is_replaced(
             await within(lost)
         (tmp_path / "go").touch()  # the dead one's compiler ends as well, and changes nothing
     assert all(each["right"] and each["kernel"] == racing.KERNEL for each in found)
-    assert [each["versions"] for each in found] == [["1.0"]] * (count - 1)
+    assert [each["versions"] for each in found] == [["1.0"]] * 9
     (_, (successor, _)) = racing.compiled(tmp_path)
     assert successor in calls
     assert sum(each["chosen"] for each in found) <= 2  # the dead one may have made the first choice
