@@ -99,10 +99,10 @@ class Frame:
         """
         self.bytes_on: dict[str, int] = {}
         self.grouped = any(isinstance(value, tuple | list) for value in args)
-        # Where each tensor stands among the flattened arguments, and where it goes.
+        # Which of the flattened arguments each tensor is, and where it goes.
         self.operands: list[tuple[int, str, int]] = [
             (position, str(value.device), self._take(str(value.device), value.nbytes))
-            for position, value in enumerate(flattened(args))
+            for position, value in enumerate(flatten(args))
             if isinstance(value, Tensor)
         ]
         places = iter(self.operands)
@@ -143,11 +143,11 @@ class Frame:
         raise TypeError(f"a kernel in a process of its own takes tensors and plain values, got {type(value)}")
 
 
-def flattened(args: Sequence[Any]) -> Iterator[Any]:
+def flatten(args: Sequence[Any]) -> Iterator[Any]:
     """The arguments with those of their groups in place of the groups."""
     for value in args:
         if isinstance(value, tuple | list):
-            yield from flattened(value)
+            yield from flatten(value)
         else:
             yield value
 

@@ -310,7 +310,7 @@ class IsolatedWorker:
             if arena is None or arena.size < needed:
                 arenas.pop(device, None)
                 arenas[device] = self._new_arena(life, device, needed)
-        values = list(frames.flattened(args)) if frame.grouped else args
+        values = list(frames.flatten(args)) if frame.grouped else args
         for position, device, offset in frame.operands:
             arenas[device].write(offset, values[position])
         for device in frame.cards:
