@@ -8,8 +8,8 @@ import time
 
 from layerzero.actors.isolation import frames
 
-# Of the order of both sides' sleeps and wake-ups: a longer spin would cost more than it saves.
-SPIN_S = 200e-6
+# Of the order of a sleep and its wake-up: a longer spin would cost more than it saves.
+SPIN_S = 60e-6
 # The most messages that are slept on after spins in vain, as where all cores have other work.
 _MAX_SLEPT = 255
 
