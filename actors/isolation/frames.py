@@ -90,7 +90,7 @@ def name_of(dtype: torch.dtype) -> str:
 class Frame:
     """One shape of call, laid out once: its message, its tensors' places, the bytes that it needs."""
 
-    __slots__ = ("bytes_on", "cards", "message", "offsets", "outputs")
+    __slots__ = ("bytes_on", "cards", "grouped", "message", "operands", "outputs")
 
     def __init__(self, kernel: str, args: Args, outputs: Sequence[OutputSpec]) -> None:
         """Raises: TypeError: an argument is no tensor, number, word, dtype or tuple of those.
@@ -98,10 +98,17 @@ class Frame:
         ValueError: they are more than a message holds.
         """
         self.bytes_on: dict[str, int] = {}
-        self.offsets: list[tuple[str, int]] = []
+        self.grouped = any(isinstance(value, tuple | list) for value in args)
+        # Which of the flattened arguments each tensor is, and where it goes.
+        self.operands: list[tuple[int, str, int]] = [
+            (position, str(value.device), self._take(str(value.device), value.nbytes))
+            for position, value in enumerate(flatten(args))
+            if isinstance(value, Tensor)
+        ]
+        places = iter(self.operands)
         device = args[0].device
         self.outputs: list[tuple[str, int, tuple[int, ...], torch.dtype]] = []
-        encoded = [self._encode(value) for value in args]
+        encoded = [self._encode(value, places) for value in args]
         described = []
         for spec in outputs:
             dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -123,14 +130,12 @@ class Frame:
         self.bytes_on[device] = offset + -(-max(count, 1) // ALIGNMENT) * ALIGNMENT
         return offset
 
-    def _encode(self, value: Any) -> Any:
+    def _encode(self, value: Any, places: Iterator[tuple[int, str, int]]) -> Any:
         if isinstance(value, Tensor):
-            device = str(value.device)
-            offset = self._take(device, value.nbytes)
-            self.offsets.append((device, offset))
+            _, device, offset = next(places)
             return [_TENSOR, device, offset, name_of(value.dtype), list(value.shape)]
         if isinstance(value, tuple | list):
-            return [_GROUP, [self._encode(part) for part in value]]
+            return [_GROUP, [self._encode(part, places) for part in value]]
         if isinstance(value, torch.dtype):
             return [_DTYPE, name_of(value)]
         if value is None or isinstance(value, bool | int | float | str):
@@ -138,13 +143,13 @@ class Frame:
         raise TypeError(f"a kernel in a process of its own takes tensors and plain values, got {type(value)}")
 
 
-def tensors_in(args: Sequence[Any]) -> Iterator[Tensor]:
-    """Every tensor of the arguments, in the order of a frame's offsets."""
+def flatten(args: Sequence[Any]) -> Iterator[Any]:
+    """The arguments with those of their groups in place of the groups."""
     for value in args:
-        if isinstance(value, Tensor):
+        if isinstance(value, tuple | list):
+            yield from flatten(value)
+        else:
             yield value
-        elif isinstance(value, tuple | list):
-            yield from tensors_in(value)
 
 
 def decode(value: Any, place: Callable[[str, int, Sequence[int], torch.dtype], Tensor]) -> Any:

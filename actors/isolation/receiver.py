@@ -17,9 +17,10 @@ _MAX_SLEPT = 255
 class Receiver:
     """One end of a socket of messages.
 
-    To wake a thread that sleeps takes longer than a short call itself. So the next message is
-    asked for without sleeping for `SPIN_S`, where a second core can send it meanwhile; each spin in vain
-    doubles how many later messages are slept on, each spin that was not halves it.
+    To wake a thread that sleeps takes longer than a short call itself. So the next message is asked for
+    without sleeping for `SPIN_S`, where a second core can send it meanwhile. After one spin in vain, as in
+    the pause between two bursts of calls, nothing changes; each further one doubles how many later messages
+    are slept on, each spin that was not in vain halves it.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -39,7 +40,7 @@ class Receiver:
             return bytes(self._buffer[: self._receive(self._buffer)])
         count = self._spin(time.perf_counter() + SPIN_S)
         if count is None:
-            self._to_sleep = self._slept = min(2 * self._slept + 1, _MAX_SLEPT)
+            self._to_sleep, self._slept = self._slept, min(2 * self._slept + 1, _MAX_SLEPT)
             count = self._receive(self._buffer)
         else:
             self._slept >>= 1

@@ -310,8 +310,9 @@ class IsolatedWorker:
             if arena is None or arena.size < needed:
                 arenas.pop(device, None)
                 arenas[device] = self._new_arena(life, device, needed)
-        for (device, offset), tensor in zip(frame.offsets, frames.tensors_in(args), strict=True):
-            arenas[device].write(offset, tensor)
+        values = list(frames.flatten(args)) if frame.grouped else args
+        for position, device, offset in frame.operands:
+            arenas[device].write(offset, values[position])
         for device in frame.cards:
             arenas[device].before_send()
         return life.ask(frame.message)

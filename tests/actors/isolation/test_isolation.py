@@ -117,6 +117,7 @@ class TestOneWorker:
         result = layerzero.sync.rms_norm(X)
         assert chosen().kernel == "wild.rms_norm"
         again = layerzero.sync.rms_norm(2 * X[:, ::2])  # strided, and of other sizes
+        layerzero.sync.rms_norm(-X)  # in the first call's places
         torch.testing.assert_close(result, right(X))
         torch.testing.assert_close(again, right(2 * X[:, ::2]))
         torch.testing.assert_close(

@@ -60,7 +60,7 @@ def test_a_message_that_comes_soon_is_taken_without_sleeping(
 def test_spins_in_vain_are_made_less_and_less_often(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice as many messages are slept on after each; one that was not in vain halves that."""
+    """Twice as many messages are slept on after each but the first; one that was not in vain halves that."""
     monkeypatch.setattr(receiver, "SPIN_S", NEVER_S)
     ours, theirs = ends
     received = Receiver(ours)
@@ -77,8 +77,8 @@ def test_spins_in_vain_are_made_less_and_less_often(
             came += [number] if spins else []
         return came
 
-    assert sleeps(16) == [0, 2, 6, 14]
-    for _ in range(14):  # what is left of the fourth pause
+    assert sleeps(16) == [0, 1, 3, 7, 15]
+    for _ in range(15):  # what is left of the fifth pause
         sleeps(1)
     monkeypatch.setattr(received, "_spin", lambda end_s: ours.recv_into(received._buffer))
     assert sleeps(1) == []
