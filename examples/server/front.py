@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import time
@@ -30,6 +31,8 @@ Emit = Callable[[Piece], Awaitable[None]]
 _SEEDS = 1 << 63
 # So many messages and more are rendered beside the loop.
 MANY_MESSAGES = 256
+# Characters of a schema or regular expression: every mask of a larger one would hold up the loop.
+MAX_GRAMMAR = 1 << 16
 
 
 # What keys and values are kept in: as they are computed, or eight bits.
@@ -355,6 +358,8 @@ class Front(ABC):
             text = (self.options.model / "tokenizer.json").read_text(encoding="utf-8")
             self._grammars = Grammars(text, config.vocab_size, config.eos_token_ids)
         asked = constraint.schema if constraint.regex is None else constraint.regex
+        if (length := len(json.dumps(asked))) > MAX_GRAMMAR:
+            raise ValueError(f"a grammar needs at most {MAX_GRAMMAR} characters, got {length}")
         compile_one = self._grammars.json_schema if constraint.regex is None else self._grammars.regex
         grammar: Grammar = compile_one(asked)
         return grammar

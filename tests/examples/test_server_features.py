@@ -413,6 +413,7 @@ def test_a_pattern_shapes_the_answer(server: Running, pattern: str) -> None:
     [
         ({"structured_outputs": {"regex": "a(b"}}, "structured_outputs"),
         ({"structured_outputs": {"json": {"type": "strin"}}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"enum": ["a" * 65_536]}}}, "structured_outputs"),
         (
             {
                 "response_format": {
