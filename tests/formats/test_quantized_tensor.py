@@ -235,8 +235,7 @@ def test_each_matrix_has_a_second_scale_of_its_own() -> None:
     """Stacked matrices are the numbers that each is alone."""
     parts = [QuantizedTensor.quantize(torch.randn(4, 32) * size, "nvfp4") for size in (1.0, 50.0)]
     second = torch.stack([part.tensor_scale for part in parts if part.tensor_scale is not None])
-    whole = QuantizedTensor(
-        torch.stack([part.codes for part in parts]), torch.stack([part.scale.view(torch.uint8) for part in parts])
-        .view(torch.float8_e4m3fn), "nvfp4", tensor_scale=second,
-    )  # fmt: skip
+    codes = torch.stack([part.codes for part in parts])
+    scale = torch.stack([part.scale.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+    whole = QuantizedTensor(codes, scale, "nvfp4", tensor_scale=second)
     assert torch.equal(whole.dequantize(), torch.stack([part.dequantize() for part in parts]))
