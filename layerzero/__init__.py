@@ -64,7 +64,7 @@ _HOMES = {
     "layerzero.spec.errors": (
         "BackendNotAvailableError BlockError BundleRefusedError CacheCorruptionError ChatTemplateError "
         "ConfigurationError ConsistencyError CudaGraphUnsafeError DeadlineExceededError DeviceLostError "
-        "KernelExecutionError KernelStillLoadingError LayerZeroError ModeChangedError "
+        "GrammarLimitError KernelExecutionError KernelStillLoadingError LayerZeroError ModeChangedError "
         "NoKernelAvailableError NoKernelFoundError OverloadedError PlanRefusedError PolicyLoadError "
         "PolicyValidationError RuntimeClosedError SelectionTimeoutError TokenizerMismatchError "
         "UnknownOpError"

@@ -103,6 +103,7 @@ from layerzero.spec.errors import ConsistencyError as ConsistencyError
 from layerzero.spec.errors import CudaGraphUnsafeError as CudaGraphUnsafeError
 from layerzero.spec.errors import DeadlineExceededError as DeadlineExceededError
 from layerzero.spec.errors import DeviceLostError as DeviceLostError
+from layerzero.spec.errors import GrammarLimitError as GrammarLimitError
 from layerzero.spec.errors import KernelExecutionError as KernelExecutionError
 from layerzero.spec.errors import KernelStillLoadingError as KernelStillLoadingError
 from layerzero.spec.errors import LayerZeroError as LayerZeroError

@@ -77,6 +77,9 @@ class Answer:
             await failure(429, str(full), kind="rate_limit_error", headers=again)(scope, receive, send)
         except BadRequest as bad:
             await refusal(bad)(scope, receive, send)
+        except lz.GrammarLimitError as limit:
+            assert self.ask.constraint is not None
+            await refusal(BadRequest(str(limit), self.ask.constraint.param))(scope, receive, send)
         except lz.DeviceLostError as lost:  # before anything was sent; no replica is left to answer
             again = {"Retry-After": "1"}
             gone = failure(503, str(lost), kind="server_error", code=code_of(lost), headers=again)
@@ -196,7 +199,8 @@ async def http_failure(request: Request, error: Exception) -> JSONResponse:
 
 async def server_failure(request: Request, error: Exception) -> JSONResponse:
     """An unforeseen error; the log has it, the client gets no word of the inside."""
-    return failure(500, "the server failed to answer this request", kind="server_error")
+    closes = {"Connection": "close"}  # which the server does when an error has come through
+    return failure(500, "the server failed to answer this request", kind="server_error", headers=closes)
 
 
 def application(options: Options, counts: Counts | None = None, line: Any = None) -> Starlette:

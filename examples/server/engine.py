@@ -38,7 +38,11 @@ class Model(Protocol):
 
 
 class Grammar(Protocol):
-    """What a text has to be."""
+    """What a text has to be; `allowed` and `accept` raise GrammarLimitError where it takes too much work."""
+
+    def copy(self) -> Grammar:
+        """The same for another text."""
+        ...
 
     def allowed(self) -> Tensor:
         """The tokens that may come next, a bit each."""

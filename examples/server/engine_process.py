@@ -100,8 +100,8 @@ class _Server:
                     send(Token(number, *drawn))
         except lz.OverloadedError as overloaded:
             send(End(number, ("OverloadedError", str(overloaded), overloaded.retry_after)))
-        except lz.DeviceLostError as lost:  # no replica is left; this process can continue
-            send(End(number, (type(lost).__name__, str(lost), 0.0)))
+        except (lz.DeviceLostError, lz.GrammarLimitError) as ended:  # this process can continue
+            send(End(number, (type(ended).__name__, str(ended), 0.0)))
         except Exception as error:
             LOG.exception("a request failed")
             if lost_device(error) is not None:  # no call of this process reaches the device any more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import time
@@ -28,6 +29,10 @@ from server.protocol import Ask, Constraint, Sampling
 
 Emit = Callable[[Piece], Awaitable[None]]
 _SEEDS = 1 << 63
+# So many messages and more are rendered beside the loop.
+MANY_MESSAGES = 256
+# Characters of a schema or regular expression: every mask of a larger one would hold up the loop.
+MAX_GRAMMAR = 1 << 16
 
 
 # What keys and values are kept in: as they are computed, or eight bits.
@@ -222,7 +227,8 @@ class Front(ABC):
         """All choices side by side; the others begin when the first's prompt is computed, and share it."""
         prompt = await self._prompt(ask)
         max_tokens = self._max_tokens(prompt, ask)
-        grammars = [await self.grammar(ask.constraint) for _ in range(ask.choices)]
+        grammar = await self.grammar(ask.constraint)
+        copies = [grammar and grammar.copy() for _ in range(ask.choices)]
         usage = Usage(prompt=len(prompt))
 
         async def first(piece: Piece) -> None:
@@ -235,11 +241,11 @@ class Front(ABC):
 
                 async def later(index: int) -> None:
                     await begun.wait()
-                    await self._choice(index, ask, prompt, max_tokens, grammars[index], usage, emit)
+                    await self._choice(index, ask, prompt, max_tokens, copies[index], usage, emit)
 
                 for index in range(1, ask.choices):
                     tasks.start_soon(later, index)
-                await self._choice(0, ask, prompt, max_tokens, grammars[0], usage, first)
+                await self._choice(0, ask, prompt, max_tokens, copies[0], usage, first)
         except BaseExceptionGroup as group:
             raise _only(group) from None
         return usage
@@ -287,7 +293,10 @@ class Front(ABC):
             if not all(0 <= token < self.config.vocab_size for token in ask.ids):
                 raise BadRequest(f"prompt needs token ids in [0, {self.config.vocab_size})", param)
             return ask.ids
-        text = self._rendered(ask) if ask.is_chat else ask.text
+        if len(ask.messages) > MANY_MESSAGES:
+            text = await anyio.to_thread.run_sync(self._rendered, ask)
+        else:
+            text = self._rendered(ask) if ask.is_chat else ask.text
         if len(text) > self.max_prompt_characters:
             raise BadRequest(
                 f"{param} needs at most {self.max_prompt_characters} characters, got {len(text)}", param
@@ -349,6 +358,8 @@ class Front(ABC):
             text = (self.options.model / "tokenizer.json").read_text(encoding="utf-8")
             self._grammars = Grammars(text, config.vocab_size, config.eos_token_ids)
         asked = constraint.schema if constraint.regex is None else constraint.regex
+        if (length := len(json.dumps(asked))) > MAX_GRAMMAR:
+            raise ValueError(f"a grammar needs at most {MAX_GRAMMAR} characters, got {length}")
         compile_one = self._grammars.json_schema if constraint.regex is None else self._grammars.regex
         grammar: Grammar = compile_one(asked)
         return grammar

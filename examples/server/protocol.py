@@ -23,6 +23,8 @@ from server.fields import (
 
 MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_BIASES = 16, 20, 1024
 _SEED = 1 << 63
+# What a message of an answer has beside its text, and clients send back.
+_ANSWERED = {"refusal", "annotations", "audio", "function_call", "tool_calls"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,8 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _message(name: str, message: Any) -> dict[str, Any]:
+    if isinstance(message, dict):  # an answer that comes back as it was given has fields of no value
+        message = {key: value for key, value in message.items() if value is not None or key not in _ANSWERED}
     known = keyed(name, message, {"role", "content", "name"}, {"role", "content"})
     content = known["content"]
     if isinstance(content, list):  # parts, all of them text

@@ -254,6 +254,8 @@ def _error(kind: str, message: str, retry_after: float) -> Exception:
         return lz.OverloadedError(message, retry_after=retry_after)
     if kind == lz.DeviceLostError.__name__:
         return lz.DeviceLostError(message, retryable=False)
+    if kind == lz.GrammarLimitError.__name__:
+        return lz.GrammarLimitError(message)
     return RuntimeError(f"{kind}: {message}")
 
 

@@ -41,9 +41,15 @@ def _dense(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
+def _apart(weight: Tensor) -> Tensor:
+    """`weight` with rows that do not overlap: the operator has no description of such that do."""
+    (rows, columns), (down, along) = weight.shape, weight.stride()
+    return weight if down >= along * columns or along >= down * rows else weight.contiguous()
+
+
 @loading(_operator)
 def _linear(fused: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return fused(x, weight, _dense(bias), "none", [], "")
+    return fused(x, _apart(weight), _dense(bias), "none", [], "")
 
 
 @loading(_operator)
@@ -57,8 +63,8 @@ def _mlp(
     activation: str,
 ) -> Tensor:
     attribute, algorithm = _FUSED[activation]
-    hidden = fused(x, w_up, _dense(b_up), attribute, [], algorithm)
-    return fused(hidden, w_down, _dense(b_down), "none", [], "")
+    hidden = fused(x, _apart(w_up), _dense(b_up), attribute, [], algorithm)
+    return fused(hidden, _apart(w_down), _dense(b_down), "none", [], "")
 
 
 _kernel = functools.partial(

@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from layerzero.ops.attention import masks
 from layerzero.ops.quantize import kept_codes
 from layerzero.spec.kernel import Kernel, loading
 
+# Below it, as a float32, its norms print a complaint and leave their output as memory was.
+LEAST_EPS = torch.finfo(torch.float32).tiny
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
 
 
@@ -54,6 +57,8 @@ def _attention(
     bias, causal = masks.fold_mask(q, k, attn_mask, is_causal, window, alibi_slopes)
     if bias is not None and bias.dim() != 2:  # the operator takes two or four axes
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    # It refuses rows that repeat.
+    q, k, v = (t if t.stride(2) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
     out: Tensor = sdpa(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)[0]
     return out
 
@@ -61,6 +66,8 @@ def _attention(
 @loading(lambda: operators().zentorch_rms_norm)
 def _rms_norm(kernel: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`zentorch_rms_norm` over two axes: with three it writes outside its output."""
+    if eps < LEAST_EPS:
+        return functional.rms_norm(x, x.shape[-1:], weight, eps)
     out: Tensor = kernel(x.view(-1, x.shape[-1]), weight, eps)
     return out.view(x.shape)
 
@@ -70,6 +77,9 @@ def _add_rms_norm(
     kernel: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """`zentorch_add_rms_norm_` on copies: it overwrites both operands."""
+    if eps < LEAST_EPS:
+        total = x + residual
+        return functional.rms_norm(total, x.shape[-1:], weight, eps), total
     normed, total = x.clone(), residual.clone()
     width = x.shape[-1]
     kernel(normed.view(-1, width), weight, total.view(-1, width), eps)
@@ -174,7 +184,8 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "zentorch.attention.sdpa", _attention, (0.8, 0.8, 12.0),
         features="causal scale gqa mask_bool mask_float mask_wide mask_and_causal empty_rows window alibi",
-        limits=("D == Dv else HEAD_DIMS_DIFFER",), layouts="BHSD", contiguous=False, last_stride1=True,
+        limits=("D == Dv else HEAD_DIMS_DIFFER", "D >= 2"), layouts="BHSD", contiguous=False,
+        last_stride1=True,
     ),
     _kernel("zentorch.rms_norm.native", _rms_norm, (0.3, 1.0, 8.0), limits=("C >= 2",), batch_invariant=True),
     _kernel(

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.spec.errors import GrammarLimitError
+
 MASK_BITS = 32
 # Between the parts of a JSON text: a model that may write any space can write spaces forever.
 _SPACES: Any = {"whitespace_pattern": "[ \\n]"}
@@ -28,23 +30,33 @@ class Grammar:
 
     def __init__(self, matcher: Any, words: int) -> None:
         self._matcher, self._words = matcher, words
+        self._mask: Tensor | None = None
+
+    def copy(self) -> Grammar:
+        """A grammar for another text, which is where this one is."""
+        return Grammar(self._matcher.deep_copy(), self._words)
 
     def allowed(self) -> Tensor:
         """The tokens that may come next, a bit each: (ceil(V / 32),) int32 on the CPU.
 
         An end of the text is among them where the grammar is complete.
-        Raises: RuntimeError: the grammar takes more work than llguidance's limits allow.
+        Raises: GrammarLimitError: the grammar takes more work than llguidance's limits allow.
         """
         mask = bytearray(self._matcher.compute_bitmask())
         self._need_sound()
-        return torch.frombuffer(mask, dtype=torch.int32)[: self._words]
+        self._mask = torch.frombuffer(mask, dtype=torch.int32)[: self._words]
+        return self._mask
 
     def accept(self, token: int) -> None:
         """Continue after `token`.
 
-        Raises: ValueError: the grammar does not allow it here, or has ended.
+        Raises: ValueError: the grammar does not allow it here, or has ended. GrammarLimitError: it was
+            allowed, and takes more work than llguidance's limits do.
         """
+        mask, self._mask = self._mask, None
         if not self._matcher.consume_token(token):
+            if mask is not None and token in _tokens(mask):
+                self._need_sound()
             raise ValueError(f"token needs one that the grammar allows here, got {token}")
 
     @property
@@ -54,7 +66,9 @@ class Grammar:
 
     def _need_sound(self) -> None:
         if self._matcher.is_error():
-            raise RuntimeError(f"the grammar cannot be followed: {_first_line(self._matcher.get_error())}")
+            raise GrammarLimitError(
+                f"the grammar cannot be followed: {_first_line(self._matcher.get_error())}"
+            )
 
 
 class Grammars:
@@ -100,7 +114,17 @@ class Grammars:
             raise ValueError(
                 f"{name} needs a grammar that llguidance takes: {_first_line(matcher.get_error())}"
             )
-        return Grammar(matcher, self._words)
+        compiled = Grammar(matcher, self._words)
+        try:
+            compiled.allowed()  # the first mask takes longest, and shows a grammar of no text at all
+        except GrammarLimitError as error:
+            raise ValueError(f"{name} needs a grammar that can be followed: {error}") from error
+        return compiled
+
+
+def _tokens(mask: Tensor) -> list[int]:
+    bits = mask.unsqueeze(1) >> torch.arange(MASK_BITS) & 1
+    return bits.flatten().nonzero().flatten().tolist()
 
 
 def _first_line(text: str) -> str:

@@ -78,7 +78,12 @@ class CppModule(building.Source):
 
     def target(self) -> Path:
         """Where the compiled library is, or will be."""
-        return cache_folder() / f"{self.name}-{self.fingerprint()}.so"
+        return cache_folder() / self.file_name
+
+    @property
+    def file_name(self) -> str:
+        """What the compiled library is called."""
+        return f"{self.name}-{self.fingerprint()}.so"
 
     def fingerprint(self) -> str:
         """Everything the compiled library depends on, as 32 hexadecimal digits."""
@@ -232,9 +237,11 @@ def need_compiler() -> None:
 
 
 def first_error(messages: str) -> str:
-    """The first line of a compiler's output that speaks of an error."""
+    """The first line of a compiler's output that speaks of an error, or the linker's last one."""
     lines = messages.strip().splitlines() or ["it said nothing"]
-    return next((line for line in lines if "error" in line.lower()), lines[0])[:250]
+    said = [line for line in lines if not line.startswith("collect2: ")]  # only that the linker has failed
+    otherwise = lines[0] if said == lines else (said or lines)[-1]
+    return next((line for line in said if "error" in line.lower()), otherwise)[:250]
 
 
 def unavailable(reason: Reason, message: str) -> BackendNotAvailableError:

@@ -237,8 +237,23 @@ def is_plain_contiguous(tensors: Iterable[Tensor]) -> bool:
 
 
 def last_stride_is_one(tensors: Iterable[Tensor]) -> bool:
-    """Whether every tensor's last axis is dense."""
-    return all(t.dim() == 0 or t.size(-1) <= 1 or t.stride(-1) == 1 for t in tensors)
+    """Whether every tensor's last axis is dense, and no two rows overlap: copies of such are laid out anyhow.
+
+    An axis of stride 0 repeats rows, and overlaps nothing.
+    """
+    return all(
+        t.is_contiguous() or ((t.size(-1) <= 1 or t.stride(-1) == 1) and not _overlaps(t)) for t in tensors
+    )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    reach = 1  # what the axes of smaller strides cover
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step:
+            if step < reach:
+                return True
+            reach += step * (size - 1)
+    return False
 
 
 def address_of(tensor: Tensor) -> int:

@@ -14,6 +14,7 @@ LayerZeroError
 │     └─ PolicyLoadError     a policy file that cannot be read        .path .line
 ├─ TokenizerMismatchError    another tokenizer than a cache, a server or a model means   .problem
 ├─ ChatTemplateError         no prompt for these messages; also a ValueError
+├─ GrammarLimitError         a grammar takes more work than its library does; also a RuntimeError
 ├─ SelectionTimeoutError     a selection or a lock took longer than allowed
 ├─ CacheCorruptionError      a stored file does not decode to what was written   .path
 ├─ FileRefusedError          a file is not used at all               .path .problems
@@ -134,6 +135,10 @@ class TokenizerMismatchError(LayerZeroError):
 
 class ChatTemplateError(LayerZeroError, ValueError):
     """A chat template cannot be read or is missing, or has no prompt for the messages and says why."""
+
+
+class GrammarLimitError(LayerZeroError, RuntimeError):
+    """A text cannot be continued: its grammar takes more work than the limits of its library allow."""
 
 
 class SelectionTimeoutError(LayerZeroError):

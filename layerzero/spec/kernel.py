@@ -223,7 +223,9 @@ def _layout_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
     if cap.contiguous and not spec.contiguous:
         yield Rejected(Reason.NOT_CONTIGUOUS, "strides", "contiguous operands", "strided", ".contiguous()")
     if cap.last_stride1 and not spec.last_stride1:
-        yield Rejected(Reason.STRIDE_LAST_DIM, "stride(-1)", "1", "another stride", ".contiguous()")
+        yield Rejected(
+            Reason.STRIDE_LAST_DIM, "stride(-1)", "1", "another, or rows that overlap", ".contiguous()"
+        )
     if spec.alignment < cap.alignment:
         yield Rejected(Reason.MISALIGNED, "alignment", f">= {cap.alignment} bytes", f"{spec.alignment} bytes")
 

@@ -96,7 +96,7 @@ class Reason(StrEnum):
 
     LAYOUT_UNSUPPORTED = "LAYOUT_UNSUPPORTED", "memory_layout", "needs another layout"
     NOT_CONTIGUOUS = "NOT_CONTIGUOUS", "memory_layout", "needs contiguous tensors"
-    STRIDE_LAST_DIM = "STRIDE_LAST_DIM", "memory_layout", "needs a last stride of 1"
+    STRIDE_LAST_DIM = "STRIDE_LAST_DIM", "memory_layout", "needs a last stride of 1 and rows that lie apart"
     MISALIGNED = "MISALIGNED", "memory_layout", "needs aligned data pointers"
 
     CAUSAL_UNSUPPORTED = "CAUSAL_UNSUPPORTED", "feature", "has no causal masking"

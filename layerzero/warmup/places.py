@@ -43,7 +43,7 @@ def triton_cache() -> Path:
 def native_names(*, for_cpu: bool) -> dict[str, bool]:
     """The file names of our own modules on this machine; True for those made for this very CPU."""
     sources = [library(name) for name in building.SOURCES]
-    modules = {module.target().name: "-march=native" in module.flags for module in sources}
+    modules = {module.file_name: "-march=native" in module.flags for module in sources}
     return {name: for_this_cpu for name, for_this_cpu in modules.items() if for_cpu or not for_this_cpu}
 
 

@@ -140,6 +140,32 @@ def test_codes_of_eight_bits_around_another_zero_are_refused(layout: str, shift:
     assert caught.value.reason is Reason.ZERO_POINT_MISMATCH
 
 
+@pytest.mark.parametrize("layout", ["pack-quantized", "int-quantized"])
+@pytest.mark.parametrize("shift", [0, 5])
+def test_another_zero_is_refused_in_a_folder_of_ours(layout: str, shift: int, tmp_path: Path) -> None:
+    """The same without the library: codes of eight bits as they lie, and zeros as they are packed."""
+    made = QuantizedTensor.quantize(weight(), "int8")
+    zero = torch.full_like(made.scale, shift).to(torch.int8)
+    tensors = {f"{NAME}.weight_scale": made.scale}
+    if layout == "int-quantized":
+        tensors |= {f"{NAME}.weight": made.codes, f"{NAME}.weight_zero_point": zero}
+    else:
+        unsigned = (made.codes.int() + 128).to(torch.uint8)
+        zeros = torch.full((len(zero) // 4, 4), 128 + shift, dtype=torch.uint8)
+        tensors |= {
+            f"{NAME}.weight_packed": unsigned.view(torch.int32),
+            f"{NAME}.weight_shape": torch.tensor(made.shape),
+            f"{NAME}.weight_zero_point": zeros.view(torch.int32),
+        }
+    folder = save(tmp_path, tensors, {"quant_method": "compressed-tensors", "format": layout})
+    if not shift:
+        assert torch.equal(read(folder).dequantize(), made.dequantize())
+        return
+    with pytest.raises(FormatError, match="weight_zero_point needs zeros") as caught:
+        lz.load_quantized(folder)
+    assert caught.value.reason is Reason.ZERO_POINT_MISMATCH
+
+
 def test_what_bitsandbytes_quantizes_is_read_as_it_dequantizes_it(tmp_path: Path) -> None:
     """Its CPU build, with scales that are quantized themselves."""
     library = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")

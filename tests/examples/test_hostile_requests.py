@@ -140,6 +140,7 @@ def test_an_error_of_the_server_is_said_in_the_words_of_the_api(
             patch.setattr(server.service.model, "sample_next", broken)
             given = httpx.post(f"{server.url}/v1/completions", json=asked(stream=stream))
         assert given.status_code == 500
+        assert given.headers["connection"] == "close"  # as it is: who reuses it gets no answer
         assert given.json()["error"]["type"] == "server_error"
         assert "secret" not in given.text
         assert server.settled() == NOTHING

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -255,6 +256,32 @@ def test_a_chat_continues_its_rendered_prompt(server: Running, client: openai.Op
     assert events[-1].choices[0].finish_reason == "length"
 
 
+def test_an_answer_is_part_of_the_next_question(client: openai.OpenAI) -> None:
+    """A client sends the message back as it got it, with every field that has no value."""
+    first = client.chat.completions.create(model="generate", messages=MESSAGES, max_tokens=4, seed=1)
+    said: Any = first.choices[0].message
+    texts = []
+    for back in (said, said.model_dump(), {"role": "assistant", "content": said.content}):
+        messages = [*MESSAGES, back, {"role": "user", "content": "and"}]
+        answer = client.chat.completions.create(model="generate", messages=messages, max_tokens=4, seed=1)
+        texts.append(answer.choices[0].message.content)
+    assert texts == texts[:1] * 3
+
+
+def test_many_messages_are_rendered_beside_the_loop(
+    server: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template takes microseconds a message: 100,000 of them would hold up everybody's tokens."""
+    threads, render = [], server.service.tokenizer.render
+    watched = lambda messages: threads.append(threading.get_ident()) or render(messages)  # noqa: E731
+    monkeypatch.setattr(server.service.tokenizer, "render", watched)
+    for count in (1, 300):
+        many: Any = [{"role": "user", "content": "a"}] * count
+        client.chat.completions.create(model="generate", messages=many, max_tokens=1)
+    loop = server.inside(threading.get_ident)
+    assert [thread == loop for thread in threads] == [True, False]
+
+
 def test_a_chat_without_a_bound_ends_with_the_model(server: Running) -> None:
     """No max_tokens: the text ends by itself, or where the model has no further position."""
     body = {"model": "generate", "messages": MESSAGES, "seed": 5, "stop": ["and"]}
@@ -386,6 +413,7 @@ def test_a_pattern_shapes_the_answer(server: Running, pattern: str) -> None:
     [
         ({"structured_outputs": {"regex": "a(b"}}, "structured_outputs"),
         ({"structured_outputs": {"json": {"type": "strin"}}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"enum": ["a" * 65_536]}}}, "structured_outputs"),
         (
             {
                 "response_format": {
@@ -406,6 +434,63 @@ def test_a_grammar_that_cannot_be_is_named(server: Running, fields: dict[str, An
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     assert len(refused.content) < 500
     assert server.settled() == NOTHING
+
+
+TOO_MUCH = {"json": {"type": "string", "pattern": "^(a+)+$", "minLength": 3000}}
+
+
+@pytest.mark.parametrize("constraint", [{"regex": "[^\\s\\S]"}, {"json": {"$ref": "#"}}, TOO_MUCH])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_cannot_be_followed_is_named(
+    server: Running, constraint: dict[str, Any], stream: bool
+) -> None:
+    """A grammar of no text, and one beyond its library's limits: the request is wrong, not the server."""
+    pytest.importorskip(
+        "llguidance", reason="grammars need llguidance: pip install 'layerzero-runtime[grammar]'"
+    )
+    refused = httpx.post(
+        f"{server.url}/v1/completions", json=asked(structured_outputs=constraint, stream=stream)
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "structured_outputs")
+    assert "the grammar cannot be followed" in refused.json()["error"]["message"]
+    assert server.settled() == NOTHING
+
+
+def test_a_grammar_that_ends_a_stream_says_so(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits can be met behind any token: the stream ends with an error event and without `[DONE]`."""
+    llguidance = pytest.importorskip(
+        "layerzero.integrations.llguidance", reason="grammars need llguidance", exc_type=ImportError
+    )
+    accept = llguidance.Grammar.accept
+    accepted = 0
+
+    def limited(grammar: Any, token: int) -> None:
+        nonlocal accepted
+        accepted += 1
+        if accepted > 3:
+            raise lz.GrammarLimitError("the grammar cannot be followed: too many expressions")
+        accept(grammar, token)
+
+    monkeypatch.setattr(llguidance.Grammar, "accept", limited)
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json=asked(structured_outputs={"regex": "[a-z ]{40}"}, stream=True)
+    )
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert [("error" in json.loads(event)) for event in events] == [False] * 3 + [True]
+    assert server.settled() == NOTHING
+
+
+def test_choices_share_one_compiled_grammar(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling can take a second: four choices cost one, and each follows it on its own."""
+    pytest.importorskip(
+        "llguidance", reason="grammars need llguidance: pip install 'layerzero-runtime[grammar]'"
+    )
+    compiled, make = [], server.service._compile
+    monkeypatch.setattr(server.service, "_compile", lambda what: compiled.append(what) or make(what))
+    request = asked(structured_outputs={"regex": "[a-c]{3,5}-[0-9]{2}"}, n=4, max_tokens=20)
+    choices = httpx.post(f"{server.url}/v1/completions", json=request).json()["choices"]
+    assert len(compiled) == 1
+    assert all(re.fullmatch("[a-c]{3,5}-[0-9]{2}", choice["text"]) for choice in choices)
 
 
 def test_a_missing_grammar_library_is_named(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,8 @@ REQUESTS = [
     asked(temperature=0, max_tokens=40, stop=["the"]),
     asked(n=3, logprobs=2, max_tokens=6),
     asked(prompt=[17, 4, 9], logit_bias={"5": 20}, repetition_penalty=1.2, min_p=0.05),
-    asked(guided_regex="[a-f]{4}"),
+    asked(structured_outputs={"regex": "[a-f]{4}"}),
+    asked(structured_outputs={"json": {"type": "string", "pattern": "^(a+)+$", "minLength": 3000}}),
     asked(max_tokens=5000),
     {"model": "generate", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "seed": 5,
      "logprobs": True, "top_logprobs": 1},
@@ -132,6 +133,7 @@ def test_both_ways_give_the_same_answers(server: Served) -> None:
         for request in REQUESTS:
             assert server.text(**request) == alone.text(**request)
         assert server.text(**asked())[0] == 200
+        assert [server.text(**request)[0] for request in REQUESTS[4:7]] == [200, 400, 400]
 
 
 def test_streams_meet_in_batches(server: Served) -> None:

@@ -218,3 +218,24 @@ def test_groups_may_change_places(seed: int, name: str) -> None:
         lz.sync.quantized_linear(swapped, **moved.arguments()),
     )
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_zero_point_is_a_code_and_zero_a_number() -> None:
+    """Of numbers that are all positive, or all negative, zero is among the values; a code has four bits."""
+    for x in (torch.rand(4, 128) + 3, -torch.rand(4, 128) - 3):
+        made = QuantizedTensor.quantize(x, "int4", symmetric=False)
+        assert made.zero_point is not None
+        assert (made.dequantize() - x).abs().max() <= made.scale.max() / 2 * 1.001
+        with pytest.raises(FormatError) as caught:
+            QuantizedTensor(made.codes, made.scale, "int4", made.zero_point + 16)
+        assert caught.value.reason is Reason.ZERO_POINT_MISMATCH
+
+
+def test_each_matrix_has_a_second_scale_of_its_own() -> None:
+    """Stacked matrices are the numbers that each is alone."""
+    parts = [QuantizedTensor.quantize(torch.randn(4, 32) * size, "nvfp4") for size in (1.0, 50.0)]
+    second = torch.stack([part.tensor_scale for part in parts if part.tensor_scale is not None])
+    codes = torch.stack([part.codes for part in parts])
+    scale = torch.stack([part.scale.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+    whole = QuantizedTensor(codes, scale, "nvfp4", tensor_scale=second)
+    assert torch.equal(whole.dequantize(), torch.stack([part.dequantize() for part in parts]))

@@ -74,11 +74,44 @@ def test_a_token_that_is_not_allowed_is_refused(grammars: Grammars) -> None:
         grammar.accept(5)
 
 
+def test_a_copy_goes_its_own_way(grammars: Grammars) -> None:
+    """Both begin where the first was, and neither moves the other."""
+    first = grammars.regex("[ab]c")
+    copy = first.copy()
+    before = first.allowed()
+    first.accept(token_of("a"))
+    assert torch.equal(copy.allowed(), before) and not torch.equal(first.allowed(), before)
+
+
+def token_of(text: str) -> int:
+    """The one token of a text."""
+    from tokenizers import Tokenizer
+
+    (token,) = Tokenizer.from_file(str(FOLDER / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    return int(token)
+
+
+def test_a_limit_of_the_library_is_no_fault_of_the_token(grammars: Grammars) -> None:
+    """A token that was allowed is followed or the grammar is at its limits; another one is refused."""
+    schema = {"type": "string", "pattern": "^(a+)+$", "minLength": 3000}
+    grammar = grammars.json_schema(schema)
+    grammar.allowed()
+    with pytest.raises(lz.GrammarLimitError, match=r"cannot be followed: .*too many"):
+        grammar.accept(token_of('"'))
+    for token in (token_of("a"), VOCAB, 5 * VOCAB):
+        grammar = grammars.json_schema(schema)
+        grammar.allowed()
+        with pytest.raises(ValueError, match="token needs one that the grammar allows"):
+            grammar.accept(token)
+
+
 @pytest.mark.parametrize(
     ("kind", "asked", "message"),
     [
         ("regex", "a(b", "regex needs a grammar"),
         ("regex", 5, "regex needs a string"),
+        ("regex", "[^\\s\\S]", "regex needs a grammar that can be followed"),
+        ("json_schema", {"$ref": "#"}, "schema needs a grammar that can be followed"),
         ("json_schema", {"type": "strin"}, "schema needs a grammar"),
         ("json_schema", [], "schema needs an object"),
         ("json_schema", {"type": "object", "patternProperties": 5}, "schema needs a grammar"),

@@ -42,6 +42,27 @@ def test_the_name_depends_on_what_the_library_depends_on(
     assert library.target().parent.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "a.cpp: In function f:\na.cpp:3: error: no x\ncollect2: error: ld returned 1 exit status",
+            "a.cpp:3",
+        ),
+        (
+            "/usr/bin/ld: final link failed: No space left on device\ncollect2: error: ld returned 1",
+            "/usr/bin/ld",
+        ),
+        ("collect2: error: ld returned 1 exit status", "collect2"),
+        ("Killed\nmore", "Killed"),
+        ("", "it said nothing"),
+    ],
+)
+def test_a_compilers_own_reason_is_told(said: str, told: str) -> None:
+    """Of a link that fails it is what the linker said, not that it failed."""
+    assert compiling.first_error(said).startswith(told)
+
+
 def test_a_library_for_every_cpu_does_not_depend_on_one(
     library: compiling.CppModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ PARENTS = {
     "ReportRefusedError": "FileRefusedError",
     "TokenizerMismatchError": "LayerZeroError",
     "ChatTemplateError": "LayerZeroError",
+    "GrammarLimitError": "LayerZeroError",
 }
 
 

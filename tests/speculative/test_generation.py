@@ -72,6 +72,20 @@ def share(table: Tensor, tokens: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("blend", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("count", [5, 7, 32])
+def test_each_draft_is_verified_or_discarded(overlap: bool, blend: float, count: int) -> None:
+    """What the counts say is what the draft has drawn: one forward a token, also where the text ends."""
+    target = Chain(5)
+    draft = Chain(6, blend, target)
+    tokens, counted = run(
+        draft, target, num_speculative_tokens=3, max_tokens=count, seed=count, overlap=overlap
+    )
+    assert len(tokens) == count
+    assert draft.forwards == counted.num_draft_tokens + counted.num_discarded
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("blend", [0.0, 0.7])
 def test_texts_are_distributed_as_the_targets(blend: float, overlap: bool) -> None:
     """1,000 texts of three tokens, drafted badly or well: a chi-square test over all 27 outcomes."""

@@ -233,6 +233,15 @@ def test_no_code_goes_into_a_folder_that_others_can_write(
     assert list(folder.iterdir()) == []
 
 
+def test_a_bundle_is_written_where_no_cache_folder_can_be(first: Machine, tmp_path: Path) -> None:
+    """A home that cannot be written to has compiled nothing, and its measurements go into a bundle."""
+    first.here()
+    (first.folder / "xdg_cache_home").rename(tmp_path / "gone")
+    (first.folder / "xdg_cache_home").write_text("no folder")
+    _, names = write_bundle(tmp_path / "b.lzb", CARD, Records())
+    assert names and not any(name.startswith("native/") for name in names)
+
+
 @pytest.mark.skipif(not hasattr(os, "symlink"), reason="links of POSIX")
 def test_a_link_in_the_place_of_a_file_is_not_followed(
     first: Machine, second: Machine, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from typing import Any, Literal, cast
 
@@ -173,6 +174,29 @@ def test_nothing_is_quantized_to_nothing() -> None:
     assert lz.sync.dequantize(codes, scale).shape == (0, 8)
     out = lz.sync.quantized_linear(torch.ones(0, 8), torch.ones(3, 8, dtype=torch.int8), torch.ones(()))
     assert out.shape == (0, 3)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "group", "block"])
+def test_callers_meet_only_where_rows_have_scales_of_their_own(granularity: str) -> None:
+    """One scale of a tensor, or of a block's rows, is that of one caller."""
+    grouped = {"group_size": 4} if granularity in ("group", "block") else {}
+
+    async def one(at: int) -> bool:
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(at)) * 4.0**at
+        alone = lz.sync.quantize(x, granularity=granularity, **grouped)
+        codes, scale = await lz.quantize(x, granularity=granularity, **grouped)
+        block = {"block_size": 4} if granularity == "block" else {}
+        wide = await lz.dequantize(codes, scale, **block)
+        return (
+            torch.equal(codes, alone[0])
+            and torch.equal(scale, alone[1])
+            and torch.equal(wide, lz.sync.dequantize(*alone, **block))
+        )
+
+    async def go() -> list[bool]:
+        return await asyncio.gather(*(one(at) for at in range(6)))
+
+    assert all(asyncio.run(go()))
 
 
 def test_concurrent_callers_get_what_they_get_alone() -> None:

@@ -13,6 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.ops.sampling import verify
 from layerzero.ops.sampling.verify import tree_depth
 
 DRAWS = 100_000
@@ -210,3 +211,32 @@ def test_parents_that_are_no_tree_are_refused(parents: Any, kind: type[Exception
     p = distributions(2, 2, 5, seed=0)
     with pytest.raises(kind, match=words):
         lz.sync.verify_tree(p, torch.zeros(2, 2, dtype=torch.int64), p, parents)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_rounding_leaves_nothing_of_is_drawn_from_the_target(dtype: torch.dtype) -> None:
+    """Rounded rows may sum to more than one: behind a refused draft no token has more of p than of q."""
+    q, p = torch.tensor([2.0**-8, 1.0], dtype=dtype), torch.tensor([0.0, 1.0], dtype=dtype)
+    drafted = torch.zeros(5, 1, dtype=torch.int64)
+    tokens, accepted = lz.sync.verify_chain(
+        q.expand(5, 1, 2), drafted, p.expand(5, 2, 2), seed=torch.arange(5)
+    )
+    assert tokens.tolist() == [[1, -1]] * 5 and accepted.tolist() == [0] * 5
+    node = torch.zeros(5, 2, dtype=torch.int64)
+    tokens, path, accepted = lz.sync.verify_tree(
+        q.expand(5, 2, 2), node, p.expand(5, 2, 2), (-1, 0), seed=torch.arange(5)
+    )
+    assert tokens.tolist() == [[1, -1]] * 5 and path.tolist() == [[-1]] * 5 and accepted.tolist() == [0] * 5
+
+
+def test_the_token_of_a_root_is_not_looked_at() -> None:
+    """It was not drafted, so it may be anything; another one outside the vocabulary is named."""
+    q = distributions(2, 3, 4, seed=1)
+    for tokens, fits_ in (([[99, 1, 2], [-1, 0, 3]], True), ([[0, 1, 2], [0, 4, 3]], False)):
+        args = (q, torch.tensor(tokens), q, (-1, 0, 1), 5, 0)
+        for look in (verify._validate_values, verify._looked_through):  # compiled where it can be, and not
+            if fits_:
+                assert look(args)[1].tolist() == tokens
+            else:
+                with pytest.raises(ValueError, match="draft_tokens"):
+                    look(args)
