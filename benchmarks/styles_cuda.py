@@ -44,10 +44,13 @@ RESULTS = ROOT / "benchmarks" / "results" / "styles_h200.json"
 AT_ONCE, IN_A_TASK, TURN = "reads at once", "reads behind, in a task", "gives the loop a turn"
 IO, THREAD, BEHIND = "waits for I/O of 0 to 2 ms", "hops through a thread", "reads behind"
 LATER, AHEAD = "starts to read, waits later", "plain loop over run_ahead"
+TASK = "each step in a task of its own"
 HAND = "the same graph by hand"
 IO_S = 2e-3  # the longest wait for I/O between two steps
 # Tokens/s of the first style that the others need: where the wait lies on each step's path it counts.
-NEEDS = {AT_ONCE: 1.0, IN_A_TASK: 0.9, TURN: 0.9, IO: 0.75, THREAD: 0.9, BEHIND: 0.9, LATER: 0.9, AHEAD: 1.0}
+NEEDS = {
+    AT_ONCE: 1.0, IN_A_TASK: 0.9, TURN: 0.9, IO: 0.75, THREAD: 0.9, BEHIND: 0.9, LATER: 0.9, AHEAD: 1.0, TASK: 0.9
+}  # fmt: skip
 
 Breath = Callable[[], Awaitable[object]]
 
@@ -194,6 +197,18 @@ async def step(model: Any, token: Tensor, sequence: Any, seed: int, drawn: int) 
     return following
 
 
+async def stepping_in_tasks(model: Any, context: int, tokens: int, seed: int, meter: crowd.Meter) -> None:
+    """Each step is a task, as a task group or a wait with a time limit makes one."""
+    with model.sequence(context + tokens) as sequence:
+        sequence.extend(context)
+        token = first(model, seed)
+        for drawn in range(tokens):
+            token = await asyncio.ensure_future(step(model, token, sequence, seed, drawn))
+            await read(token, meter)
+            if meter.over:
+                return
+
+
 STYLES: dict[str, crowd.Request] = {
     AT_ONCE: reading_at_once(lambda draw: nothing()),
     IN_A_TASK: reading_in_a_task,
@@ -203,6 +218,7 @@ STYLES: dict[str, crowd.Request] = {
     BEHIND: reading_behind,
     LATER: reading_later,
     AHEAD: running_ahead,
+    TASK: stepping_in_tasks,
 }
 
 
