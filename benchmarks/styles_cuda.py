@@ -49,7 +49,8 @@ HAND = "the same graph by hand"
 IO_S = 2e-3  # the longest wait for I/O between two steps
 # Tokens/s of the first style that the others need: where the wait lies on each step's path it counts.
 NEEDS = {
-    AT_ONCE: 1.0, IN_A_TASK: 0.9, TURN: 0.9, IO: 0.75, THREAD: 0.9, BEHIND: 0.9, LATER: 0.9, AHEAD: 1.0, TASK: 0.9
+    AT_ONCE: 1.0, IN_A_TASK: 0.9, TURN: 0.9, IO: 0.75, THREAD: 0.9, BEHIND: 0.9, LATER: 0.9, AHEAD: 1.0,
+    TASK: 0.9,
 }  # fmt: skip
 
 Breath = Callable[[], Awaitable[object]]
