@@ -106,7 +106,7 @@ def outcome(tree: Path, *words: str) -> tuple[int, list[dict[str, str]]]:
 
 
 def as_told(source: Path, chosen: list[Mutation], **limits: float) -> Iterator[mutate.Result]:
-    """In the place of `mutate.results`, without a run: what doubles weakly survives, all others are killed."""
+    """In the place of `mutate.results`: what doubles weakly survives, all others are killed, none is run."""
     for mutation in chosen:
         verdict = mutate.SURVIVED if mutation.new == "3 * a" else mutate.KILLED
         yield mutate.Result(mutation, verdict, "as told")
