@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -17,11 +15,11 @@ from torch._subclasses import FakeTensorMode
 import layerzero as lz
 from layerzero import operators
 from layerzero.ops import table
+from tests import children
 from tests.backends import cases
 from tests.operators.calls import OperatorCall, call_of, calls
 from tests.ops.calls import parts
 
-ROOT = Path(__file__).resolve().parents[2]
 OPS = table.names()
 DIFFERENTIABLE = [name for name in OPS if table.get(name).differentiable]
 
@@ -60,7 +58,7 @@ def test_every_op_is_an_operator() -> None:
     assert not hasattr(torch.ops.layerzero, "no_such_op")
 
 
-def test_threads_that_ask_for_an_operator_at_once_get_one() -> None:
+def test_threads_that_ask_for_an_operator_at_once_get_one(tmp_path: Path) -> None:
     """Whoever is first defines it; in a process of its own, since an operator is defined once."""
     code = """
 import threading, torch, layerzero
@@ -73,7 +71,7 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert len(got) == 8 and len(set(map(id, got))) == 1
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=120, cwd=ROOT, capture_output=True, text=True)
+    done = children.run(code, folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
