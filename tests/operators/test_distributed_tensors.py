@@ -47,8 +47,6 @@ print("fine")
 
 def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
     """Norms, products and attention over replicas and shards; tokens in shards are refused."""
-    ranks = [
-        children.Child(RANK, str(rank), str(tmp_path / "store"), folder=tmp_path) for rank in range(2)
-    ]
+    ranks = [children.Child(RANK, str(rank), str(tmp_path / "store"), folder=tmp_path) for rank in range(2)]
     for done in [rank.ended() for rank in ranks]:
         assert done.stdout.strip() == "fine", done.stderr

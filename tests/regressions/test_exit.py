@@ -90,7 +90,5 @@ def test_a_process_returns_its_own_status_while_the_worker_computes(
 
 def test_a_process_returns_its_own_status_while_kernels_are_measured() -> None:
     """A tuning ends behind the call that it measures."""
-    done = subprocess.run(
-        [sys.executable, "-c", TUNING], capture_output=True, text=True, timeout=LIMIT_S
-    )
+    done = subprocess.run([sys.executable, "-c", TUNING], capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, "terminate" in done.stderr) == (3, False), done.stderr
