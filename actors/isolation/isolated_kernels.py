@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -110,6 +110,16 @@ class Isolation:
             if fnmatchcase(kernel.id, pattern) or fnmatchcase(kernel.backend, pattern):
                 return place
         return None
+
+    def unmatched(self, kernels: Iterable[Kernel]) -> dict[str, str]:
+        """The rules of the settings that none of these kernels is under."""
+        names = {name for kernel in kernels for name in (kernel.id, kernel.backend)}
+        rules = self._settings.isolate.items()
+        return {
+            pattern: place
+            for pattern, place in rules
+            if not any(fnmatchcase(name, pattern) for name in names)
+        }
 
     def prepared(self, kernel: Kernel) -> Kernel:
         """The kernel as this process has it: itself, or one of the same name that runs in a worker."""

@@ -8,7 +8,6 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
@@ -284,11 +283,9 @@ def _builds() -> tuple[BuildFact, ...]:
 def _isolated(runtime: Runtime) -> tuple[IsolatedBackend, ...]:
     if runtime.isolation is None:
         return ()
-    names = {name for k in runtime.device().registry.all() for name in (k.id, k.backend)}
     unmatched = (
         IsolatedBackend(backend=pattern, place=place, state="matches no kernel")
-        for pattern, place in runtime.settings.isolate.items()
-        if not any(fnmatchcase(name, pattern) for name in names)
+        for pattern, place in runtime.isolation.unmatched(runtime.device().registry.all()).items()
     )
     return *unmatched, *(
         IsolatedBackend(

@@ -127,10 +127,13 @@ def bench_call(
 ) -> HeadToHead:  # fmt: skip
     """Every kernel that takes `call` on `device`, head to head; `save` keeps the times for choices.
 
-    Raises: ValueError: nothing could be timed, or `baseline` was not. NoKernelFoundError: no kernel takes it.
+    Raises: ValueError: nothing could be timed, the call computes nothing, or `baseline` was not timed.
+        NoKernelFoundError: no kernel takes it.
     """
     effort = Effort(samples=samples, budget_s=2.0)
     tuned = Tuner(device, (launch,), effort).measure(call)[-1]
+    if why := tuned.failed.get("call"):
+        raise ValueError(why)
     default = next((k.id for k in device.registry.for_op(call.op) if k.default and k.id in tuned.timings), "")
     comparison = head_to_head(
         tuned.timings, baseline or default, tie_band=device.settings.tie_band, failed=tuned.failed

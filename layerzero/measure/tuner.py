@@ -111,6 +111,8 @@ class Tuner:
     def _measure(self, op: Op, call: Call, seed: int) -> list[TuningResult]:
         device = self._device
         args = call.make(device.device, seed)
+        if op.empty is not None and op.empty(args) is not None:
+            raise ValueError(f"a call that is timed needs something to compute, got the empty {call}")
         table = device.table(op)
         request = table.describe(args, device.mode())
         selection: Selection = table.recompute(request)

@@ -32,7 +32,7 @@ class Traced:
     def __call__(self, full: Args, backend: str | None) -> Any:
         """The operator below autograd; with a gradient to follow, as one node of the graph.
 
-        Raises: ValueError: a gradient is needs_grad and the op has none.
+        Raises: ValueError: a gradient is needed and the op has none; the operand is named.
         """
         op = self._schema.op
         if foreign.has_subclass(full):
@@ -51,10 +51,7 @@ class Traced:
         if not (torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in flat)):
             with _C._AutoDispatchBelowAutograd():
                 return overload(*flat)
-        if not op.differentiable:
-            raise ValueError(
-                f"{op.name} has no gradient: needs inputs that do not require grad, or torch.no_grad()"
-            )
+        op.need_gradient(full)
         if _drops(self._schema, flat):
             return op.reference(*full)  # the backward pass needs the numbers that the forward pass drew
         return self._function.apply(*flat)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from layerzero._util import foreign
+from layerzero.formats.errors import FormatError
 from layerzero.native import FAST_PATH
+from layerzero.spec.reasons import Reason
 
 MAX_ALIGNMENT = 64
 
@@ -61,9 +63,18 @@ def need_rows(name: str, value: Any) -> Tensor:
     return tensor
 
 
+def need_weight(name: str, value: Any, *, rank: int) -> Tensor:
+    """`value` as a tensor of that rank whose elements are numbers by themselves, as float8's are not."""
+    tensor = need_tensor(name, value, rank=rank)
+    if tensor.dtype.itemsize == 1:
+        needs = "numbers, not codes without scales; quantized_linear and fused_experts take codes with theirs"
+        raise FormatError(name, needs, dtype_name(tensor.dtype), Reason.SCALE_LAYOUT_MISMATCH, kind=TypeError)
+    return tensor
+
+
 def need_vector(name: str, value: Any, size: int, why: str) -> Tensor:
-    """`value` as a floating point tensor (size,); `why` says what the size follows from."""
-    tensor = need_tensor(name, value, rank=1)
+    """`value` as a weight (size,); `why` says what the size follows from."""
+    tensor = need_weight(name, value, rank=1)
     if tensor.shape[0] != size:
         raise ValueError(f"{name} needs {size} elements like {why}, got {tensor.shape[0]}")
     return tensor

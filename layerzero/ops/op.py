@@ -6,6 +6,7 @@ tests and the documentation table all come from it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -241,6 +242,20 @@ class Op:
     def casts_back(self, output: int) -> bool:
         """Whether an output follows the operands' dtype (a log-sum-exp, say, does not)."""
         return output not in self.wide_outputs
+
+    def need_gradient(self, args: Args) -> None:
+        """Refuse a gradient that the op has not.
+
+        Raises: ValueError: an operand requires grad, by name.
+        """
+        if self.differentiable:
+            return
+        named = zip(inspect.signature(self.build).parameters, args, strict=False)
+        name = next(n for n, value in named if isinstance(value, Tensor) and value.requires_grad)
+        raise ValueError(
+            f"{self.name} has no gradient: {name} needs to require none "
+            f"({name}.detach(), or torch.no_grad()), got a tensor that requires grad"
+        )
 
     def tensors(self, args: Args) -> list[Tensor]:
         """Every tensor among the arguments."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from layerzero._util import log
 from layerzero.actors.device.registry import Registry
 from layerzero.backends import availability, load_builtin
 from layerzero.health import JsonQuarantineStore
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from layerzero.selection.active_table import ActiveDispatchTable
     from layerzero.spec.capability_overlays import Overlay
 
+ISOLATES_NOTHING = "isolation.matches_nothing"
+NEEDS = "globs over ids and backends of kernels"
 # What a device's prices are read by.
 COST_SETTINGS = ("perfdb", "perfdb_days", "shipped_tables", "state_dir")
 
@@ -61,6 +64,8 @@ def open_device(
     opened = ScheduledDevice(device, settings, registry, hardware=probe(device), **parts)
     if isolation is not None:
         isolation.attach(opened)
+        for pattern, place in isolation.unmatched(registry.all()).items():
+            log.warning(ISOLATES_NOTHING, variable="LAYERZERO_ISOLATE", needs=NEEDS, got=f"{pattern}={place}")
     if has_measurements(settings, opened.hardware):
         _load_costs(opened, at_once=settings.warm != "background")
     if settings.warm == "eager":

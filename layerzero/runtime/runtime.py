@@ -24,7 +24,9 @@ from layerzero.runtime.open_device import apply_settings, move_state, open_devic
 from layerzero.runtime.policy_layers import PolicyLayers
 from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.scheduler.spawn import Spawned, spawn
+from layerzero.selection.cost.cost_model import perfdb_path
 from layerzero.selection.policy import Policy
+from layerzero.spec import gpu_map
 from layerzero.spec.errors import ConfigurationError, RuntimeClosedError
 from layerzero.spec.hardware import probe
 from layerzero.spec.kernel import Kernel
@@ -86,7 +88,10 @@ class Runtime:
         ALL.add(self)
 
     def _read_files(self) -> None:
-        """Have what the settings name: plugins, capabilities, policy, timeline."""
+        """Have what the settings name: measurements, GPUs, plugins, capabilities, policy, timeline."""
+        perfdb_path(self.settings)
+        if gpu_map.VARIABLE in os.environ:  # a process without a GPU would never read it
+            gpu_map.gpu_map()
         self._plugins = load_plugins(self.settings.plugins)
         if self.isolation is not None:
             self._plugins += self.isolation.plugins_elsewhere(self._plugins)
@@ -295,6 +300,7 @@ class Runtime:
             before, external = self.settings, self._policy_layers.external
             try:
                 self.settings = settings
+                perfdb_path(settings)
                 if any(getattr(settings, name) != getattr(before, name) for name in _EXTERNAL):
                     self._need_device()
                     external = self._policy_layers.load_external(settings, self._known_kernel_ids)

@@ -203,11 +203,7 @@ class PlanTable:
         request = self.op.check(args)
         modes = set(self._context.modes)
         if bits & GRAD and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            if not self.op.differentiable:
-                raise ValueError(
-                    f"{self.op.name} has no gradient: needs inputs that do not require grad, "
-                    "or torch.no_grad()"
-                )
+            self.op.need_gradient(args)
             modes.add("grad")
         if bits & DETERMINISTIC:
             modes.add("deterministic")

@@ -122,7 +122,8 @@ def read_gpu_map(path: str | os.PathLike[str]) -> GpuMap:
         values = tomllib.loads(read_given(path, _MAX_BYTES).decode())
         overlay = msgspec.convert(values, GpuMap)
     except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
-        raise ConfigurationError(f"{VARIABLE}: {path}: {error}", path=str(path)) from error
+        needs = "a TOML file in the form of layerzero/spec/gpus.toml"
+        raise ConfigurationError(f"{VARIABLE} needs {needs}, got {path}: {error}", path=str(path)) from error
     if overlay.version != FORMAT:
         raise ConfigurationError(f"{VARIABLE}: {path}: version needs {FORMAT}, got {overlay.version}")
     for row in (*overlay.generation, *overlay.family, *overlay.tensor_cores, *overlay.roof):

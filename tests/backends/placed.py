@@ -1,7 +1,7 @@
-"""Run in a child process: one kernel over operands at odd addresses, with odd strides, without elements.
+"""Run in a child process: kernels over operands at odd addresses, with odd strides, without elements.
 
 Each call is printed before it runs, so that one that ends the process has a name. Every call goes the way of
-a user's, through a device that knows this kernel alone: what selection refuses does not run. What lies beside
+a user's, through a device that knows one kernel alone: what selection refuses does not run. What lies beside
 the operands in memory is NaN, so that a kernel that reads it shows.
 """
 
@@ -136,12 +136,20 @@ def answer(device: LocalDevice, call: Placed) -> list[str] | None:
     return wrong
 
 
-def main(kernel_id: str) -> None:
-    """Run all calls of a kernel, and say what is wrong.
+def main(*kernel_ids: str) -> None:
+    """Run all calls of some kernels, and say what is wrong.
 
-    Raises: AssertionError: an answer is wrong, or no call ran.
+    Raises: AssertionError: an answer is wrong, or no call of a kernel ran.
     """
     torch.set_num_threads(1)
+    for kernel_id in kernel_ids:
+        print(kernel_id, flush=True)
+        run_all(kernel_id)
+    print("done", flush=True)
+
+
+def run_all(kernel_id: str) -> None:
+    """Run all calls of one kernel; raises as `main`."""
     kernel = next(k for k in cases.KERNELS if k.id == kernel_id)
     device = kernels.device([kernel], Settings(warm="off"))
     ran, wrong = 0, []
@@ -150,6 +158,5 @@ def main(kernel_id: str) -> None:
         problems = answer(device, call)
         ran += problems is not None
         wrong += [f"{call}: {text}" for text in problems or ()]
-    assert not wrong, "\n".join(wrong[:20])
-    assert ran
-    print("done", flush=True)
+    assert not wrong, f"{kernel_id}\n" + "\n".join(wrong[:20])
+    assert ran, kernel_id

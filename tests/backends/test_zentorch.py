@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.nn import functional
 from layerzero.backends import zentorch
 from layerzero.ops import table
 from layerzero.spec.tolerances import mismatches
+from tests import children
 from tests.backends import cases
 
 BY_ID = {k.id: k for k in cases.KERNELS}
@@ -39,7 +39,7 @@ def test_a_product_follows_its_weight(dtype: torch.dtype, rows: int, inner: int,
         del weight
 
 
-def test_a_cache_switched_on_before_us_is_found_out() -> None:
+def test_a_cache_switched_on_before_us_is_found_out(tmp_path: Path) -> None:
     """Where the process imported zentorch with its cache on, the kernel refuses to load."""
     code = (
         "import warnings; warnings.simplefilter('ignore'); import torch, zentorch\n"
@@ -50,13 +50,11 @@ def test_a_cache_switched_on_before_us_is_found_out() -> None:
         "except ImportError as error: print('refused:', error)"
     )
     environment = {k: v for k, v in os.environ.items() if k != zentorch.WEIGHT_CACHE}
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
+    run = children.run(code, folder=tmp_path, variables=environment)
     assert "refused: zentorch" in run.stdout, run.stdout + run.stderr
 
 
-def test_loading_patches_nothing_of_torchs() -> None:
+def test_loading_patches_nothing_of_torchs(tmp_path: Path) -> None:
     """torch's functions, threads, dtype and logging are what they were before the import."""
     code = (
         "import logging, torch, torch.nn.functional as F\n"
@@ -67,8 +65,8 @@ def test_loading_patches_nothing_of_torchs() -> None:
         "from layerzero.backends.zentorch import operators; operators()\n"
         "print('same' if state() == before else 'changed')"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "same" in run.stdout
+    run = children.run(code, folder=tmp_path)
+    assert "same" in run.stdout, run.stdout + run.stderr
 
 
 def test_norms_take_any_number_of_axes_safely() -> None:

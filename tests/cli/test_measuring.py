@@ -77,6 +77,7 @@ def test_bench_names_a_winner(own_file: Path) -> None:
         (("tune", "--trace", "nowhere.json"), "does not exist"),
         (("bench", "rms_norm", "x=4x8", "--baseline", "nobody.rms_norm"), "baseline needs one of"),
         (("bench", "rms_norm", "y=4x8"), "no argument 'y'"),
+        (("bench", "rms_norm", "--shape", "0x8"), "needs something to compute, got the empty rms_norm x=0x8"),
         (("solve", "table.json"), "tune first"),
     ],
 )

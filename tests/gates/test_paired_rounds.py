@@ -20,7 +20,7 @@ def __getattr__(name):
 
     function = _blocking(_table.get(name))
     def slow(**arguments):
-        time.sleep(0.0004)
+        time.sleep(0.0001)
         return function(**arguments)
     globals()[name] = slow
     return slow

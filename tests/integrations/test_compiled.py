@@ -74,31 +74,39 @@ def test_a_block_with_symbolic_sizes_stays_the_model_s_own(dynamic: bool) -> Non
     assert ("layerzero.linear" in targets(counter)) is not dynamic
 
 
+def graphs(model: Any) -> tuple[int, list[Tensor]]:
+    """How many graphs three sizes need of a model that trains and rests, and what they gave."""
+    run, counter = compiled(model)
+    outs = []
+    for training in (False, True):
+        model.train(training)
+        for tokens in (4, 5, 6):
+            ids = torch.arange(2 * tokens).view(2, tokens) + 3
+            out = run(input_ids=ids, labels=ids)
+            outs += [out.logits.detach(), out.loss.detach()]
+    return counter.frame_count, outs
+
+
+@pytest.fixture(scope="module")
+def plain_graphs() -> tuple[int, list[Tensor]]:
+    """Of a model without a patch."""
+    return graphs(models.build("llama"))
+
+
 @pytest.mark.parametrize(
     "part", [p if p in ("attention", "loss") else pytest.param(p, marks=pytest.mark.slow) for p in PARTS]
 )
-def test_a_part_alone_compiles_whole_and_as_seldom_as_without_it(part: str) -> None:
-    """Three sizes, and a model that trains and rests: no graph more than the model without a patch has."""
-
-    def graphs(model: Any) -> tuple[int, list[Tensor]]:
-        run, counter = compiled(model)
-        outs = []
-        for training in (False, True):
-            model.train(training)
-            for tokens in (4, 5, 6):
-                ids = torch.arange(2 * tokens).view(2, tokens) + 3
-                out = run(input_ids=ids, labels=ids)
-                outs += [out.logits.detach(), out.loss.detach()]
-        return counter.frame_count, outs
-
+def test_a_part_alone_compiles_whole_and_as_seldom_as_without_it(
+    part: str, plain_graphs: tuple[int, list[Tensor]]
+) -> None:
+    """No graph more than the model without a patch has."""
+    wanted, plain = plain_graphs
     model = models.build("llama")
-    wanted, plain = graphs(model)
     lz.patch(model, parts=[part])
     got, outs = graphs(model)
     assert got <= wanted
     for ours, theirs in zip(outs, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    lz.unpatch(model)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.integrations import transformers
+from layerzero.integrations.patches import mlp
 from layerzero.integrations.patches.modules import substitutes
 from tests.integrations import models
 
@@ -73,6 +74,23 @@ def test_weights_that_others_write_through_a_buffer_stay_in_it(runtime: lz.Runti
     models.answer(shared, "llama")
     assert all(parameter.is_shared() for parameter in shared.parameters())
     assert runtime.device().counters.get("own_forward", part="mlp", why="weights apart") >= 4
+
+
+@torch.no_grad()
+def test_blocks_whose_weights_move_again_and_again_say_once_that_they_compute_alone(
+    runtime: lz.Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four moves are followed; from the fifth on both blocks are the model's own, in one warning."""
+    mlp._warn_apart.cache_clear()
+    model = lz.patch(models.build("llama"))
+    for moves in range(7):
+        before = runtime.device().counters.get("own_forward", part="mlp", why="weights apart")
+        models.answer(model, "llama")
+        alone = runtime.device().counters.get("own_forward", part="mlp", why="weights apart") - before
+        assert (alone, caplog.text.count(mlp.WEIGHTS_APART)) == ((0, 0) if moves < mlp.JOINS else (2, 1))
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data.clone()
+    assert "LlamaMLP" in caplog.text
 
 
 def test_a_weight_that_lies_by_columns_keeps_its_numbers() -> None:

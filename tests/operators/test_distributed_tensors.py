@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import children
 
 RANK = """
 import sys, torch, torch.distributed as dist
@@ -47,13 +47,6 @@ print("fine")
 
 def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
     """Norms, products and attention over replicas and shards; tokens in shards are refused."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for rank in ranks:
-        out, error = rank.communicate(timeout=300)
-        assert out.strip() == "fine", error
+    ranks = [children.Child(RANK, str(rank), str(tmp_path / "store"), folder=tmp_path) for rank in range(2)]
+    for done in [rank.ended() for rank in ranks]:
+        assert done.stdout.strip() == "fine", done.stderr

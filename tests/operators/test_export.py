@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,9 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from tests import children
 from tests.operators.test_compile import Small
 
-ROOT = Path(__file__).resolve().parents[2]
 BATCH, TOKENS = torch.export.Dim("batch", max=64), torch.export.Dim("tokens", max=512)
 
 RUN = """
@@ -60,11 +58,8 @@ def exported(strict: bool = False) -> torch.export.ExportedProgram:
 
 def child(code: str, *arguments: Path, **environment: str) -> str:
     """What a program prints in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        cwd=arguments[0].parent, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    variables = os.environ | environment
+    done = children.run(code, *map(str, arguments), folder=arguments[0].parent, variables=variables)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

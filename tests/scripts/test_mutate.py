@@ -105,15 +105,16 @@ def outcome(tree: Path, *words: str) -> tuple[int, list[dict[str, str]]]:
     return status, json.loads(report.read_text())
 
 
+def as_told(source: Path, chosen: list[Mutation], **limits: float) -> Iterator[mutate.Result]:
+    """In the place of `mutate.results`: what doubles weakly survives, all others are killed, none is run."""
+    for mutation in chosen:
+        verdict = mutate.SURVIVED if mutation.new == "3 * a" else mutate.KILLED
+        yield mutate.Result(mutation, verdict, "as told")
+
+
 def test_a_record_is_gone_on_from(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was killed is not tried again until its edit is another; what survived is, and no row is lost."""
-
-    def results(source: Path, chosen: list[Mutation], **limits: float) -> Iterator[mutate.Result]:
-        for mutation in chosen:
-            verdict = mutate.SURVIVED if mutation.rows == ("A3",) else mutate.KILLED
-            yield mutate.Result(mutation, verdict, "as told")
-
-    monkeypatch.setattr(mutate, "results", results)
+    monkeypatch.setattr(mutate, "results", as_told)
     record = tmp_path / "record.json"
     survives: dict[str, object] = {"rows": ["A3"], **EDIT, "old": "2 * a", "new": "3 * a"}
     entries(tree, {"rows": ["A1"], **EDIT}, survives)
@@ -175,10 +176,17 @@ def test_each_verdict_is_given_and_nothing_is_left(
     assert list(scratch.iterdir()) == []
 
 
-def test_a_proof_that_hangs_is_ended_with_its_children(tree: Path) -> None:
+def test_a_proof_that_hangs_is_ended_with_its_children(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit kills it, which counts, since the same proof passes without the edit."""
+    under = mutate.under
+
+    def soon(broken: mutate.Tree, mutation: Mutation, limit_s: float) -> mutate.Run | mutate.Result:
+        assert limit_s == 60.0
+        return under(broken, mutation, 2.5)
+
+    monkeypatch.setattr(mutate, "under", soon)
     entries(tree, {"rows": ["A1"], **EDIT, "new": "a + b or 7"})
-    status, (told,) = outcome(tree, "--limit", "10")
+    status, (told,) = outcome(tree, "--limit", "60")
     assert (status, told["verdict"], told["why"]) == (0, "killed", "ended by the time limit")
     assert told["by"] == "limit"
     sleepers = subprocess.run(["pgrep", "-f", "^sleep 98765$"], capture_output=True, text=True, check=False)
@@ -202,12 +210,17 @@ def test_what_a_proof_says_tells_by_what_it_is_red(said: str, by: str) -> None:
     assert mutate.Run([note], 1, False).by == by
 
 
-def test_rows_are_asked_for_by_any_of_their_ids(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_asked_for_by_any_of_their_ids(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of a row that has two, its name, and a mistake is named with status 2."""
+    monkeypatch.setattr(mutate, "results", as_told)
     entries(tree, {"rows": ["A1"], **EDIT}, {"rows": ["A2, A3"], **EDIT, "old": "2 * a", "new": "3 * a"})
     assert [told["rows"] for told in outcome(tree, "--check", "--rows", "A2")[1]] == []
-    assert outcome(tree, "--rows", "A1")[0] == 0
-    assert [told["verdict"] for told in outcome(tree, "--rows", "A2")[1]] == ["SURVIVED"]
+    status, told = outcome(tree, "--rows", "A1")
+    assert (status, [each["rows"] for each in told]) == (0, [["A1"]])
+    status, told = outcome(tree, "--rows", "A2")
+    assert (status, [each["rows"] for each in told]) == (1, [["A2, A3"]])
     assert mutate.main(["--rows", "Z9"], source=tree) == 2
     assert mutate.main(["--rows", "A7"], source=tree) == 2
     said = capsys.readouterr().err

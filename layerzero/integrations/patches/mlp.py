@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import layerzero.sync as sync
-from layerzero._util import foreign
+from layerzero._util import foreign, log
 from layerzero.integrations.patches import probe
 from layerzero.integrations.patches.substitute import (
     PLAIN,
@@ -26,6 +26,7 @@ NAMES = ("mlp", "feedforward", "feed_forward", "densegatedactdense", "denseactde
          "experts")  # fmt: skip
 # How often the gate's and the value's weights are put into one matrix anew after something moved them.
 JOINS = 4
+WEIGHTS_APART = "integrations.weights_apart"
 C, F = 8, 12
 
 
@@ -71,6 +72,8 @@ class MlpForward(Substitute):
             if joint is None and self.joins < JOINS:
                 joint = self._join(ups[0].weight, ups[1].weight)
             if joint is None:
+                if self.joins == JOINS:
+                    _warn_apart(type(self.module).__name__)
                 return self.decline("weights apart", args, kwargs)
             weight, bias = joint, None if bias is None else torch.cat((bias, ups[1].bias))
         return sync.mlp(x, weight, down.weight, bias, down.bias, activation=self.activation)
@@ -141,6 +144,13 @@ class MlpForward(Substitute):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has weights of its own, which are apart."""
         return {**self.__dict__, "joint": None, "joins": 0}
+
+
+@functools.cache
+def _warn_apart(module: str) -> None:
+    """Say once for each class of module that a block of it computes by itself from now on."""
+    why = f"its weights need to stay where they are put together, got {JOINS} tries that did not last"
+    log.warning(WEIGHTS_APART, module=module, why=why)
 
 
 def _part(storage: torch.UntypedStorage, start: int, like: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ def _weight(
     """The shape of a weight's numbers; its features and the size of its groups are added to the others'."""
     scale, zero_point, second, block_size = parts
     if scale is None:
-        checks.need_tensor(name, weight, rank=3)
+        checks.need_weight(name, weight, rank=3)
         for other, value in (
             (f"{end}_zero_point", zero_point),
             (f"{end}_tensor_scale", second),

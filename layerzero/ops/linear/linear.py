@@ -33,7 +33,7 @@ def check_linear(args: Args) -> CallSpec:
     checks.need_tensor("x", x)
     if x.dim() == 0:
         raise ValueError("x needs at least 1 dimension, got a scalar")
-    checks.need_tensor("weight", weight, rank=2)
+    checks.need_weight("weight", weight, rank=2)
     width, inner = weight.shape
     if x.shape[-1] != inner:
         raise ValueError(f"x needs a last axis of {inner} like weight's (C, K), got {x.shape[-1]}")

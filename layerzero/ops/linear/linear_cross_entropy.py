@@ -44,7 +44,7 @@ def linear_cross_entropy(
 def _check(args: Args) -> CallSpec:
     x, weight, target, bias, ignore_index, label_smoothing, reduction = args
     checks.need_rows("x", x)
-    checks.need_tensor("weight", weight, rank=2)
+    checks.need_weight("weight", weight, rank=2)
     classes, inner = weight.shape
     if classes == 0:
         raise ValueError(f"weight needs at least 1 row, got shape {tuple(weight.shape)}")

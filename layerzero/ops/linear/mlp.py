@@ -56,8 +56,8 @@ def _check(args: Args) -> CallSpec:
     x, w_up, w_down, b_up, b_down, activation = args
     checks.need_choice("activation", activation, (*GATES, *PLAIN))
     checks.need_rows("x", x)
-    checks.need_tensor("w_up", w_up, rank=2)
-    checks.need_tensor("w_down", w_down, rank=2)
+    checks.need_weight("w_up", w_up, rank=2)
+    checks.need_weight("w_down", w_down, rank=2)
     width, hidden = x.shape[-1], w_down.shape[1]
     if hidden == 0:
         raise ValueError(f"w_down needs at least 1 column, got shape {tuple(w_down.shape)}")

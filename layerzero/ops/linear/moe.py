@@ -49,8 +49,8 @@ def _check(args: Args) -> CallSpec:
     checks.need_bool("renormalize", renormalize)
     checks.need_rows("x", x)
     checks.need_rows("router_logits", router_logits)
-    checks.need_tensor("w_up", w_up, rank=3)
-    checks.need_tensor("w_down", w_down, rank=3)
+    checks.need_weight("w_up", w_up, rank=3)
+    checks.need_weight("w_down", w_down, rank=3)
     width, experts = x.shape[-1], router_logits.shape[-1]
     why = ", one logit a row of x and expert"
     checks.need_shape("router_logits", router_logits, (*x.shape[:-1], experts), why)

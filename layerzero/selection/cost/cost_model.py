@@ -12,6 +12,7 @@ from layerzero._util import files, log
 from layerzero.selection.context import CostModel
 from layerzero.selection.cost.roofline import MEASURED, SHIPPED
 from layerzero.selection.decide import roofline_cost
+from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
@@ -28,11 +29,19 @@ _SHIPPED_ONLY: dict[str, tuple[ShippedTable, Mapping[str, Kernel], Hardware, Cos
 
 
 def perfdb_path(settings: Settings) -> Path | None:
-    """The file of this machine's measurements; None where none are kept."""
+    """The file of this machine's measurements; None where none are kept.
+
+    Raises: ConfigurationError: what the settings name is a folder.
+    """
     if settings.perfdb is None:
         return None
     if settings.perfdb != "auto":
-        return Path(settings.perfdb)
+        if (path := Path(settings.perfdb)).is_dir():
+            raise ConfigurationError(
+                f'perfdb (LAYERZERO_PERFDB) needs a file, "auto" or None, got the folder {path}',
+                field="perfdb",
+            )
+        return path
     if settings.state_dir is not None:
         return Path(settings.state_dir) / FILE
     return files.user_folder(FILE)

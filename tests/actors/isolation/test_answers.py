@@ -27,12 +27,6 @@ from tests.actors.isolation import plugged
 from tests.actors.isolation.test_isolation import X, asking, opened, right, until, worker_of
 
 
-@pytest.fixture(autouse=True)
-def wild(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 1 of the distribution is installed here."""
-    monkeypatch.syspath_prepend(plugged.installed(1))
-
-
 @contextmanager
 def made(folder: Path, body: str) -> Iterator[tuple[IsolatedWorker, Callable[..., Any]]]:
     """The worker of a program's own kernel, and that kernel's callable; `body` defines `run`."""

@@ -36,12 +36,6 @@ X = torch.randn(6, 32)
 PATIENCE_S = 60.0
 
 
-@pytest.fixture(autouse=True)
-def wild(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 1 of the distribution is installed here."""
-    monkeypatch.syspath_prepend(plugged.installed(1))
-
-
 def asking(what: float) -> Tensor:
     """Rows whose first element asks the kernel for something."""
     rows = X.clone()

@@ -19,12 +19,6 @@ from tests.actors.isolation import plugged
 from tests.actors.isolation.test_isolation import X, right, until, worker_of
 
 
-@pytest.fixture(autouse=True)
-def wild(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 1 of the distribution is installed here."""
-    monkeypatch.syspath_prepend(plugged.installed(1))
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -29,12 +29,6 @@ from tests.actors.isolation import plugged
 from tests.actors.isolation.test_isolation import X, asking, chosen, opened, right, until, worker_of
 
 
-@pytest.fixture(autouse=True)
-def wild(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 1 of the distribution is installed here."""
-    monkeypatch.syspath_prepend(plugged.installed(1))
-
-
 @pytest.fixture(scope="module")
 def steady() -> Iterator[lz.Runtime]:
     """One whose worker stays alive."""
@@ -224,10 +218,12 @@ frail = lambda: made("made.rms_norm.frail", load=load, origin="{module}:frail")
 
 
 @pytest.mark.parametrize("fault", ["raise ImportError('a library that is gone')", "os.abort()"])
-def test_a_kernel_that_does_not_load_again_rests_alone(tmp_path: Path, fault: str) -> None:
+def test_a_kernel_that_does_not_load_again_rests_alone(
+    tmp_path: Path, fault: str, pauses: list[float]
+) -> None:
     """Its backend's other kernel serves from the new process; it comes back itself once it loads.
 
-    One under whose loading processes end is quarantined after two of them.
+    One under whose loading processes end is quarantined after two of them; each start waits longer.
     """
     module = f"loads_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{module}.py").write_text(LOADS.format(folder=str(tmp_path), module=module))
@@ -261,6 +257,7 @@ def test_a_kernel_that_does_not_load_again_rests_alone(tmp_path: Path, fault: st
         until(lambda: serves("made.rms_norm"))
         if "abort" in fault:
             until(lambda: state("made.rms_norm.frail") is BreakerState.QUARANTINED)
+            assert pauses[:2] == [1.0, 2.0] and pauses == sorted(set(pauses))
         else:
             assert worker.starts == 2
             (tmp_path / "fails").unlink()

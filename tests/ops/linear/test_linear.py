@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from layerzero import sync
+from layerzero.formats.errors import FormatDtypeError
 from layerzero.ops.linear.linear import LINEAR
+from layerzero.spec.reasons import Reason
 from tests.ops.calls import call
 
 
@@ -64,7 +67,7 @@ def test_gradients_are_right() -> None:
     assert torch.autograd.gradcheck(lambda x, w, b: call(LINEAR, x, w, b), operands)
 
 
-X, W = torch.ones(2, 4), torch.ones(3, 4)
+X, W, X8 = torch.ones(2, 4), torch.ones(3, 4), torch.ones(2, 8)
 BAD: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     (([1.0], W), TypeError, "x needs a torch.Tensor, got list"),
     ((torch.tensor(1.0), W), ValueError, "x needs at least 1 dimension"),
@@ -72,6 +75,7 @@ BAD: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((X, None), TypeError, "weight needs a torch.Tensor, got NoneType"),
     ((X, torch.ones(4)), ValueError, "weight needs 2 dimensions, got 1"),
     ((X, W.long()), TypeError, "weight needs a floating point dtype"),
+    ((X, W, W[:, 0].to(torch.float8_e5m2)), TypeError, "bias needs numbers, not codes .* got float8_e5m2"),
     ((X, torch.ones(3, 5)), ValueError, "x needs a last axis of 5"),
     ((X, W, torch.ones(4)), ValueError, "bias needs 3 elements"),
     ((X, W, 0.0), TypeError, "bias needs a torch.Tensor, got float"),
@@ -85,6 +89,33 @@ def test_bad_input_is_named(operands: tuple[Any, ...], error: type[Exception], m
     """Every misfit is a ValueError or TypeError that says which argument, what it needs and what it got."""
     with pytest.raises(error, match=message):
         call(LINEAR, *operands)
+
+
+CODES = {"w": torch.ones(16, 8), "vector": torch.ones(8), "experts": torch.ones(2, 16, 8)}
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "run"),
+    [
+        ("linear", "weight", lambda w: sync.linear(X8, w["w"])),
+        ("mlp", "w_up", lambda w: sync.mlp(X8, w["w"], torch.ones(8, 16), activation="gelu")),
+        ("mlp", "w_down", lambda w: sync.mlp(X8, torch.ones(8, 8), w["w"][:8], activation="gelu")),
+        ("rms_norm_linear", "weight", lambda w: sync.rms_norm_linear(X8, None, w["w"])),
+        (
+            "linear_cross_entropy",
+            "weight",
+            lambda w: sync.linear_cross_entropy(X8, w["w"], torch.tensor([0, 1])),
+        ),
+        ("moe", "w_up", lambda w: sync.moe(X8, X8[:, :2], w["experts"], torch.ones(2, 8, 8), top_k=1)),
+        ("rms_norm", "weight", lambda w: sync.rms_norm(X8, w["vector"])),
+        ("layer_norm", "bias", lambda w: sync.layer_norm(X8, None, w["vector"])),
+    ],
+)
+def test_codes_without_their_scales_are_no_weights(name: str, argument: str, run: Any) -> None:
+    """float8 holds numbers over a scale: every op of plain weights names the operand and the reason."""
+    with pytest.raises(FormatDtypeError, match=rf"^{argument} needs numbers, not codes") as raised:
+        run({each: weight.to(torch.float8_e4m3fn) for each, weight in CODES.items()})
+    assert raised.value.reason is Reason.SCALE_LAYOUT_MISMATCH
 
 
 def test_the_request_holds_sizes_and_the_bias() -> None:
