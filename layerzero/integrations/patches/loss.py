@@ -177,7 +177,7 @@ class CausalLoss:
         if target is None:
             target = functional.pad(labels, (0, 1), value=ignored)[..., 1:]
         target = target.reshape(-1).to(logits.device)
-        reduction = "mean" if items is None else "sum"
+        reduction: Any = "mean" if items is None else "sum"
         if waits:
             rows = logits.rows.reshape(-1, logits.rows.shape[-1])
             with torch.autocast(rows.device.type, enabled=False):

@@ -202,7 +202,7 @@ def tables_substitute(module: nn.Module) -> TablesForward | None:
         for layer in layers
     ]
     for halves, tables in ((True, HalvesRepeat), (False, PairsRepeat)):
-        if pairs and all(_is_pair(pair) and _repeat(*pair, halves) for pair in pairs):
+        if pairs and all(_is_pair(pair) and _repeat(pair[0], pair[1], halves) for pair in pairs):
             return TablesForward(module, tables)
     return None
 
