@@ -36,8 +36,8 @@ from layerzero.spec.errors import LayerZeroError
 # Whose kernels of torch read no number out of a tensor, draw none and write nothing that they are given.
 _TRACEABLE = frozenset(
     {
-        "add_layer_norm", "add_rms_norm", "attention", "embedding", "layer_norm", "linear", "mlp", "rms_norm",
-        "rope",
+        "add_layer_norm", "add_rms_norm", "attention", "cross_entropy", "embedding", "layer_norm", "linear",
+        "linear_cross_entropy", "mlp", "rms_norm", "rope",
     }
 )  # fmt: skip
 # Of one function, for so many sizes: another choice doubles them, and torch's limit is 8.

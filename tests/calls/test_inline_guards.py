@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch._dynamo
 from torch import Tensor
 
 import layerzero as lz
+from benchmarks import compiled as compiled_benchmark
 from layerzero.runtime import ACTIVE
 
+VIEWS = frozenset({"aten.permute.default", "aten.view.default"})
 TORCHS, OTHER = "torch.rms_norm.native", "reference.rms_norm"
 
 
@@ -31,18 +34,27 @@ def _boxed(graph: Any, example: Any) -> Any:
     return make_boxed_func(graph.forward)
 
 
-class Graphs:
-    """A compiler that keeps what each graph calls below autograd."""
+def _as_inductor() -> Any:
+    from torch._inductor.decomposition import select_decomp_table
 
-    def __init__(self, while_compiling: Callable[[], object] = lambda: None) -> None:
+    return select_decomp_table()
+
+
+class Graphs:
+    """A compiler that keeps what each graph calls below autograd; `lowered`, what Inductor gets of it."""
+
+    def __init__(
+        self, while_compiling: Callable[[], object] = lambda: None, *, lowered: bool = False
+    ) -> None:
         self.calls: list[list[str]] = []
-        self._while = while_compiling
+        self._while, self._lowered = while_compiling, lowered
 
     def __call__(self, graph: Any, example: Any) -> Any:
         from torch._dynamo.backends.common import aot_autograd
 
         self._while()
-        return aot_autograd(fw_compiler=self._keep, bw_compiler=_boxed)(graph, example)
+        table = _as_inductor() if self._lowered else None
+        return aot_autograd(fw_compiler=self._keep, bw_compiler=_boxed, decompositions=table)(graph, example)
 
     def _keep(self, graph: Any, example: Any) -> Any:
         nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
@@ -174,6 +186,23 @@ def test_many_sizes_stay_below_the_limit_of_torch() -> None:
                 for rows in range(2, 7):
                     run(torch.randn(rows, 8), WEIGHT)
     assert graphs.opaque.count(False) == 3 and len(graphs.calls) == 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's rule: a GPU computes while its host calls")
+@pytest.mark.parametrize("shape", [(1, 16), pytest.param((8, 1), marks=pytest.mark.slow)])
+def test_a_model_on_our_ops_is_the_program_that_it_is_on_torchs(shape: tuple[int, int]) -> None:
+    """So that compiled it is never slower: Inductor gets the same operators of each, views set apart."""
+
+    def program(ours: str) -> Counter[str]:
+        graphs = Graphs(lowered=True)
+        compiled_benchmark.compiled(compiled_benchmark.Model(ours), ids, backend=graphs)
+        return Counter(call for call in graphs.calls[0] if call not in VIEWS)
+
+    ids = torch.zeros(shape, dtype=torch.long)
+    with torch.no_grad():
+        plain = program("")
+        assert plain["aten.mm.default"] == 9
+        assert program("runtime") == plain
 
 
 def test_symbolic_sizes_choose_when_the_graph_runs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,14 +13,18 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import layerzero as lz
-from layerzero.integrations.patches import mlp
+from layerzero.integrations.patches import mlp, rope
 from layerzero.integrations.patches.substitute import PARTS
+from layerzero.runtime import current
 from tests.integrations import models
 
 FEW = ("llama", "gemma2", "bert", "t5")
 EACH = [pytest.param(f, marks=() if f in FEW else pytest.mark.slow) for f in models.FAMILIES]
 # These compute attention in functions of their own, which a compiled graph leaves as they are.
-OWN_ATTENTION = frozenset({"deberta", "deberta_first", "falcon"})
+OWN_ATTENTION = frozenset({"deberta", "deberta_first"})
+LAYERS = 2
+# Of each part, the operator that a graph of a model with a gradient and labels holds, and how often.
+OPERATORS = {"attention": ("attention", LAYERS), "rope": ("rope", LAYERS), "loss": ("cross_entropy", 1)}
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +42,15 @@ def compiled(model: Any) -> tuple[Any, CompileCounterWithBackend]:
     return torch.compile(model, fullgraph=True, backend=counter), counter
 
 
-def targets(counter: CompileCounterWithBackend) -> str:
-    return " ".join(str(node.target) for graph in counter.graphs for node in graph.graph.nodes)
+def operators(counter: CompileCounterWithBackend) -> Counter[str]:
+    """How often the graphs hold each of our operators."""
+    nodes = (str(node.target).split(".") for graph in counter.graphs for node in graph.graph.nodes)
+    return Counter(name for space, name, *_ in (n for n in nodes if len(n) > 1) if space == "layerzero")
 
 
 @pytest.mark.parametrize("family", EACH)
 def test_a_patched_model_is_one_graph_with_the_numbers_of_the_model(family: str) -> None:
-    """Every part patched; attention and feed-forward blocks are our operators."""
+    """Every part patched; attention, rotations and feed-forward blocks are our operators."""
     model = models.build(family)
     plain = models.answer(model, family)
     table = lz.patch_table(lz.patch(model))
@@ -53,10 +60,12 @@ def test_a_patched_model_is_one_graph_with_the_numbers_of_the_model(family: str)
         run(**batch)
     torch.testing.assert_close(models.answer(run, family), plain, rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1
-    assert ("layerzero.attention" in targets(counter)) is (family not in OWN_ATTENTION)
-    blocks = any(f"layerzero.{op}." in targets(counter) for op in ("linear", "mlp"))
+    found = operators(counter)
+    assert bool(found["attention"]) is (family not in OWN_ATTENTION)
+    # DeepSeek's rotation that is the op's is not the one that its configuration asks for.
+    assert found["rope"] == (LAYERS if table.ops("rope") and family != "deepseek_v3" else 0)
     # Falcon's projections are a class of its own, which no graph can try.
-    assert blocks is (bool(table.ops("mlp")) and family != "falcon")
+    assert bool(found["linear"] or found["mlp"]) is (bool(table.ops("mlp")) and family != "falcon")
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -71,11 +80,11 @@ def test_a_block_with_symbolic_sizes_stays_the_model_s_own(dynamic: bool) -> Non
     with torch.no_grad():
         compiled: Any = torch.compile(module, fullgraph=True, backend=counter, dynamic=dynamic)
         torch.testing.assert_close(compiled(x), instead.original(x))
-    assert ("layerzero.linear" in targets(counter)) is not dynamic
+    assert bool(operators(counter)["linear"]) is not dynamic
 
 
-def graphs(model: Any) -> tuple[int, list[Tensor]]:
-    """How many graphs three sizes need of a model that trains and rests, and what they gave."""
+def graphs(model: Any) -> tuple[CompileCounterWithBackend, list[Tensor]]:
+    """The graphs that three sizes need of a model that trains and rests, and what they gave."""
     run, counter = compiled(model)
     outs = []
     for training in (False, True):
@@ -84,29 +93,94 @@ def graphs(model: Any) -> tuple[int, list[Tensor]]:
             ids = torch.arange(2 * tokens).view(2, tokens) + 3
             out = run(input_ids=ids, labels=ids)
             outs += [out.logits.detach(), out.loss.detach()]
-    return counter.frame_count, outs
+    return counter, outs
 
 
 @pytest.fixture(scope="module")
 def plain_graphs() -> tuple[int, list[Tensor]]:
-    """Of a model without a patch."""
-    return graphs(models.build("llama"))
+    """How many graphs a model without a patch has, and what they gave."""
+    counter, outs = graphs(models.build("llama"))
+    return counter.frame_count, outs
 
 
 @pytest.mark.parametrize(
-    "part", [p if p in ("attention", "loss") else pytest.param(p, marks=pytest.mark.slow) for p in PARTS]
+    "parts", [" ".join(OPERATORS), *(pytest.param(part, marks=pytest.mark.slow) for part in PARTS)]
 )
-def test_a_part_alone_compiles_whole_and_as_seldom_as_without_it(
-    part: str, plain_graphs: tuple[int, list[Tensor]]
+def test_parts_compile_whole_and_as_seldom_as_without_them(
+    parts: str, plain_graphs: tuple[int, list[Tensor]]
 ) -> None:
-    """No graph more than the model without a patch has."""
+    """No graph more than the model without a patch has; in the first, of fixed sizes, they are operators."""
     wanted, plain = plain_graphs
     model = models.build("llama")
-    lz.patch(model, parts=[part])
+    lz.patch(model, parts=parts.split())
     got, outs = graphs(model)
-    assert got <= wanted
+    assert got.frame_count <= wanted
+    got.graphs[1:] = []
+    assert operators(got) == dict(OPERATORS[part] for part in parts.split() if part in OPERATORS)
     for ours, theirs in zip(outs, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_that_train_in_a_graph_have_the_gradients_of_the_model() -> None:
+    """Rotations and the loss in torch's operators, as the kernels of torch that a graph holds."""
+    ids = models.text(9, 9)["input_ids"]
+    labels = ids.masked_fill(ids % 3 == 0, -100)
+
+    def gradients(patched: bool) -> dict[str, Tensor]:
+        model: Any = models.build("llama").train()
+        run = model
+        if patched:
+            run = torch.compile(lz.patch(model, ["rope", "loss"]), fullgraph=True, backend="aot_eager")
+        loss: Tensor = run(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(5)).loss
+        loss.backward()
+        return {"loss": loss.detach()} | {name: value.grad for name, value in model.named_parameters()}
+
+    def held(op: str) -> float:
+        counts = current().counters.snapshot().items()
+        return sum(
+            n for series, n in counts if series.name == "compiled_calls_inlined" and f"'{op}'" in str(series)
+        )
+
+    ops = ("rope", "cross_entropy")
+    plain, before = gradients(False), [held(op) for op in ops]
+    for name, got in gradients(True).items():
+        torch.testing.assert_close(got, plain[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert all(held(op) > count for op, count in zip(ops, before, strict=True))
+
+
+def test_tables_of_unknown_columns_are_turned_by_the_model_s_own_function() -> None:
+    """A layer is called with tables that no rotary module made, whose halves differ."""
+    model = models.build("llama")
+    attention = model.model.layers[0].self_attn
+    x, tables = torch.randn(2, 4, 32), (torch.randn(2, 4, 8), torch.randn(2, 4, 8))
+    with torch.no_grad():
+        plain = attention(x, tables, None)[0]
+        lz.patch(model, parts=["rope"])
+        run, counter = compiled(attention)
+        torch.testing.assert_close(run(x, tables, None)[0], plain, rtol=1e-4, atol=1e-5)
+    assert not operators(counter)["rope"]
+
+
+@pytest.mark.parametrize(
+    ("family", "repeats"),
+    [("llama", rope.HalvesRepeat), ("cohere", rope.PairsRepeat), ("gemma3", rope.HalvesRepeat)],
+)
+def test_a_rotary_module_says_which_columns_repeat(family: str, repeats: type) -> None:
+    """And one whose columns all differ says nothing; its buffers are left as they were."""
+    rotary = models.build(family).model.rotary_emb
+    before = {name: value.clone() for name, value in rotary.named_buffers()}
+    found = rope.tables_substitute(rotary)
+    assert found is not None
+    assert found.tables is repeats
+    for name, value in rotary.named_buffers():
+        torch.testing.assert_close(value, before[name])
+
+    class DifferingRotary(type(rotary)):  # type: ignore[misc]
+        def forward(self, *args: Any) -> Any:
+            return tuple(table + torch.arange(table.shape[-1]) for table in super().forward(*args))
+
+    rotary.__class__ = DifferingRotary
+    assert rope.tables_substitute(rotary) is None
 
 
 @pytest.mark.slow
@@ -140,5 +214,5 @@ def test_unpatched_it_compiles_anew_as_the_model_that_it_was() -> None:
         seen = len(counter.graphs)
         with torch.no_grad():
             torch.testing.assert_close(run(**batch).logits[real], plain, rtol=1e-4, atol=1e-5)
-        new = " ".join(str(node.target) for graph in counter.graphs[seen:] for node in graph.graph.nodes)
-        assert ("layerzero.attention" in new) is holds
+        del counter.graphs[:seen]
+        assert bool(operators(counter)["attention"]) is holds

@@ -12,7 +12,13 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import layerzero.sync as sync
-from layerzero.integrations.patches.substitute import PLAIN, Substitute, autocast_dtype, has_hooks
+from layerzero.integrations.patches.substitute import (
+    PLAIN,
+    Substitute,
+    autocast_dtype,
+    has_hooks,
+    is_left_alone,
+)
 
 # The head whose model computes its loss right now.
 _TRAINING: ContextVar[nn.Module | None] = ContextVar("layerzero_training_head", default=None)
@@ -151,7 +157,10 @@ class HeadForward(Substitute):
 
 
 class CausalLoss:
-    """transformers' causal loss; of logits that wait, by `linear_cross_entropy`."""
+    """transformers' causal loss: of waiting logits by `linear_cross_entropy`, in a graph by `cross_entropy`.
+
+    A graph returns the logits, so that their product would be there twice with the loss of it fused.
+    """
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -159,19 +168,25 @@ class CausalLoss:
 
     def __call__(self, logits: Any, labels: Any, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
         """As `ForCausalLMLoss`: the mean over the targets, or their sum by `num_items_in_batch`."""
-        fused = self.enabled and type(logits) is LogitsLater and not args and logits.shape[-1] == vocab_size
-        if not fused or logits.computed is not None:
+        waits = type(logits) is LogitsLater and logits.computed is None
+        traced = torch.compiler.is_compiling() and type(logits) is Tensor and not is_left_alone(logits)
+        if not self.enabled or not (waits or traced) or args or logits.shape[-1] != vocab_size:
             return self.original(logits, labels, vocab_size, *args, **kwargs)
         ignored = kwargs.get("ignore_index", -100)
         target, items = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
         if target is None:
             target = functional.pad(labels, (0, 1), value=ignored)[..., 1:]
-        rows = logits.rows.reshape(-1, logits.rows.shape[-1])
-        with torch.autocast(rows.device.type, enabled=False):
-            loss = sync.linear_cross_entropy(
-                rows, logits.weight, target.reshape(-1).to(rows.device), logits.bias, ignore_index=ignored,
-                reduction="mean" if items is None else "sum",
-            ).float()  # fmt: skip
+        target = target.reshape(-1).to(logits.device)
+        reduction: Any = "mean" if items is None else "sum"
+        if waits:
+            rows = logits.rows.reshape(-1, logits.rows.shape[-1])
+            with torch.autocast(rows.device.type, enabled=False):
+                loss = sync.linear_cross_entropy(
+                    rows, logits.weight, target, logits.bias, ignore_index=ignored, reduction=reduction
+                ).float()
+        else:
+            rows = logits.float().reshape(-1, vocab_size)
+            loss = sync.cross_entropy(rows, target, ignore_index=ignored, reduction=reduction)
         if items is None:
             return loss
         return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)

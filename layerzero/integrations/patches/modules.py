@@ -67,6 +67,8 @@ def substitutes(model: nn.Module, parts: Iterable[str], verdicts: Verdicts) -> l
             else:
                 verdicts.add(part, module, verdict.op, verdict.note)
                 chosen.append(verdict)
+        if "rope" in parts and (tables := rope.tables_substitute(module)) is not None:
+            chosen.append(tables)
         rewired = _rewired(module, parts, verdicts)
         if rewired:
             chosen.append(rope.AttentionForward(module, rewired))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from layerzero._util import foreign
 from layerzero.calls.blocking import context_device
 from layerzero.integrations.patches import probe, rewire, sdpa
 from layerzero.integrations.patches.rewire import reads
-from layerzero.integrations.patches.substitute import Substitute
+from layerzero.integrations.patches.substitute import Substitute, is_left_alone
 from layerzero.ops.rope.rope import rope_reference
 
 PREFIX = "apply_rotary"
@@ -25,12 +25,26 @@ _TABLES = "_layerzero_tables"
 Tables = tuple[Tensor, tuple[int, int], Tensor, Tensor, Tensor]
 
 
+class HalvesRepeat(NamedTuple):
+    """Tables (B, S, R) of a rotary module in a graph, whose columns i and i + R / 2 are equal."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class PairsRepeat(NamedTuple):
+    """Tables (B, S, R) of a rotary module in a graph, whose columns 2i and 2i + 1 are equal."""
+
+    cos: Tensor
+    sin: Tensor
+
+
 class Rotation:
     """In place of a file's function: q and k (B, H, S, D), cos and sin (B, S, R), turned by `rope`.
 
     The op's tables have one column for the two features that turn together. That tables repeat each is looked
     at once for every pair of them, but in a capture, where nothing can be read; a first pair that does not
-    leaves the file its function for good.
+    leaves the file its function for good. In a graph of torch's compiler, the class of the pair says it.
     """
 
     def __init__(
@@ -46,23 +60,33 @@ class Rotation:
             q, k, cos, sin = args
             tables = self._tables(cos, sin, q.shape[0])
             if tables is not None:
-                rotated = sync.rope(
-                    q.transpose(1, 2), k.transpose(1, 2), *tables, interleaved=self.interleaved
-                )
-                return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
+                return self._turned(q, k, tables)
         if args and isinstance(args[0], Tensor) and args[0].device.type != "meta":
             context_device((args[0],)).counters.add("own_forward", part="rope", why="arguments")
         return self.function(*args, **kwargs)
+
+    def in_graph(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        """The same with tables that are known to repeat their columns."""
+        if unsqueeze_dim != 1 or not self._fits(q, k, cos, sin) or is_left_alone(q):
+            return self.function(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return self._turned(q, k, self._rows(cos, sin, q.shape[0]))
+
+    def _turned(self, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        rotated = sync.rope(q.transpose(1, 2), k.transpose(1, 2), *tables, interleaved=self.interleaved)
+        return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
 
     def _serves(self, q: Any, k: Any, cos: Any, sin: Any) -> bool:
         if not (type(q) is type(k) is type(cos) is type(sin) is Tensor) or q.device.type == "meta":
             return False
         if foreign.is_traced():  # its tables cannot be looked at
             return False
+        return self.repeats is not False and self._fits(q, k, cos, sin)
+
+    def _fits(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
         fits = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape
         # What wider tables promote the result to is the function's own affair.
         width = cos.shape[-1] == q.shape[-1] or (self.partial and cos.shape[-1] < q.shape[-1])
-        return fits and width and q.dtype is k.dtype is cos.dtype and self.repeats is not False
+        return fits and width and q.dtype is k.dtype is cos.dtype
 
     def _tables(self, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Positions (B, S) and the rows of this call's tables, (B * S, R / 2); None where columns differ."""
@@ -73,13 +97,16 @@ class Rotation:
             return stored[2:]
         if not self._repeat(cos, sin):
             return None
-        rows = cos.shape[0] * cos.shape[1]
-        positions = torch.arange(rows, device=cos.device).view(cos.shape[:2]).expand(batch, -1).contiguous()
-        columns, others = (self._columns(t, 0).float().reshape(rows, -1) for t in (cos, sin))
-        tables = (positions, columns, others)
+        tables = self._rows(cos, sin, batch)
         if versions is not None:
             setattr(cos, _TABLES, (sin, versions, *tables))
         return tables
+
+    def _rows(self, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        rows = cos.shape[0] * cos.shape[1]
+        positions = torch.arange(rows, device=cos.device).view(cos.shape[:2]).expand(batch, -1).contiguous()
+        columns, others = (_columns(t, self.halves, 0).float().reshape(rows, -1) for t in (cos, sin))
+        return positions, columns, others
 
     def _repeat(self, cos: Tensor, sin: Tensor) -> bool:
         """Whether both columns of each turned pair are equal."""
@@ -87,16 +114,21 @@ class Rotation:
             return False
         if self.repeats and cos.is_cuda and torch.cuda.is_current_stream_capturing():
             return True
-        repeat = all(torch.equal(self._columns(t, 0), self._columns(t, 1)) for t in (cos, sin))
+        repeat = _repeat(cos, sin, self.halves)
         self.repeats = repeat if self.repeats is None else self.repeats
         return repeat
 
-    def _columns(self, table: Tensor, which: int) -> Tensor:
-        """The first or the second of the two columns of each turned pair."""
-        if not self.halves:
-            return table[..., which::2]
-        half = table.shape[-1] // 2
-        return table[..., which * half : (which + 1) * half]
+
+def _columns(table: Tensor, halves: bool, which: int) -> Tensor:
+    """The first or the second of the two columns of each turned pair."""
+    if not halves:
+        return table[..., which::2]
+    half = table.shape[-1] // 2
+    return table[..., which * half : (which + 1) * half]
+
+
+def _repeat(cos: Tensor, sin: Tensor, halves: bool) -> bool:
+    return all(torch.equal(_columns(t, halves, 0), _columns(t, halves, 1)) for t in (cos, sin))
 
 
 class AttentionForward(Substitute):
@@ -107,36 +139,102 @@ class AttentionForward(Substitute):
     def __init__(self, module: nn.Module, parts: frozenset[str]) -> None:
         super().__init__(module)
         self.parts = parts
-        self.forward = type(module).forward
-        self.run = forward_on_ops(self.forward, parts)
+        self._read()
+
+    def _read(self) -> None:
+        self.forward = type(self.module).forward
+        self.run = forward_on_ops(self.forward, self.parts)
+        self.in_graph = forward_on_ops(self.forward, self.parts, traced=True)
+        self.without_rope = forward_on_ops(self.forward, self.parts - {"rope"}, traced=True)
+        self.tables = _tables_of(self.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; a traced one is left as it is."""
+        """The module's forward; a traced one turns by the op what a rotary module of the model has made."""
+        run = self.run
+        if torch.compiler.is_compiling():
+            known = any(type(operand) is self.tables for operand in (*args, *kwargs.values()))
+            run = self.in_graph if known else self.without_rope
         changed = type(self.module).forward is not self.forward  # by someone else, since
-        if torch.compiler.is_compiling() or not self.enabled or self.run is None or changed:
+        if not self.enabled or run is None or changed:
             return self.original(*args, **kwargs)
-        return self.run(self.module, *args, **kwargs)
+        return run(self.module, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the function, which another process makes anew."""
-        return {**self.__dict__, "run": None, "forward": None}
+        """Everything but the functions, which another process makes anew."""
+        made = dict.fromkeys(("run", "in_graph", "without_rope", "forward", "tables"))
+        return {**self.__dict__, **made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.forward = type(self.module).forward
-        self.run = forward_on_ops(self.forward, self.parts)
+        self._read()
+
+
+class TablesForward(Substitute):
+    """A rotary module's own forward; in a graph the class of what it returns says which columns are equal."""
+
+    part, op = "rope", "rope"
+
+    def __init__(self, module: nn.Module, tables: Callable[..., Any]) -> None:
+        super().__init__(module)
+        self.tables = tables
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Cosines and sines."""
+        tables = self.original(*args, **kwargs)
+        return self.tables(*tables) if self.enabled and torch.compiler.is_compiling() else tables
+
+
+def tables_substitute(module: nn.Module) -> TablesForward | None:
+    """A rotary module that says how its tables repeat, learnt from what a copy gives; None of any other."""
+    is_rotary = "rotary" in type(module).__name__.lower() and "forward" not in module.__dict__
+    buffers = dict(module.named_buffers())
+    is_unmade = any(buffer.device.type == "meta" for buffer in buffers.values())
+    if not is_rotary or is_unmade or module._modules or module._parameters:
+        return None
+    double = probe.stand_in(module, {})
+    double.__dict__["_buffers"] = {name: buffer.cpu().clone() for name, buffer in buffers.items()}
+    layers: Any = [()]
+    if "layer_type" in inspect.signature(type(module).forward).parameters:
+        layers = [(kind,) for kind in sorted(set(getattr(module, "layer_types", None) or ()))]
+    positions = torch.arange(1, 4, device="cpu")[None]
+    pairs = [
+        probe.answer(type(module).forward, double, probe.numbers(1, 3, 8), positions, *layer)
+        for layer in layers
+    ]
+    for halves, tables in ((True, HalvesRepeat), (False, PairsRepeat)):
+        if pairs and all(_is_pair(pair) and _repeat(pair[0], pair[1], halves) for pair in pairs):
+            return TablesForward(module, tables)
+    return None
+
+
+def _is_pair(tables: Any) -> bool:
+    return isinstance(tables, tuple) and len(tables) == 2 and all(
+        isinstance(table, Tensor) and table.dim() and table.shape[-1] % 2 == 0 for table in tables
+    )  # fmt: skip
 
 
 @functools.cache
-def forward_on_ops(forward: Callable[..., Any], parts: frozenset[str]) -> Callable[..., Any] | None:
+def forward_on_ops(
+    forward: Callable[..., Any], parts: frozenset[str], traced: bool = False
+) -> Callable[..., Any] | None:
     """`forward` with our functions under the names of its file's; None where it reads none of an op's."""
     replaced: dict[str, Any] = {}
-    for part, of in (("rope", _rotations), ("attention", sdpa.replacements)):
-        replaced |= of(forward) if part in parts else {}
-    return rewire.rebind(forward, replaced) if replaced else None
+    if "rope" in parts:
+        rotations = _rotations(forward).items()
+        replaced |= {name: rotation.in_graph if traced else rotation for name, rotation in rotations}
+    if "attention" in parts:
+        replaced |= sdpa.replacements(forward)
+    return rewire.rebind(forward, replaced, traced=traced) if replaced else None
 
 
-def _rotations(forward: Callable[..., Any]) -> dict[str, Any]:
+@functools.cache
+def _tables_of(forward: Callable[..., Any]) -> type | None:
+    """The class of tables for all rotations of a forward; None where they differ."""
+    layouts = {rotation.halves for rotation in _rotations(forward).values()}
+    return None if len(layouts) != 1 else (HalvesRepeat if layouts.pop() else PairsRepeat)
+
+
+def _rotations(forward: Callable[..., Any]) -> dict[str, Rotation]:
     """Our rotation under the names of its file's that are the op's."""
     names = [name for name in reads(forward) if name.startswith(PREFIX)]
     rotations = {name: rotation_of(forward.__globals__.get(name)) for name in names}
