@@ -280,12 +280,12 @@ UNTIMED = (0.01, 0.01, 500.0)
 _kernel = functools.partial(
     Kernel.of,
     measured="no figure: behind every other kernel until it is timed on a card",
-    source="vllm 0.26.0: the schemas and vllm/model_executor/layers/quantization/utils; not run on a card",
+    source="vllm 0.26.0: the schemas and vllm/model_executor/layers/quantization/utils; captured on an H200",
     platforms="cuda",
     torch_min="2.11",
     dtypes="float16 bfloat16",
     gradient=False,
-    graph_safe=False,  # until tests/cuda/test_marlin.py has captured it
+    graph_safe=True,
     slow_import=True,
     last_stride1=True,
     alignment=16,

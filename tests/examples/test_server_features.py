@@ -272,8 +272,12 @@ def test_many_messages_are_rendered_beside_the_loop(
     server: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A template takes microseconds a message: 100,000 of them would hold up everybody's tokens."""
-    threads, render = [], server.service.tokenizer.render
-    watched = lambda messages: threads.append(threading.get_ident()) or render(messages)  # noqa: E731
+    threads, render = list[int](), server.service.tokenizer.render
+
+    def watched(messages: Any) -> Any:
+        threads.append(threading.get_ident())
+        return render(messages)
+
     monkeypatch.setattr(server.service.tokenizer, "render", watched)
     for count in (1, 300):
         many: Any = [{"role": "user", "content": "a"}] * count
@@ -485,8 +489,13 @@ def test_choices_share_one_compiled_grammar(server: Running, monkeypatch: pytest
     pytest.importorskip(
         "llguidance", reason="grammars need llguidance: pip install 'layerzero-runtime[grammar]'"
     )
-    compiled, make = [], server.service._compile
-    monkeypatch.setattr(server.service, "_compile", lambda what: compiled.append(what) or make(what))
+    compiled, make = list[Any](), server.service._compile
+
+    def watched(what: Any) -> Any:
+        compiled.append(what)
+        return make(what)
+
+    monkeypatch.setattr(server.service, "_compile", watched)
     request = asked(structured_outputs={"regex": "[a-c]{3,5}-[0-9]{2}"}, n=4, max_tokens=20)
     choices = httpx.post(f"{server.url}/v1/completions", json=request).json()["choices"]
     assert len(compiled) == 1

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -310,6 +311,22 @@ def test_flashinfers_modules_are_found_by_their_names(
     compile_module("rope", carried)
     os.utime(carried / "rope" / "rope.so", (1, 1))  # a bundle's are taken as they are
     assert there("flashinfer.rope.cos_sin_cache")
+    assert not there("flashinfer.append_kv.page")
+    compile_module("page", sources.parent / "data" / "aot")  # machine code in FlashInfer's own wheel
+    assert there("flashinfer.append_kv.page")
+    of_wheel: Any = ModuleType("flashinfer_jit_cache")
+    provider = SimpleNamespace(jit_cache_dir=str(tmp_path / "jit_cache"))
+    of_wheel.get_jit_cache_providers = lambda: (provider,)
+    monkeypatch.setitem(sys.modules, of_wheel.__name__, of_wheel)
+    compile_module("silu_and_mul", tmp_path / "jit_cache")
+    compile_module("gelu_and_mul", tmp_path / "jit_cache")
+    assert not there("flashinfer.mlp.act_and_mul"), "its wheel of modules is not installed"
+    wheel = info.with_name("flashinfer_jit_cache-0.7.2+cu130.dist-info")
+    wheel.mkdir()
+    (wheel / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: flashinfer-jit-cache\nVersion: 0.7.2+cu130\n"
+    )
+    assert there("flashinfer.mlp.act_and_mul")
     name = (
         "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_head_dim_qk_128_"
         "head_dim_vo_128_posenc_0_use_swa_False_use_logits_cap_False_f16qk_False"

@@ -59,7 +59,7 @@ def compilation_of(*names: str) -> Callable[[CallSpec], bool]:
 
 
 def modules_on_disk(names: Iterable[str]) -> bool:
-    """Whether every module was compiled for the installed release: in FlashInfer's cache, or by a bundle.
+    """Whether every module was compiled for the installed release: in its cache, by a bundle or a wheel.
 
     What lies in the cache and is older than the release's files is compiled again by FlashInfer's build.
     """
@@ -67,8 +67,9 @@ def modules_on_disk(names: Iterable[str]) -> bool:
     if version is None:
         return False
     own = [*(cache_folder() / version).glob("*/cached_ops")]
-    carried = [*carried_folder(version).glob("*")]
-    since = changed_at(Path(str(distribution("flashinfer-python").locate_file("flashinfer/__init__.py"))))
+    package = Path(str(distribution("flashinfer-python").locate_file("flashinfer")))
+    carried = [*carried_folder(version).glob("*"), package / "data" / "aot", *_folders_of_wheels(version)]
+    since = changed_at(package / "__init__.py")
 
     def is_there(name: str) -> bool:
         file = Path(name) / f"{name}.so"
@@ -77,6 +78,17 @@ def modules_on_disk(names: Iterable[str]) -> bool:
         )
 
     return all(map(is_there, names))
+
+
+def _folders_of_wheels(version: str) -> list[Path]:
+    """Where flashinfer-jit-cache of this release, machine code for FlashInfer, has its modules."""
+    if (installed_version("flashinfer-jit-cache") or "").partition("+")[0] != version:
+        return []
+    try:
+        shim: Any = importlib.import_module("flashinfer_jit_cache")
+        return [Path(provider.jit_cache_dir) for provider in shim.get_jit_cache_providers()]
+    except (ImportError, AttributeError):  # another release's layout: FlashInfer itself finds them, or builds
+        return []
 
 
 def built_at(library: Path) -> float:

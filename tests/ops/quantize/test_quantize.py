@@ -179,13 +179,14 @@ def test_nothing_is_quantized_to_nothing() -> None:
 @pytest.mark.parametrize("granularity", ["tensor", "row", "group", "block"])
 def test_callers_meet_only_where_rows_have_scales_of_their_own(granularity: str) -> None:
     """One scale of a tensor, or of a block's rows, is that of one caller."""
-    grouped = {"group_size": 4} if granularity in ("group", "block") else {}
+    grouped: dict[str, Any] = {"granularity": granularity}
+    grouped |= {"group_size": 4} if granularity in ("group", "block") else {}
+    block: dict[str, Any] = {"block_size": 4} if granularity == "block" else {}
 
     async def one(at: int) -> bool:
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(at)) * 4.0**at
-        alone = lz.sync.quantize(x, granularity=granularity, **grouped)
-        codes, scale = await lz.quantize(x, granularity=granularity, **grouped)
-        block = {"block_size": 4} if granularity == "block" else {}
+        alone = lz.sync.quantize(x, **grouped)
+        codes, scale = await lz.quantize(x, **grouped)
         wide = await lz.dequantize(codes, scale, **block)
         return (
             torch.equal(codes, alone[0])
