@@ -168,9 +168,9 @@ class CausalLoss:
 
     def __call__(self, logits: Any, labels: Any, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
         """As `ForCausalLMLoss`: the mean over the targets, or their sum by `num_items_in_batch`."""
-        waits = type(logits) is LogitsLater and logits.computed is None
+        waiting = logits if type(logits) is LogitsLater and logits.computed is None else None
         traced = torch.compiler.is_compiling() and type(logits) is Tensor and not is_left_alone(logits)
-        if not self.enabled or not (waits or traced) or args or logits.shape[-1] != vocab_size:
+        if not self.enabled or (waiting is None and not traced) or args or logits.shape[-1] != vocab_size:
             return self.original(logits, labels, vocab_size, *args, **kwargs)
         ignored = kwargs.get("ignore_index", -100)
         target, items = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
@@ -178,11 +178,11 @@ class CausalLoss:
             target = functional.pad(labels, (0, 1), value=ignored)[..., 1:]
         target = target.reshape(-1).to(logits.device)
         reduction: Any = "mean" if items is None else "sum"
-        if waits:
-            rows = logits.rows.reshape(-1, logits.rows.shape[-1])
+        if waiting is not None:
+            rows = waiting.rows.reshape(-1, waiting.rows.shape[-1])
             with torch.autocast(rows.device.type, enabled=False):
                 loss = sync.linear_cross_entropy(
-                    rows, logits.weight, target, logits.bias, ignore_index=ignored, reduction=reduction
+                    rows, waiting.weight, target, waiting.bias, ignore_index=ignored, reduction=reduction
                 ).float()
         else:
             rows = logits.float().reshape(-1, vocab_size)
