@@ -191,7 +191,7 @@ def _words(weight: Tensor, flip: int) -> Tensor:
 def arrange(columns: Tensor, order: list[int]) -> Tensor:
     """Columns (G, C) in an order that repeats; without an index, which a capture could not copy to a GPU."""
     places = columns.unflatten(1, (-1, len(order))).unbind(-1)
-    return torch.stack([places[at] for at in order], -1).flatten(1)
+    return torch.stack([places[place] for place in order], -1).flatten(1)
 
 
 _SHARING: dict[torch.device, list[PackedWeights]] = {}

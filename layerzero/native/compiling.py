@@ -239,9 +239,10 @@ def need_compiler() -> None:
 def first_error(messages: str) -> str:
     """The first line of a compiler's output that speaks of an error, or the linker's last one."""
     lines = messages.strip().splitlines() or ["it said nothing"]
-    said = [line for line in lines if not line.startswith("collect2: ")]  # only that the linker has failed
-    otherwise = lines[0] if said == lines else (said or lines)[-1]
-    return next((line for line in said if "error" in line.lower()), otherwise)[:250]
+    # collect2 says only that the linker has failed.
+    messages = [line for line in lines if not line.startswith("collect2: ")]
+    otherwise = lines[0] if messages == lines else (messages or lines)[-1]
+    return next((line for line in messages if "error" in line.lower()), otherwise)[:250]
 
 
 def unavailable(reason: Reason, message: str) -> BackendNotAvailableError:

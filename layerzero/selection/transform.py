@@ -298,7 +298,7 @@ def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..
             tensors = [args[position] for position in operands if isinstance(args[position], Tensor)]
             misaligned = any(address_of(tensor) % alignment for tensor in tensors)
         if misaligned:
-            return run(*[a if at in op.writes else _realign(a, alignment) for at, a in enumerate(args)])
+            return run(*[a if index in op.writes else _realign(a, alignment) for index, a in enumerate(args)])
         return run(*args)
 
     return aligned

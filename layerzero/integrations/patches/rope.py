@@ -152,8 +152,8 @@ class AttentionForward(Substitute):
         """The module's forward; a traced one turns by the op what a rotary module of the model has made."""
         run = self.run
         if torch.compiler.is_compiling():
-            known = any(type(operand) is self.tables for operand in (*args, *kwargs.values()))
-            run = self.in_graph if known else self.without_rope
+            tables_repeat = any(type(operand) is self.tables for operand in (*args, *kwargs.values()))
+            run = self.in_graph if tables_repeat else self.without_rope
         changed = type(self.module).forward is not self.forward  # by someone else, since
         if not self.enabled or run is None or changed:
             return self.original(*args, **kwargs)
@@ -161,8 +161,8 @@ class AttentionForward(Substitute):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the functions, which another process makes anew."""
-        made = dict.fromkeys(("run", "in_graph", "without_rope", "forward", "tables"))
-        return {**self.__dict__, **made}
+        functions = dict.fromkeys(("run", "in_graph", "without_rope", "forward", "tables"))
+        return {**self.__dict__, **functions}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
