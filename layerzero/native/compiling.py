@@ -240,9 +240,9 @@ def first_error(messages: str) -> str:
     """The first line of a compiler's output that speaks of an error, or the linker's last one."""
     lines = messages.strip().splitlines() or ["it said nothing"]
     # collect2 says only that the linker has failed.
-    messages = [line for line in lines if not line.startswith("collect2: ")]
-    otherwise = lines[0] if messages == lines else (messages or lines)[-1]
-    return next((line for line in messages if "error" in line.lower()), otherwise)[:250]
+    relevant = [line for line in lines if not line.startswith("collect2: ")]
+    otherwise = lines[0] if relevant == lines else (relevant or lines)[-1]
+    return next((line for line in relevant if "error" in line.lower()), otherwise)[:250]
 
 
 def unavailable(reason: Reason, message: str) -> BackendNotAvailableError:
