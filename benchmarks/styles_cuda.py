@@ -21,7 +21,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,11 @@ async def read(token: Tensor, meter: crowd.Meter) -> None:
     note(await lz.to_host(token), token, meter)
 
 
-def reading_at_once(breath: Callable[[random.Random], Awaitable[object]]) -> crowd.Request:
-    """Requests that read each token before their next step and do `breath` behind it."""
+def reading_at_once(
+    breath: Callable[[random.Random], Awaitable[object]],
+    begin: Callable[[Coroutine[Any, Any, Tensor]], Awaitable[Tensor]] = lambda call: call,
+) -> crowd.Request:
+    """Requests that `begin` each step, read its token before the next one and do `breath` behind it."""
 
     async def request(model: Any, context: int, tokens: int, seed: int, meter: crowd.Meter) -> None:
         draw = random.Random(seed)
@@ -102,7 +105,7 @@ def reading_at_once(breath: Callable[[random.Random], Awaitable[object]]) -> cro
             sequence.extend(context)
             token = first(model, seed)
             for drawn in range(tokens):
-                token = await step(model, token, sequence, seed, drawn)
+                token = await begin(step(model, token, sequence, seed, drawn))
                 await read(token, meter)
                 await breath(draw)
                 if meter.over:
@@ -198,18 +201,6 @@ async def step(model: Any, token: Tensor, sequence: Any, seed: int, drawn: int) 
     return following
 
 
-async def stepping_in_tasks(model: Any, context: int, tokens: int, seed: int, meter: crowd.Meter) -> None:
-    """Each step is a task, as a task group or a wait with a time limit makes one."""
-    with model.sequence(context + tokens) as sequence:
-        sequence.extend(context)
-        token = first(model, seed)
-        for drawn in range(tokens):
-            token = await asyncio.ensure_future(step(model, token, sequence, seed, drawn))
-            await read(token, meter)
-            if meter.over:
-                return
-
-
 STYLES: dict[str, crowd.Request] = {
     AT_ONCE: reading_at_once(lambda draw: nothing()),
     IN_A_TASK: reading_in_a_task,
@@ -219,7 +210,7 @@ STYLES: dict[str, crowd.Request] = {
     BEHIND: reading_behind,
     LATER: reading_later,
     AHEAD: running_ahead,
-    TASK: stepping_in_tasks,
+    TASK: reading_at_once(lambda draw: nothing(), asyncio.ensure_future),
 }
 
 

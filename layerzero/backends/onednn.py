@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from layerzero.ops import checks
 from layerzero.spec.kernel import Kernel, loading
 
 # How the operator names what follows the product: (attribute, algorithm). Its relu makes 0 of NaN.
@@ -43,8 +44,7 @@ def _dense(bias: Tensor | None) -> Tensor | None:
 
 def _apart(weight: Tensor) -> Tensor:
     """`weight` with rows that do not overlap: the operator has no description of such that do."""
-    (rows, columns), (down, along) = weight.shape, weight.stride()
-    return weight if down >= along * columns or along >= down * rows else weight.contiguous()
+    return weight if weight.is_contiguous() or not checks.overlaps(weight) else weight.contiguous()
 
 
 @loading(_operator)

@@ -253,11 +253,12 @@ def last_stride_is_one(tensors: Iterable[Tensor]) -> bool:
     An axis of stride 0 repeats rows, and overlaps nothing.
     """
     return all(
-        t.is_contiguous() or ((t.size(-1) <= 1 or t.stride(-1) == 1) and not _overlaps(t)) for t in tensors
+        t.is_contiguous() or ((t.size(-1) <= 1 or t.stride(-1) == 1) and not overlaps(t)) for t in tensors
     )
 
 
-def _overlaps(tensor: Tensor) -> bool:
+def overlaps(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory, other than by an axis of stride 0."""
     reach = 1  # what the axes of smaller strides cover
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and step:

@@ -251,7 +251,8 @@ class Op:
         if self.differentiable:
             return
         named = zip(inspect.signature(self.build).parameters, args, strict=False)
-        name = next(n for n, value in named if isinstance(value, Tensor) and value.requires_grad)
+        learning = (n for n, value in named if isinstance(value, Tensor) and value.requires_grad)
+        name = next(learning, "inputs")  # else one inside a tuple
         raise ValueError(
             f"{self.name} has no gradient: {name} needs to require none "
             f"({name}.detach(), or torch.no_grad()), got a tensor that requires grad"

@@ -176,7 +176,8 @@ class ExpectedCallers:
         if len(self._ended[group]) > _MAX_ENDED:
             self._leave(next(iter(self._ended[group])))
         elif len(self._ended) > _MAX_ENDED:
-            self._ended.pop(next(iter(self._ended)))
+            for one in list(self._ended[next(iter(self._ended))]):
+                self._leave(one)
 
     def begins(self, caller: Caller, group: BatchQueue, now_s: float) -> None:
         """A caller calls `group` first of all: it takes the place of one that has ended, if there is one."""
