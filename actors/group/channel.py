@@ -19,12 +19,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
 from layerzero.actors.rpc.sockets import (
+    CAN_SEE_HANG_UPS,
     LENGTH,
     abstract_name,
     connect_unix,
     frame_bytes,
     limit_waits,
     listen_unix,
+    peek,
     read_on,
     receive_exactly,
     receive_frame,
@@ -210,7 +212,7 @@ class LeaderChannel:
         if not self._sending.acquire(blocking=False):
             return  # a step is being sent
         try:
-            for peer in self._sockets.values():
+            for peer in self._sockets.values() if not self._leaving else ():  # the last word stays last
                 with suppress(OSError):  # a follower that is gone, or reads nothing, is noticed elsewhere
                     if not unread_bytes(peer):
                         peer.sendall(_HEARTBEAT)
@@ -276,9 +278,8 @@ class LeaderChannel:
         with self._accepting:
             pass
         listeners = (self._listener, self._unix_listener)
-        for each in (*self._sockets.values(), *listeners, self._wake, self._woken):
-            if each is not None:
-                each.close()
+        for each in filter(None, (*self._sockets.values(), *listeners, self._wake, self._woken)):
+            each.close()
 
 
 class FollowerChannel:
@@ -300,8 +301,7 @@ class FollowerChannel:
         except OSError as error:
             if peer is not None:
                 peer.close()
-            why = f"rank 0 does not answer at {host}:{port}: {error}"
-            raise DeviceLostError(why, retryable=True) from error
+            raise DeviceLostError(f"no rank 0 answers at {host}:{port}: {error}", retryable=True) from error
         self._socket = peer
         send_small_frames(peer)
         limit_waits(peer, socket.SO_RCVTIMEO, None)
@@ -310,14 +310,14 @@ class FollowerChannel:
         self._buffer = bytearray(_READ_BYTES)
         self._from = self._upto = 0  # what has been received and not been returned
 
-    def wait_for_hang_up(self) -> bool:
-        """Block until the line has ended, and take nothing; whether rank 0 said its last word before."""
-        if not wait_for_hang_up(self._socket):  # the system cannot say
-            return True
-        waits = b""
-        with suppress(OSError):
-            waits = self._socket.recv(_MAX_FRAME, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        return (waits or bytes(self._buffer[: self._upto])).endswith(_LEAVING)  # which stays there
+    def wait_for_hang_up(self) -> None:
+        """Block until the line has ended, and take nothing; where the system cannot say, not at all."""
+        wait_for_hang_up(self._socket)
+
+    def was_left(self) -> bool:
+        """Whether an ended line had rank 0's last word; who reads just now may have it, a moment unstored."""
+        heard = bytes(self._buffer[: self._upto]) + peek(self._socket, _MAX_FRAME)
+        return not CAN_SEE_HANG_UPS or heard.endswith(_LEAVING)  # which stays there
 
     def receive(self, timeout_s: float | None = None, *, heartbeat: bool = False) -> bytes:
         """The next frame, waiting for it; with `heartbeat` one of those ends the wait, too, as b"".

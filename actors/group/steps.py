@@ -285,12 +285,13 @@ class StepWatch:
 
         A rank 0 that left in order has done its part of every step, and each has the group's time to end.
         """
-        group = self._group
-        assert isinstance(group.channel, FollowerChannel)
-        limit_s = group.timeout_s if group.channel.wait_for_hang_up() else ENDS_BY_ITSELF_S
+        group, channel = self._group, self._group.channel
+        assert isinstance(channel, FollowerChannel)
+        channel.wait_for_hang_up()
         while group.failure is None:
             number = self._under_way()
-            if number and not self._ends(number, limit_s):
+            hangs = number and not self._ends(number, ENDS_BY_ITSELF_S)
+            if hangs and not (channel.was_left() and self._ends(number, group.timeout_s)):
                 group.fail(f"rank 0 is gone: it hung up while rank {group.rank} was in step {number}")
             time.sleep(LOOK_S)
 

@@ -109,14 +109,24 @@ def shut_down(peer: socket.socket) -> None:
         peer.shutdown(socket.SHUT_RDWR)
 
 
-def wait_for_hang_up(peer: socket.socket) -> bool:
-    """Block until either side ends the connection, and read nothing; False where the system cannot say."""
-    if not hasattr(select, "POLLRDHUP"):
-        return False
+CAN_SEE_HANG_UPS = hasattr(select, "POLLRDHUP")
+
+
+def wait_for_hang_up(peer: socket.socket) -> None:
+    """Block until either side ends the connection, and read nothing; where that cannot be seen, return."""
+    if not CAN_SEE_HANG_UPS:
+        return
     poll = select.poll()
     poll.register(peer, select.POLLRDHUP)
     poll.poll()
-    return True
+
+
+def peek(peer: socket.socket, size: int) -> bytes:
+    """What there is to read, at most `size` bytes, which stays there; nothing of a broken connection."""
+    try:
+        return peer.recv(size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:
+        return b""
 
 
 def read_on(peer: socket.socket, data: bytearray, size: int) -> bool:

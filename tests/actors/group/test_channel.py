@@ -169,6 +169,20 @@ def test_the_last_word_reaches_everybody_though_some_hang_up_at_once() -> None:
     leader.close()
 
 
+def test_an_end_in_order_shows_whatever_of_it_was_read() -> None:
+    """All of it on the line, or all in the reader's memory and a beat due; not where the line was cut."""
+    for reads, is_last in ((False, True), (True, True), (True, False)):
+        with line([]) as (leader, follower):
+            leader.send(b"step")
+            leader.send(b"end", last=is_last)
+            if reads:
+                assert follower.receive(10.0) == b"step"
+            leader._send_heartbeat()
+            leader.close()
+            follower.wait_for_hang_up()
+            assert follower.was_left() is is_last
+
+
 def test_frames_arrive_whole_whatever_a_read_brings() -> None:
     """Many small ones in one read, one larger than a read, one cut in two by the end of the buffer."""
 

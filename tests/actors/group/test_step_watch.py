@@ -21,8 +21,11 @@ class HungUp(FollowerChannel):
     def __init__(self) -> None:
         pass
 
-    def wait_for_hang_up(self) -> bool:
+    def wait_for_hang_up(self) -> None:
         """At once."""
+
+    def was_left(self) -> bool:
+        """Never in order."""
         return False
 
 
