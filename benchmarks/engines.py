@@ -3,14 +3,14 @@
     python benchmarks/engines.py --vllm-python PYTHONPATH --out FOLDER [--cells 64x128,64x2048,1x128,256x128]
     python benchmarks/engines.py --rehearse    # a tiny model on the CPU, no peer: shows that everything runs
 
-A cell is requests x context. Llama 3 8B's shape, bfloat16, random weights, greedy. vLLM runs in a process of
-its own, with its own packages, and generates for a crowd that begins together and stays
+A cell is requests x context. Llama 3 8B's shape, bfloat16, random weights, greedy. vLLM runs in a process
+of its own, with its own packages, and generates for a crowd that begins together and stays, and for a
+closed crowd whose requests end and begin anew out of step, of 16 to 48 tokens each
 (benchmarks/vllm_offline.py). Ours are coroutines, each a plain loop over `lz.run_ahead`
-(benchmarks/styles_cuda.py): a crowd that stays, as the peer's does, and a closed crowd whose requests end and
-begin anew out of step, of 16 to 48 tokens each; who begins anew waits for its last token first. Beside them
-stands the loop by hand over the same graph. Rounds take turns; a row is the median of the rounds after the
-first. Both sides' requests stand at about the same context. The roof is weights and keys read once at the
-bandwidth of a large copy.
+(benchmarks/styles_cuda.py), for the same two crowds; who begins anew waits for its last token first, on
+both sides, and no prompt is read for it. Beside them stands the loop by hand over the same graph. Rounds
+take turns; a row is the median of the rounds after the first. Both sides' requests stand at about the same
+context. The roof is weights and keys read once at the bandwidth of a large copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks"), str(ROOT)]
 
 import torch  # noqa: E402
-from generating import device_side  # noqa: E402
+from generating import crowd, device_side  # noqa: E402
 from harness import device_seconds, show  # noqa: E402
 from lane_cuda import Record, begin, built, settings_of  # noqa: E402
 from styles_cuda import AHEAD, HAND, Round  # noqa: E402
@@ -36,7 +36,7 @@ from styles_cuda import AHEAD, HAND, Round  # noqa: E402
 import layerzero as lz  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "engines_h200.json"
-VLLM = "vLLM"
+VLLM, VLLM_COMING = "vLLM", "vLLM, requests come and go"
 FEW, MANY = 8, 104  # tokens of the peer's two runs
 COMING = "run_ahead, requests come and go"
 STAYING = "run_ahead, the peer's requests"
@@ -75,9 +75,17 @@ class Peer:
 
     def step(self, context: int, requests: int) -> dict[str, Any]:
         """What one step of all requests takes, and their texts."""
+        return self._ask(context=context, requests=requests, few=FEW, many=MANY)
+
+    def coming_ms(self, context: int, requests: int, seed: int, seconds: float) -> float:
+        """What one token of each takes where requests end and begin anew."""
+        lengths = {"fewest": crowd.FEWEST, "most": crowd.MOST}
+        asked = self._ask(context=context, requests=requests, seed=seed, seconds=seconds, **lengths)
+        return float(asked["step_ms"])
+
+    def _ask(self, **wanted: float) -> dict[str, Any]:
         assert self.started
         assert self.process.stdin is not None
-        wanted = {"context": context, "requests": requests, "few": FEW, "many": MANY}
         self.process.stdin.write(json.dumps(wanted) + "\n")
         self.process.stdin.flush()
         return self._answer()
@@ -157,6 +165,7 @@ def compare(
         sides = {side: lambda run=run: requests / run() * 1e3 for side, run in speeds.items()}
         if peer is not None:
             sides[VLLM] = lambda: peer.step_ms(context, requests)
+            sides[VLLM_COMING] = lambda t=turn: peer.coming_ms(context, requests, t, options.seconds)
         for side, run in sides.items():
             took = record.item(f"{requests}x{context}, {side}", run)
             if took is not None and turn:  # the first round warms up
@@ -173,6 +182,8 @@ def finish(into: dict[str, Any], model: Any, context: int, requests: int, bytes_
     if VLLM in steps:
         into["over_vllm"] = {side: round(steps[VLLM] / step, 3) for side, step in steps.items()}
         into["needs"] = needs(requests)
+    if VLLM_COMING in steps:
+        into["over_vllm_coming"] = round(steps[VLLM_COMING] / steps[COMING], 3)
 
 
 def parse() -> argparse.Namespace:

@@ -82,10 +82,13 @@ def engine_targets(record: dict[str, Any]) -> Table:
     rows = []
     for cell, row in record["rows"].items():
         promised = [
-            (f"{side}, over vLLM, tokens/s", row["needs"], over, True)
+            (f"{side}, over vLLM's that stay, tokens/s", row["needs"], over, True)
             for side, over in row["over_vllm"].items()
             if side.startswith("run_ahead")
         ]
+        if "over_vllm_coming" in row:
+            what = "run_ahead over vLLM where requests of both come and go, tokens/s"
+            promised.append((what, row["needs"], row["over_vllm_coming"], True))
         device_ms = row["device"]["device_us_a_step"] / 1e3
         if cell in ENGINE_ROOFS:
             roof = device_ms / row["roof_ms"]
