@@ -23,7 +23,7 @@ from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.bisect import Executor
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
 from layerzero.scheduler.core.limits import BatchLimits
-from layerzero.scheduler.core.pending_call import Batch, Caller, Failed, PendingCall
+from layerzero.scheduler.core.pending_call import Batch, Caller, Failed, PendingCall, TaskTree
 from layerzero.scheduler.driver_timers import CallDeadlines, DueTimer
 from layerzero.scheduler.inline_runs import InlineRuns, YieldOnce
 from layerzero.scheduler.modes.streams import HOST, DeviceStreams, HostReader
@@ -112,10 +112,9 @@ class LoopDriver:
         Raises: OverloadedError: the queue is full and the settings reject; RuntimeClosedError: the driver
             is stopped, or drains and this task is new to it.
         """
-        loop = self.loop
         call.caller = self.caller_here()
         call.driver = self
-        call._loop = loop
+        call._loop = loop = self.loop
         batcher = self.batcher
         if not batcher.submit(call, self._now_s or loop.time()):
             self._raise_rejected()
@@ -187,7 +186,8 @@ class LoopDriver:
     def _add_task(self, task: Task | None) -> Caller:
         if self.state != OPEN:
             raise RuntimeClosedError(f"this event loop's driver is {self.state} and takes no new callers")
-        caller = Caller()
+        tree = None if self.batcher.expected_callers is None else TaskTree.above(task)
+        caller = Caller(tree)
         if task is not None:
             self._callers[task] = caller
             task.add_done_callback(self._remove_task)
@@ -223,9 +223,9 @@ class LoopDriver:
     def _raise_rejected(self) -> None:
         if self.state != OPEN:
             raise RuntimeClosedError(f"this event loop's driver is {self.state}")
-        queued, size = self.batcher.queued, self.batcher.queued_bytes
-        message = f"the queue is full: {queued} calls, {size} bytes are queued"
-        raise OverloadedError(message, retry_after=self.batcher.retry_after_s)
+        batcher = self.batcher
+        message = f"the queue is full: {batcher.queued} calls, {batcher.queued_bytes} bytes are queued"
+        raise OverloadedError(message, retry_after=batcher.retry_after_s)
 
     # -- turns -------------------------------------------------------------------------------------
 

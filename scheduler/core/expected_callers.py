@@ -13,7 +13,8 @@ while callers are expected that came from where its own calls come from:
 
 A request may be a task a step (`asyncio.wait_for`, a task group, a callback). Where callers that ended behind
 a group were followed by new ones, a new one is expected in place of each that ends, and takes over what is
-known of it.
+known of it: of one that was made by the same task, where that task calls or reads as well. Another's place is
+free when the device has run its batch: before that, another request has come.
 
 Nothing here reads a clock or a device. `launched` and `completed` say what happened, `held` what follows.
 """
@@ -141,6 +142,7 @@ class ExpectedCallers:
                 usual_s = LONG * group.run_times.of(launch.tokens) or run_s
                 run_s = min(run_s, usual_s)
                 launch.done_at = began_at + run_s
+                group.last_run = max(group.last_run, launch.number)
                 group.run_times.add(launch.tokens, run_s)
                 group.run_s = _mean(group.run_s or run_s, run_s)
         self._last_done_at = now_s
@@ -173,6 +175,8 @@ class ExpectedCallers:
         if group.heirs < HEIRS:
             del self._waiting[caller]
         self._ended.setdefault(group, {})[caller] = None
+        if caller.tree is not None:
+            caller.tree.ended[caller] = None
         if len(self._ended[group]) > _MAX_ENDED:
             self._leave(next(iter(self._ended[group])))
         elif len(self._ended) > _MAX_ENDED:
@@ -185,21 +189,44 @@ class ExpectedCallers:
         sources = [group, *(source for source in group.points if source is not None)]
         if len(sources) == 1 and group not in self._ended:
             sources += self._ended
+        tree: dict[Caller, None] = {} if caller.tree is None else caller.tree.ended
         for source in sources:
-            if source in self._ended:
-                ended = next(reversed(self._ended[source]))  # who has stayed away for long stays away
-                self._inherit(caller, ended)
-                caller.last_queue, caller.point = source, ended.point
-                return
+            ended = self._place(caller, tree, source)
+            if ended is not None:
+                return self._inherit(caller, ended)
+        for source in sources:
+            ended = self._place(caller, self._ended.get(source, {}), source)
+            if ended is not None:
+                return self._inherit(caller, ended)
+
+    def _place(self, caller: Caller, ended: dict[Caller, None], source: BatchQueue) -> Caller | None:
+        """Whose place among `ended`, oldest first, a caller takes that comes from `source`: of the last batch
+        that the device has run; who has stayed away for longer stays away. Of a batch that still runs, where
+        both were made in one tree, or neither's is known."""
+        away: Caller | None = None
+        for each in ended:
+            if each.last_queue is not source:
+                continue
+            number = 0 if each.launch is None else each.launch.number
+            if number == source.last_run:
+                return each
+            if number > source.last_run:
+                break
+            away = each
+        newest = next((each for each in reversed(ended) if each.last_queue is source), None)
+        return newest if newest is not None and newest.tree is caller.tree else away
 
     def _inherit(self, caller: Caller, ended: Caller) -> None:
         """`caller` takes the place of one that has ended."""
         caller.launch, caller.late_s = ended.launch, ended.late_s
+        caller.last_queue, caller.point = ended.last_queue, ended.point
         self._leave(ended, followed=1.0)
 
     def _leave(self, caller: Caller, followed: float = 0.0) -> None:
         """A caller is not expected any more; where it has ended, whether another has taken its place."""
         self._waiting.pop(caller, None)
+        if caller.tree is not None:
+            caller.tree.ended.pop(caller, None)
         group = caller.last_queue
         ended = None if group is None else self._ended.get(group)
         if group is None or ended is None or caller not in ended:
@@ -213,7 +240,8 @@ class ExpectedCallers:
         """No caller follows any more those that ended long ago, or since which the device is idle."""
         for group, ended in list(self._ended.items()):
             batch_s = max(group.period_s, group.run_s)
-            is_late = now_s > self._last_done_at + FOLLOWS * batch_s
+            share = WORTH if group.heirs is not None and group.heirs >= HEIRS else FOLLOWS
+            is_late = now_s > self._last_done_at + share * batch_s
             for caller in list(ended):
                 done_at = None if caller.launch is None else caller.launch.done_at
                 if done_at is None or not (is_late or now_s > done_at + GONE * batch_s):

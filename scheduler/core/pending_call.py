@@ -7,8 +7,9 @@ the queue entry and the future at once; nothing here imports a loop.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Hashable
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from layerzero.native import FAST_PATH
@@ -59,17 +60,47 @@ class Failed:
         self.context = error.__context__
 
 
+class TaskTree:
+    """A task that has called or read, and the tasks made in its context since; `ended` are those of them that
+    have ended, while another task may take their place."""
+
+    __slots__ = ("_above", "_task", "ended")
+
+    def __init__(self, task: object, above: TaskTree | None) -> None:
+        self._task = weakref.ref(task)
+        self._above = above
+        self.ended: dict[Caller, None] = {}
+
+    @staticmethod
+    def above(task: object) -> TaskTree | None:
+        """The tree that `task`, which runs, was made in, if any; what it makes from now on is in its own."""
+        if task is None:
+            return None
+        tree = _TREE.get(None)
+        if tree is not None:
+            if tree._task() is task:
+                return tree._above
+            tree._above = None  # a task that each step makes anew holds no chain of those before
+        _TREE.set(TaskTree(task, tree))
+        return tree
+
+
+_TREE: Final[ContextVar[TaskTree]] = ContextVar("layerzero_task_tree")
+
+
 class Caller:
     """One task that submits calls, one after another; `last_queue` and `point` are the batcher's record of
-    its previous call, `launch` of the batch that ran it, `late_s` of how long after that it calls again."""
+    its previous call, `launch` of the batch that ran it, `late_s` of how long after that it calls again.
+    `tree` is the one it was made in, where that is asked."""
 
-    __slots__ = ("__weakref__", "last_queue", "late_s", "launch", "name", "point")
+    __slots__ = ("__weakref__", "last_queue", "late_s", "launch", "name", "point", "tree")
 
-    def __init__(self) -> None:
+    def __init__(self, tree: TaskTree | None = None) -> None:
         self.last_queue: BatchQueue | None = None
         self.point: ProgramPoint | None = None
         self.launch: Launch | None = None
         self.late_s: float | None = None
+        self.tree = tree
         self.name: str | None = None  # what a timeline calls it
 
 

@@ -33,7 +33,7 @@ class BatchQueue:
 
     A `solo` group serves an op's calls that batch with nothing: one pending call a batch. `busy` are its
     slots with calls. Of its batches on a device that answers early: `launched_at` of the last, the time
-    between two, how long one runs, in seconds, and how long by its tokens.
+    between two, how long one runs, in seconds, how long by its tokens, and the number of the last one run.
     """
 
     key: Hashable
@@ -57,6 +57,7 @@ class BatchQueue:
     period_s: float = 0.0
     run_s: float = 0.0
     run_times: RunTimes = field(default_factory=RunTimes)
+    last_run: int = 0
     hold: tuple[str, float] | None = None  # what its calls wait for, and since when
     heirs: float | None = None  # share of the callers that ended behind it whose place others took
     # Turns were waited in vain for the callers of its last batches: none is for so many, of so many next.

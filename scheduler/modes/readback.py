@@ -25,6 +25,7 @@ from layerzero.scheduler.core.pending_call import (
     RUNNING,
     Failed,
     PendingCall,
+    TaskTree,
 )
 from layerzero.scheduler.loop_driver import Cancelled, LoopDriver
 from layerzero.scheduler.modes.streams import stream_of, wait_for_stream
@@ -182,6 +183,7 @@ class Readback:
         if self._lost is not None:
             call.state, call.value = FAILED, Failed(self._lost)
             return call
+        TaskTree.above(self._driver._current_task(self.loop))  # the reader's next tasks are known by it
         if not self._pending:
             self.loop.call_soon(self.flush)
         self._pending.append(call)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+from typing import Any
 
 import pytest
 
 from layerzero.actors.device.worker import Worker
 from layerzero.scheduler.batch_runs import BatchRuns
+from layerzero.scheduler.core.pending_call import TaskTree
 from tests.clocks import run_virtually
 from tests.scheduler.styles import CALLERS, STYLES, Host, mean_batch
-from tests.scheduler.test_expected_callers import PASS_S, Machine
+from tests.scheduler.test_expected_callers import HERE, PASS_S, Machine
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -130,3 +133,72 @@ def test_hops_through_a_thread_are_waited_for_while_that_pays(worker: Worker, sh
         return (machine.loop.time() - begin) / PASS_S / steps / (1.0 + share + host)
 
     assert run_virtually(main()) < 1.05
+
+
+async def _by_its_parent(machine: Machine, reading: Any) -> None:
+    await machine.read(await asyncio.ensure_future(machine.step()))
+
+
+async def _later_by_its_parent(machine: Machine, reading: Any) -> Any:
+    started = machine.readback.start(await asyncio.ensure_future(machine.step()), HERE)
+    if reading is not None:
+        await reading
+    return started
+
+
+async def _in_one_task(machine: Machine, reading: Any) -> None:
+    await asyncio.wait_for(machine.token(), 1e3)
+
+
+@pytest.mark.parametrize("called_before", [False, True], ids=["", "a task above them has called"])
+@pytest.mark.parametrize("row", [0.05, 0.4])
+@pytest.mark.parametrize("step", [_by_its_parent, _later_by_its_parent, _in_one_task])
+def test_two_crowds_whose_steps_are_tasks_meet(
+    worker: Worker, step: Any, row: float, called_before: bool
+) -> None:
+    """The other half comes while the device runs the first: it is not taken for the first one's next tasks.
+    On a GPU the halves of 31 and 33 took turns for good."""
+
+    async def main() -> tuple[list[int], float]:
+        machine = Machine(worker, host_s=0.1 * PASS_S)
+        host: Any = machine.loop
+        if called_before:
+            await machine.token()
+
+        async def request(number: int) -> None:
+            await asyncio.sleep(number % 2 * PASS_S / 2)
+            reading = None
+            for _ in range(40):
+                reading = await step(machine, reading)
+                host.spend(row * PASS_S / CALLERS)
+
+        begin = machine.loop.time()
+        await asyncio.gather(*map(request, range(CALLERS)))
+        return machine.device.runs, (machine.loop.time() - begin) / PASS_S
+
+    runs, took = run_virtually(main())
+    assert runs[10:38] == [CALLERS] * 28, runs
+    # The host's part lies on the path of those that wait for what they have just asked.
+    assert took < 43 if step is _later_by_its_parent else took < 42 * (1.1 + row), took
+
+
+def test_a_request_that_makes_a_task_of_each_step_keeps_no_tree_of_those_before(worker: Worker) -> None:
+    """Each task makes the next one: what it was made in goes when that one's own tree begins."""
+
+    async def main() -> int:
+        machine, ended = Machine(worker), asyncio.get_running_loop().create_future()
+
+        async def next_step(left: int) -> None:
+            await machine.token()
+            if left:
+                tasks[0] = asyncio.ensure_future(next_step(left - 1))
+            else:
+                ended.set_result(None)
+
+        tasks = [asyncio.ensure_future(next_step(50))]
+        await ended
+        gc.collect()
+        return sum(type(each) is TaskTree for each in gc.get_objects())
+
+    before = sum(type(each) is TaskTree for each in gc.get_objects())
+    assert run_virtually(main()) - before <= 4
