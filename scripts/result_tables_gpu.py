@@ -101,6 +101,17 @@ def engine_targets(record: dict[str, Any]) -> Table:
     return {"columns": ["what", "needs", "measured", "met"], "rows": rows}
 
 
+def kernels_of_codes(record: dict[str, Any]) -> Table:
+    """Return how long a product of int4 codes takes by each kernel as it is, beside one of bfloat16."""
+    rows = [
+        [int(count), name, arms["bfloat16"]["us"], arm["us"], arm["ratio"]]
+        for count, arms in record["rows"].items()
+        for name, arm in arms.items()
+        if ".quantized_linear." in name and "us" in arm
+    ]
+    return {"columns": ["rows", "kernel", "bfloat16, us", "us", "ratio"], "rows": rows}
+
+
 def decode(record: dict[str, Any]) -> Table:
     """Return how long a graph's call of each kernel takes the device, beside reading keys and values once."""
     ids = sorted({
