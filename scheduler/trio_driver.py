@@ -29,7 +29,7 @@ CALLBACK_FAILED = "loop_driver.callback_failed"
 class TrioCaller:
     """A trio task as a driver knows one: it says when it has ended."""
 
-    __slots__ = ("_on_end", "name")
+    __slots__ = ("__weakref__", "_on_end", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name

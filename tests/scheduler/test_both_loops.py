@@ -13,9 +13,10 @@ import trio
 
 import layerzero as lz
 from layerzero.actors.device.worker import Worker
-from layerzero.scheduler.core.pending_call import PENDING_CALL
+from layerzero.scheduler.core.pending_call import PENDING_CALL, TaskTree
 from layerzero.scheduler.loop_driver import LoopDriver
 from layerzero.scheduler.loop_drivers import LoopDrivers
+from layerzero.scheduler.trio_driver import TrioLoop
 from layerzero.spec.errors import DeadlineExceededError, OverloadedError, RuntimeClosedError
 from layerzero.spec.settings import Settings
 from tests.scheduler.devices import Device, Double
@@ -315,3 +316,22 @@ def test_a_run_leaves_nothing_with_its_driver(worker: Worker) -> None:
         trio.run(main)
     anyio.run(main)
     assert seen == [1] * 5 and fronts.stats().done == 5
+
+
+def test_tasks_of_a_trio_run_know_the_one_that_made_them() -> None:
+    """On a device that answers early: tasks made by one that has called share its tree, another's do not."""
+
+    async def main() -> tuple[TaskTree | None, list[TaskTree | None]]:
+        loop, trees = TrioLoop(), list[TaskTree | None]()
+
+        async def child() -> None:
+            trees.append(TaskTree.above(loop.current_task()))
+
+        first = TaskTree.above(loop.current_task())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(child)
+            nursery.start_soon(child)
+        return first, trees
+
+    first, trees = trio.run(main)
+    assert first is None and trees[0] is trees[1] is not None
