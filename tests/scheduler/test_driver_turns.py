@@ -11,7 +11,7 @@ from layerzero.actors.device.worker import Worker
 from layerzero.scheduler.core.at_once import FEW, WINDOW
 from layerzero.scheduler.core.pending_call import DONE, PENDING_CALL, PendingCall
 from layerzero.scheduler.loop_driver import MAX_FOLLOWING, LoopDriver
-from layerzero.spec.errors import RuntimeClosedError
+from layerzero.spec.errors import DeadlineExceededError, RuntimeClosedError
 from layerzero.spec.settings import Settings
 from tests.clocks import VirtualLoop, run_virtually
 from tests.scheduler.devices import Device, Double, Later
@@ -188,5 +188,40 @@ def test_a_call_held_for_one_that_does_not_come_is_launched_in_time(worker: Work
         gone.set()
         await reading
         return loop.time()
+
+    run_virtually(main())
+
+
+class Keeping:
+    """A worker that runs nothing."""
+
+    def submit(self, job: object) -> None:
+        """Keep no job."""
+
+
+def test_a_nearer_deadline_that_comes_later_is_kept() -> None:
+    """Each of two calls behind a long batch ends at its own deadline, the second one's first."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        worker: Any = Keeping()
+        driver = LoopDriver(loop, Device(), worker)
+        at, ended = loop.time(), list[float]()
+        assert driver.inline.ready()
+
+        async def caller(us: float, deadline: float | None) -> None:
+            call = PENDING_CALL.cls(OP, (1,), "double", us, deadline=deadline)
+            with pytest.raises(RuntimeClosedError if deadline is None else DeadlineExceededError):
+                await driver.submit(call)
+            ended.append(loop.time() - at)
+
+        running = asyncio.ensure_future(caller(1e9, None))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert driver.busy and not driver.inline.ready()  # nothing runs at once beside it
+        await asyncio.gather(caller(1.0, at + 9.0), caller(1.0, at + 2.0))
+        driver.close()
+        await running
+        assert ended[:2] == pytest.approx([2.0, 9.0])
 
     run_virtually(main())
