@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import layerzero as lz
 from layerzero.ops.quantize.quantize import DEQUANTIZE, QUANTIZE
+from layerzero.ops.quantize.quantized_linear import QUANTIZED_LINEAR
+from tests import kernels
 
 
 def spec_of(**given: Any) -> Any:
@@ -88,3 +91,20 @@ def test_rows_are_rounded_as_their_weight_is(
     rows = lz.sync.dequantize(codes, spread, format=named["format"], dtype="float64")
     wide = lz.sync.dequantize(weight, scale, dtype="float64", **named)
     torch.testing.assert_close(out.double(), rows @ wide.t(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_cast_takes_rows_and_bias_and_leaves_codes() -> None:
+    """A kernel of float32 alone gets both in float32, where the caller has them in bfloat16."""
+    op, seen = QUANTIZED_LINEAR, list[torch.dtype]()
+
+    def run(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, *rest: object) -> Any:
+        seen.extend(t.dtype for t in (x, weight, scale, bias))
+        return op.reference(x, weight, scale, bias, *rest)
+
+    features = frozenset({"quant_int8", "scale_per_row", "inputs_float", "bias"})
+    limits: dict[str, Any] = {"features": features, "dtypes": frozenset({"float32"}), "mixed_dtypes": False}
+    own = kernels.device([kernels.kernel("wide.quantized_linear", run, **limits)])
+    x, bias = torch.ones(2, 8).bfloat16(), torch.ones(3).bfloat16()
+    args = op.build(x, torch.ones(3, 8, dtype=torch.int8), torch.ones(3, 1), bias)[1]
+    assert own.launch(op, args).tolist() == [[9.0] * 3] * 2
+    assert seen == [torch.float32, torch.int8, torch.float32, torch.float32]
