@@ -202,7 +202,19 @@ def _require_tokens(tokens: Tensor) -> Tensor:
     return tokens
 
 
-sample_topk_reference, sample_topp_reference = by_top_k(sample_reference), by_top_p(sample_reference)
+# Operators take their result's type from these: they are functions with a signature.
+def sample_topk_reference(
+    logits: Tensor, k: Count, temperature: Number, seed: Count, offset: Count
+) -> Tensor:
+    """`sample_reference` without top-p."""
+    return by_top_k(sample_reference)(logits, k, temperature, seed, offset)
+
+
+def sample_topp_reference(
+    logits: Tensor, p: Number, temperature: Number, seed: Count, offset: Count
+) -> Tensor:
+    """`sample_reference` without top-k."""
+    return by_top_p(sample_reference)(logits, p, temperature, seed, offset)
 
 
 def _outputs(args: Args) -> tuple[OutputSpec, ...]:
