@@ -44,6 +44,13 @@ PART = 16  # mutations between two looks at what the tests that they turn red sh
 KILLED, SURVIVED, GONE = "killed", "SURVIVED", "does not apply"
 RED, BROKEN, NOT_RUN = "proof not green", "breaks the import", "not run"
 GOOD = (KILLED, NOT_RUN)
+# What pytest-timeout says, and the tests' own waits (tests/children.py, tests/waiting.py).
+LIMITS = (
+    "Timeout (",
+    "the child needs to end in ",
+    "the condition did not come true within ",
+    " did not end within ",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ class Run:
         failed = self.first("failed")
         if failed is None:
             return "limit" if self.late else "end"
-        if "Timeout (" in failed["said"] or failed["said"].startswith("TimeoutError"):
+        if failed["said"].startswith("TimeoutError") or any(words in failed["said"] for words in LIMITS):
             return "limit"
         of_test = failed["said"].startswith(("assert", "AssertionError", "Failed: ", "ExceptionGroup: "))
         return "assertion" if of_test else "error"

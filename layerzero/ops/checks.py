@@ -72,12 +72,26 @@ def need_weight(name: str, value: Any, *, rank: int) -> Tensor:
     return tensor
 
 
-def need_vector(name: str, value: Any, size: int, why: str) -> Tensor:
-    """`value` as a weight (size,); `why` says what the size follows from."""
-    tensor = need_weight(name, value, rank=1)
-    if tensor.shape[0] != size:
-        raise ValueError(f"{name} needs {size} elements like {why}, got {tensor.shape[0]}")
-    return tensor
+def need_vector(name: str, value: Any, size: int, why: str) -> None:
+    """`value` as a weight (size,), or None; `why` says what the size follows from."""
+    if value is not None and need_weight(name, value, rank=1).shape[0] != size:
+        raise ValueError(f"{name} needs {size} elements like {why}, got {value.shape[0]}")
+
+
+def need_product(x: Tensor, weight: Any, bias: Any, axes: str, rows: int = 0) -> tuple[int, int]:
+    """The sizes of a weight (C, K) of at least so many `rows`, beside x (..., K) and a bias (C,) or None.
+
+    Raises: ValueError, TypeError: by name, and by what the weight's `axes` are called.
+    """
+    need_weight("weight", weight, rank=2)
+    width, inner = weight.shape
+    if width < rows:
+        raise ValueError(f"weight needs at least {rows} row, got shape {tuple(weight.shape)}")
+    if x.shape[-1] != inner:
+        raise ValueError(f"x needs a last axis of {inner} like weight's {axes}, got {x.shape[-1]}")
+    need_vector("bias", bias, width, "weight's rows")
+    need_same_device("x", x, weight=weight, bias=bias)
+    return width, inner
 
 
 def need_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str = "") -> None:

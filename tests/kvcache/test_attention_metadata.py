@@ -201,6 +201,20 @@ def test_a_crowd_that_stays_sees_pages_that_change() -> None:
     assert pool.pages(forked)[1] != pool.pages(first)[1]
 
 
+def test_ranges_that_are_asked_for_again_see_a_page_that_was_copied() -> None:
+    """What a step had is used again only while no page has changed."""
+    pool = cache()
+    first = pool.sequence(6)
+    spans = [first.extend(1)]
+    at = pool.attention_metadata(spans)
+    assert pool.attention_metadata(spans) is at
+    pool.fork(first.number)
+    before = list(first.pages)
+    first.extend(1)
+    assert first.pages != before
+    check(pool.attention_metadata(spans), spans)
+
+
 def test_reserving_nothing_leaves_a_shared_page_shared() -> None:
     """Both sharers go on writing pages of their own."""
     pool = cache()

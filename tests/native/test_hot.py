@@ -356,3 +356,12 @@ def test_an_object_of_another_class_is_named_not_followed() -> None:
             FAST_PATH.module.queue(front, FAST_PATH.module.PendingCall("op", (), "group"))
     finally:
         loop.close()
+
+
+def test_no_call_queues_by_code_that_was_turned_off() -> None:
+    """The compiled way goes with its module; Python's answer is that it did not queue."""
+    by_compiled_code = FAST_QUEUE.try_submit
+    FAST_PATH.use(None)
+    nothing: Any = None
+    assert FAST_QUEUE.try_submit is not by_compiled_code
+    assert FAST_QUEUE.try_submit(nothing, nothing) is False

@@ -224,3 +224,34 @@ async def test_draining_waits_for_spawned_callers(worker: Worker) -> None:
     await asyncio.sleep(0)
     assert await front.drain(5.0)
     assert await spawned == 32
+
+
+@pytest.mark.asyncio
+async def test_a_coroutine_ends_with_the_task_that_awaits_it(worker: Worker) -> None:
+    """Cancelled by its awaiter it does not run on: it is cancelled where it waits."""
+    front = LoopDriver(asyncio.get_running_loop(), Device(), worker)
+    seen: list[str] = []
+
+    async def request() -> None:
+        await call(front, 1)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    spawned = spawn(front, request())
+
+    async def awaiter() -> None:
+        await spawned
+
+    task = asyncio.create_task(awaiter())
+    for _ in range(6):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert seen == ["cancelled"]
+    assert front.callers == 0 and settled(front)

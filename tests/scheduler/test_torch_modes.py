@@ -20,6 +20,7 @@ from layerzero.scheduler.modes.torch_modes import (
     capture,
     check_unchanged,
     must_run_inline,
+    restore,
 )
 from layerzero.spec.errors import ModeChangedError
 from tests.native.twins import both_paths as both_paths
@@ -120,6 +121,24 @@ def test_a_changed_mode_is_named(name: str) -> None:
         with ENTER[name](), pytest.raises(ModeChangedError, match=name) as raised:
             check_unchanged(before)
     assert raised.value.context["mode"] == name
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("inference mode", "grad mode"),  # which it turns off, and which cannot be set inside of it
+        ("deterministic algorithms", "deterministic algorithms"),
+        ("autocast", "autocast"),
+    ],
+)
+def test_only_the_grad_mode_is_put_back(name: str, named: str) -> None:
+    """Of the others a caller is told: what it computes next would be another's."""
+    before = capture()
+    with torch.no_grad():
+        restore(before)
+        assert capture() is before
+    with ENTER[name](), pytest.raises(ModeChangedError, match=named):
+        restore(before)
 
 
 @pytest.mark.asyncio

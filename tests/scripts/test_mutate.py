@@ -201,6 +201,9 @@ def test_a_proof_that_hangs_is_ended_with_its_children(tree: Path, monkeypatch: 
         ("Failed: DID NOT RAISE ValueError", "assertion"),
         ("Failed: Timeout (>120.0s) from pytest-timeout.", "limit"),
         ("TimeoutError: timed out", "limit"),
+        ("AssertionError: the child needs to end in 120 s: ", "limit"),
+        ("AssertionError: the condition did not come true within 100.0 s", "limit"),
+        ("AssertionError: <coroutine object f at 0x7f> did not end within 100.0 s", "limit"),
         ("KeyError: 'a'", "error"),
     ],
 )

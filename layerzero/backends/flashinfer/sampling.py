@@ -17,9 +17,9 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.common import DISTRIBUTIONS, compilation_of, kernel, module
 from layerzero.backends.flashinfer.planning import ROW_STATES_BYTES, row_states_buffer
-from layerzero.ops.sampling.draw import Count, Number, is_constant
+from layerzero.ops.sampling.draw import Count, Number, by_top_k, by_top_p, is_constant
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.kernel import Kernel, loading
+from layerzero.spec.kernel import Kernel
 
 
 def mask_logits(library: Any, logits: Tensor, top_k: Count) -> Tensor | None:
@@ -75,22 +75,6 @@ def _sample() -> Callable[..., Any]:
     return sample
 
 
-@loading(_sample)
-def _sample_topk(
-    sample: Any, logits: Tensor, k: Count, temperature: Number, seed: Count, offset: Count
-) -> Any:
-    """`sample` without top-p."""
-    return sample(logits, temperature, k, 1.0, seed, offset)
-
-
-@loading(_sample)
-def _sample_topp(
-    sample: Any, logits: Tensor, p: Number, temperature: Number, seed: Count, offset: Count
-) -> Any:
-    """`sample` without top-k."""
-    return sample(logits, temperature, 0, p, seed, offset)
-
-
 def _filter_bytes(request: CallSpec) -> int:
     """The masked logits, three rows of float32, FlashInfer's histograms; a stream's state."""
     n, v = request.dim("N"), request.dim("V")
@@ -122,6 +106,6 @@ KERNELS: tuple[Kernel, ...] = (
         features="seed_per_row top_k top_p top_k_and_top_p",
         only_with="top_k top_p",
     ),
-    _kernel("flashinfer.sample_topk.filtered", _sample_topk, features="seed_per_row"),
-    _kernel("flashinfer.sample_topp.filtered", _sample_topp, features="seed_per_row"),
+    _kernel("flashinfer.sample_topk.filtered", lambda: by_top_k(_sample()), features="seed_per_row"),
+    _kernel("flashinfer.sample_topp.filtered", lambda: by_top_p(_sample()), features="seed_per_row"),
 )

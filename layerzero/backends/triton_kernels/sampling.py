@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layerzero.ops.sampling.draw import Count, Number, as_signed_int64, is_constant
+from layerzero.ops.sampling.draw import Count, Number, by_top_k, by_top_p, is_constant, scalar
 
 GOLDEN = tl.constexpr(-0x61C8864680B583EB)
 FIRST = tl.constexpr(-0x40A7B892E31B1A47)
@@ -347,20 +347,15 @@ def sample_with_proposals(
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     block = min(triton.next_power_of_2(vocab), 2048)
 
-    def pointer(value: Any) -> Tensor:
-        return value.contiguous() if isinstance(value, Tensor) else out
-
-    def number(value: Any) -> Any:
-        return 0 if isinstance(value, Tensor) else as_signed_int64(value)
+    def fraction(value: Any) -> tuple[Tensor, int]:
+        return (value.contiguous(), 0) if isinstance(value, Tensor) else (out, _bits(value))
 
     _draw[(rows,)](
         logits, out if top_k_logits is None else top_k_logits, out if top_p_probs is None else top_p_probs,
         out,
         logits.stride(0), vocab, float(1 << (52 - (vocab - 1).bit_length())),
-        pointer(temperature), 0 if isinstance(temperature, Tensor) else _bits(temperature),
-        pointer(top_k), number(top_k),
-        pointer(top_p), 0 if isinstance(top_p, Tensor) else _bits(top_p),
-        pointer(seed), number(seed), pointer(offset), number(offset),
+        *fraction(temperature), *scalar(top_k, out), *fraction(top_p), *scalar(seed, out),
+        *scalar(offset, out),
         HEATS=isinstance(temperature, Tensor), COUNTS=isinstance(top_k, Tensor),
         SHARES=isinstance(top_p, Tensor), SEEDS=isinstance(seed, Tensor), OFFSETS=isinstance(offset, Tensor),
         BY_COUNT=not is_constant(top_k, 0), BY_SHARE=not is_constant(top_p, 1),
@@ -370,11 +365,11 @@ def sample_with_proposals(
     return out
 
 
-def sample_topk(logits: Tensor, k: Count, temperature: Number, seed: Count, offset: Count) -> Tensor:
+def sample_topk(*args: Any) -> Tensor:
     """`sample` without top-p."""
-    return sample(logits, temperature, k, 1.0, seed, offset)
+    return by_top_k(sample)(*args)
 
 
-def sample_topp(logits: Tensor, p: Number, temperature: Number, seed: Count, offset: Count) -> Tensor:
+def sample_topp(*args: Any) -> Tensor:
     """`sample` without top-k."""
-    return sample(logits, temperature, 0, p, seed, offset)
+    return by_top_p(sample)(*args)

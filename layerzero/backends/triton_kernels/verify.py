@@ -11,15 +11,13 @@ are hashes and weights integers (`layerzero/ops/sampling/draw.py`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from layerzero.backends.triton_kernels.sampling import GOLDEN, _mix, _shift
-from layerzero.ops.sampling.draw import Count, as_signed_int64
+from layerzero.ops.sampling.draw import Count, scalar
 
 # What parts the places of a row; `layerzero/ops/sampling/verify.py` keeps its product below 2**63.
 PLACE = tl.constexpr(0x2545F4914F6CDD1D)
@@ -107,16 +105,10 @@ def verify_chain(
     out = torch.empty((rows, places + 1), dtype=torch.int64, device=draft_probs.device)
     accepted = torch.empty(rows, dtype=torch.int64, device=draft_probs.device)
 
-    def pointer(value: Any) -> Tensor:
-        return value.contiguous() if isinstance(value, Tensor) else out
-
-    def number(value: Any) -> Any:
-        return 0 if isinstance(value, Tensor) else as_signed_int64(value)
-
     _verify[(rows,)](
         draft_probs, draft_tokens.contiguous(), target_probs, out, accepted, places, vocab,
-        float(1 << (52 - (vocab - 1).bit_length())), pointer(seed), number(seed), pointer(offset),
-        number(offset), SEEDS=isinstance(seed, Tensor), OFFSETS=isinstance(offset, Tensor),
+        float(1 << (52 - (vocab - 1).bit_length())), *scalar(seed, out), *scalar(offset, out),
+        SEEDS=isinstance(seed, Tensor), OFFSETS=isinstance(offset, Tensor),
         BLOCK=min(triton.next_power_of_2(vocab), 2048), num_warps=8,
     )  # fmt: skip
     return out, accepted

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,12 +54,9 @@ def _check(args: Args) -> CallSpec:
     checks.need_index("target", target)
     checks.need_shape("target", target, logits.shape[:-1], " like logits without its last axis")
     classes = logits.shape[-1]
-    if weight is not None:
-        checks.need_vector("weight", weight, classes, "logits' last axis")
+    checks.need_vector("weight", weight, classes, "logits' last axis")
     checks.need_same_device("logits", logits, target=target, weight=weight)
-    checks.need_int("ignore_index", ignore_index)
-    checks.need_number("label_smoothing", label_smoothing, low=0.0, high=1.0)
-    checks.need_choice("reduction", reduction, REDUCTIONS)
+    need_loss_options(ignore_index, label_smoothing, reduction)
     features = {"label_smoothing": label_smoothing > 0, "class_weights": weight is not None}
     return describe("cross_entropy", (logits, target, weight), {"N": target.numel(), "V": classes}, features)
 
@@ -88,22 +87,62 @@ def cross_entropy_reference(
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
-def _validate_values(args: Args) -> Args:
-    logits, target, weight, ignored, *rest = args
-    target = checks.ids_in_range("target", target, logits.shape[-1], "logits' classes", ignore=ignored)
-    return logits, target, weight, ignored, *rest
+def need_loss_options(ignore_index: Any, label_smoothing: Any, reduction: Any) -> None:
+    """What every loss takes beside its tensors."""
+    checks.need_int("ignore_index", ignore_index)
+    checks.need_number("label_smoothing", label_smoothing, low=0.0, high=1.0)
+    checks.need_choice("reduction", reduction, REDUCTIONS)
 
 
-def loss_without_rows(rows: Tensor, target: Tensor, reduction: str) -> Tensor | None:
-    """No row: nothing, a sum of zero, or the mean of nothing, which is NaN; None where there are rows."""
-    if target.numel():
-        return None
-    return rows.new_full(target.shape if reduction == "none" else (), 0.0 if reduction == "sum" else math.nan)
+def register_loss(
+    build: Callable[..., SignedCall],
+    check: Callable[[Args], CallSpec],
+    reference: Callable[..., Tensor],
+    work: Callable[[CallSpec], WorkEstimate],
+    *,
+    operands: tuple[int, ...],
+    target: int,
+    classes: Callable[[Args], tuple[int, str]],
+    exact_dims: frozenset[str],
+) -> Op:
+    """Add a loss of the rows in its first argument to the table of ops.
 
+    `target` is the position of the classes' ids, of which `classes` says how many there are and where that
+    is from; ignore_index, label_smoothing and reduction come last.
+    """
 
-def loss_outputs(rows: Tensor, target: Tensor, reduction: str) -> tuple[OutputSpec, ...]:
-    """A scalar, or one number a row, in the rows' dtype."""
-    return (OutputSpec(tuple(target.shape) if reduction == "none" else (), checks.dtype_name(rows.dtype)),)
+    def shape(args: Args) -> tuple[int, ...]:
+        return tuple(args[target].shape) if args[-1] == "none" else ()
+
+    def validate_values(args: Args) -> Args:
+        ids = checks.ids_in_range("target", args[target], *classes(args), ignore=args[-3])
+        return *args[:target], ids, *args[target + 1 :]
+
+    def empty(args: Args) -> Tensor | None:
+        """No row: nothing, a sum of zero, or the mean of nothing, which is NaN."""
+        value = 0.0 if args[-1] == "sum" else math.nan
+        return None if args[target].numel() else args[0].new_full(shape(args), value)
+
+    return register(
+        Op(
+            build=build,
+            check=check,
+            reference=reference,
+            outputs=lambda args: (OutputSpec(shape(args), checks.dtype_name(args[0].dtype)),),
+            work=work,
+            operands=operands,
+            exact_dims=exact_dims,
+            empty=empty,
+            validate_values=validate_values,
+            # A mean or a sum over the rows of all callers is the loss of none.
+            batching=RowBatching(
+                row_operands=(0, target),
+                trailing_axes=(1, 0),
+                output_trailing_axes=0,
+                accepts=lambda args: bool(args[-1] == "none"),
+            ),
+        )
+    )
 
 
 def _work(spec: CallSpec) -> WorkEstimate:
@@ -112,23 +151,7 @@ def _work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=4.0 * n * v, bytes=float(n * v * checks.dtype_bytes(spec.dtype) + 12 * n))
 
 
-CROSS_ENTROPY = register(
-    Op(
-        build=cross_entropy,
-        check=_check,
-        reference=cross_entropy_reference,
-        outputs=lambda args: loss_outputs(args[0], args[1], args[5]),
-        work=_work,
-        operands=(0, 1, 2),
-        exact_dims=frozenset({"V"}),
-        empty=lambda args: loss_without_rows(args[0], args[1], args[5]),
-        validate_values=_validate_values,
-        # A mean or a sum over the rows of all callers is the loss of none.
-        batching=RowBatching(
-            row_operands=(0, 1),
-            trailing_axes=(1, 0),
-            output_trailing_axes=0,
-            accepts=lambda args: bool(args[5] == "none"),
-        ),
-    )
-)
+CROSS_ENTROPY = register_loss(
+    cross_entropy, _check, cross_entropy_reference, _work, operands=(0, 1, 2), target=1,
+    classes=lambda args: (args[0].shape[-1], "logits' classes"), exact_dims=frozenset({"V"}),
+)  # fmt: skip

@@ -33,13 +33,7 @@ def check_linear(args: Args) -> CallSpec:
     checks.need_tensor("x", x)
     if x.dim() == 0:
         raise ValueError("x needs at least 1 dimension, got a scalar")
-    checks.need_weight("weight", weight, rank=2)
-    width, inner = weight.shape
-    if x.shape[-1] != inner:
-        raise ValueError(f"x needs a last axis of {inner} like weight's (C, K), got {x.shape[-1]}")
-    if bias is not None:
-        checks.need_vector("bias", bias, width, "weight's rows")
-    checks.need_same_device("x", x, weight=weight, bias=bias)
+    width, inner = checks.need_product(x, weight, bias, "(C, K)")
     dims = {"N": math.prod(x.shape[:-1]), "C": width, "K": inner}
     return describe("linear", args, dims, {"bias": bias is not None})
 

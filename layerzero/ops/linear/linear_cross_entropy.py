@@ -6,15 +6,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from layerzero.ops import checks
-from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
-from layerzero.ops.linear.cross_entropy import (
-    REDUCTIONS,
-    cross_entropy_reference,
-    loss_outputs,
-    loss_without_rows,
-)
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.linear.cross_entropy import cross_entropy_reference, need_loss_options, register_loss
+from layerzero.ops.op import Args
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
@@ -44,20 +38,11 @@ def linear_cross_entropy(
 def _check(args: Args) -> CallSpec:
     x, weight, target, bias, ignore_index, label_smoothing, reduction = args
     checks.need_rows("x", x)
-    checks.need_weight("weight", weight, rank=2)
-    classes, inner = weight.shape
-    if classes == 0:
-        raise ValueError(f"weight needs at least 1 row, got shape {tuple(weight.shape)}")
-    if x.shape[-1] != inner:
-        raise ValueError(f"x needs a last axis of {inner} like weight's (V, K), got {x.shape[-1]}")
+    classes, inner = checks.need_product(x, weight, bias, "(V, K)", rows=1)
     checks.need_index("target", target)
     checks.need_shape("target", target, x.shape[:-1], " like x without its last axis")
-    if bias is not None:
-        checks.need_vector("bias", bias, classes, "weight's rows")
-    checks.need_same_device("x", x, weight=weight, target=target, bias=bias)
-    checks.need_int("ignore_index", ignore_index)
-    checks.need_number("label_smoothing", label_smoothing, low=0.0, high=1.0)
-    checks.need_choice("reduction", reduction, REDUCTIONS)
+    checks.need_same_device("x", x, target=target)
+    need_loss_options(ignore_index, label_smoothing, reduction)
     requested = {"bias": bias is not None, "label_smoothing": label_smoothing > 0}
     return describe(
         "linear_cross_entropy",
@@ -83,12 +68,6 @@ def linear_cross_entropy_reference(
     return loss.to(x.dtype)
 
 
-def _validate_values(args: Args) -> Args:
-    x, weight, target, bias, ignored, *rest = args
-    target = checks.ids_in_range("target", target, weight.shape[0], "weight's rows", ignore=ignored)
-    return x, weight, target, bias, ignored, *rest
-
-
 def _work(spec: CallSpec) -> WorkEstimate:
     """The product, then four operations a logit; logits move not at all."""
     n, k, v = spec.dim("N"), spec.dim("K"), spec.dim("V")
@@ -96,23 +75,7 @@ def _work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=2.0 * n * k * v + 4.0 * n * v, bytes=float(moved))
 
 
-LINEAR_CROSS_ENTROPY = register(
-    Op(
-        build=linear_cross_entropy,
-        check=_check,
-        reference=linear_cross_entropy_reference,
-        outputs=lambda args: loss_outputs(args[0], args[2], args[6]),
-        work=_work,
-        operands=(0, 1, 3),
-        exact_dims=frozenset({"K", "V"}),
-        empty=lambda args: loss_without_rows(args[0], args[2], args[6]),
-        validate_values=_validate_values,
-        # A mean or a sum over the rows of all callers is the loss of none.
-        batching=RowBatching(
-            row_operands=(0, 2),
-            trailing_axes=(1, 0),
-            output_trailing_axes=0,
-            accepts=lambda args: bool(args[6] == "none"),
-        ),
-    )
-)
+LINEAR_CROSS_ENTROPY = register_loss(
+    linear_cross_entropy, _check, linear_cross_entropy_reference, _work, operands=(0, 1, 3), target=2,
+    classes=lambda args: (args[1].shape[0], "weight's rows"), exact_dims=frozenset({"K", "V"}),
+)  # fmt: skip

@@ -66,10 +66,8 @@ def _check(args: Args) -> CallSpec:
     rows = 2 * hidden if activation in GATES else hidden
     meant = "(2F, C)" if activation in GATES else "(F, C)"
     checks.need_shape("w_up", w_up, (rows, width), f", {meant} for {activation}")
-    if b_up is not None:
-        checks.need_vector("b_up", b_up, rows, "w_up's rows")
-    if b_down is not None:
-        checks.need_vector("b_down", b_down, width, "w_down's rows")
+    checks.need_vector("b_up", b_up, rows, "w_up's rows")
+    checks.need_vector("b_down", b_down, width, "w_down's rows")
     checks.need_same_device("x", x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
     features = {f"act_{activation}": True, "bias": b_up is not None or b_down is not None}
     return describe("mlp", args[:5], {"N": x.numel() // width, "C": width, "F": hidden}, features)

@@ -34,9 +34,8 @@ def _check(args: Args) -> CallSpec:
     x, norm_weight, weight, bias, eps = args
     checks.need_rows("x", x)
     product = check_linear((x, weight, bias))
-    if norm_weight is not None:
-        checks.need_vector("norm_weight", norm_weight, x.shape[-1], "x's last axis")
-        checks.need_same_device("x", x, norm_weight=norm_weight)
+    checks.need_vector("norm_weight", norm_weight, x.shape[-1], "x's last axis")
+    checks.need_same_device("x", x, norm_weight=norm_weight)
     checks.need_number("eps", eps, low=0.0)
     features = {"bias": bias is not None, "no_weight": norm_weight is None}
     return describe("rms_norm_linear", args[:4], dict(product.dims), features)

@@ -8,11 +8,10 @@ from torch import Tensor
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
+from layerzero.ops.linear.moe import SCORINGS as SCORINGS
 from layerzero.ops.op import Args, Op, register
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
-
-SCORINGS = ("softmax", "sigmoid")
 
 
 @op_signature()
@@ -46,8 +45,7 @@ def _check(args: Args) -> CallSpec:
     logits, bias, top_k, scoring, renormalize, groups, top_groups, scaling = args
     checks.need_rows("router_logits", logits)
     experts = logits.shape[-1]
-    if bias is not None:
-        checks.need_vector("bias", bias, experts, "router_logits' experts")
+    checks.need_vector("bias", bias, experts, "router_logits' experts")
     checks.need_choice("scoring", scoring, SCORINGS)
     checks.need_bool("renormalize", renormalize)
     checks.need_int("groups", groups, low=1, high=experts)

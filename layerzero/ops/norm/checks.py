@@ -22,9 +22,8 @@ def check_norm(op: str, x: Tensor, *others: Tensor, eps: float, **vectors: Tenso
     for residual in others:
         _check_residual(x, residual)
     for name, vector in vectors.items():
-        if vector is not None:
-            checks.need_vector(name, vector, x.shape[-1], "x's last axis")
-            checks.need_same_device("x", x, **{name: vector})
+        checks.need_vector(name, vector, x.shape[-1], "x's last axis")
+    checks.need_same_device("x", x, **vectors)
     checks.need_number("eps", eps, low=0.0)
     width = x.shape[-1]
     features = {"no_weight": vectors["weight"] is None, "bias": vectors.get("bias") is not None}

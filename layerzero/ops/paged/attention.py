@@ -22,14 +22,13 @@ from layerzero.ops.paged.checks import (
     gather_numbers,
     page_axes,
     query_offsets,
-    query_outputs,
+    results_over_queries,
     validate_codes,
     validate_paged_metadata,
-    without_queries,
 )
 from layerzero.ops.paged.reference import attend_sequences
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
 @op_signature(convert={"window": normalized_window})
@@ -149,18 +148,6 @@ def paged_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor
     return attend_sequences(sequences, call)
 
 
-def outputs(args: Args) -> tuple[OutputSpec, ...]:
-    """See `query_outputs`; v's head size."""
-    call = PagedArgs._make(args)
-    return query_outputs(call.q, call.v_cache.shape[3], call.return_lse)
-
-
-def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
-    """See `without_queries`."""
-    call = PagedArgs._make(args)
-    return without_queries(call.q, call.v_cache.shape[3], call.return_lse, validate_values, args)
-
-
 def work(spec: CallSpec) -> WorkEstimate:
     """Two products over the pairs that full tables would have; pages, queries and outputs once.
 
@@ -183,13 +170,12 @@ PAGED_ATTENTION = register(
         build=paged_attention,
         check=check,
         reference=paged_attention_reference,
-        outputs=outputs,
         work=work,
         operands=(0,),  # a pool is never copied to suit a kernel
         uncopied_operands=(1, 2),
         exact_dims=frozenset({"Hq", "Hk", "G", "D", "Dv", "P"}),
-        empty=empty,
         validate_values=validate_values,
+        **results_over_queries(values=2, return_lse=11, validate=validate_values),
         wide_outputs=frozenset({1}),
         decoding=pages_decoding(queries=1, scales=12),
         batching=PagedBatching(queries=1, pools=2),

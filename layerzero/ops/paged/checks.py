@@ -212,25 +212,24 @@ def validate_codes(
         kv_formats.need_format(name, pool, scale)
 
 
-def query_outputs(
-    q: Tensor, width: int, return_lse: bool, dtype: torch.dtype | None = None
-) -> tuple[OutputSpec, ...]:
-    """(T, Hq, width) in q's dtype or in `dtype`, and float32 (T, Hq) with return_lse."""
-    out = OutputSpec((*q.shape[:2], width), checks.dtype_name(dtype or q.dtype))
-    return (out, OutputSpec(tuple(q.shape[:2]), "float32")) if return_lse else (out,)
+def results_over_queries(values: int, return_lse: int, validate: Callable[[Args], Args]) -> dict[str, Any]:
+    """`outputs` and `empty` of an op over queries (T, Hq, D), its first argument.
 
+    The result is (T, Hq, width of the argument at `values`) in numbers of q's kind, with float32 (T, Hq)
+    beside it where the argument at `return_lse` says so. Without queries the metadata is still validated.
+    """
 
-def without_queries(
-    q: Tensor,
-    width: int,
-    return_lse: bool,
-    validate: Callable[[Args], Args],
-    args: Args,
-    dtype: torch.dtype | None = None,
-) -> Tensor | tuple[Tensor, Tensor] | None:
-    """The result of a call without queries, whose metadata is still validated; None for every other call."""
-    if q.shape[0]:
-        return None
-    validate(args)
-    out = q.new_zeros((*q.shape[:2], width), dtype=dtype or q.dtype)
-    return (out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)) if return_lse else out
+    def outputs(args: Args) -> tuple[OutputSpec, ...]:
+        q, width = args[0], args[values].shape[-1]
+        out = OutputSpec((*q.shape[:2], width), checks.dtype_name(kv_formats.number_dtype(q)))
+        return (out, OutputSpec(tuple(q.shape[:2]), "float32")) if args[return_lse] else (out,)
+
+    def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
+        q = args[0]
+        if q.shape[0]:
+            return None
+        validate(args)
+        out = q.new_zeros((*q.shape[:2], args[values].shape[-1]), dtype=kv_formats.number_dtype(q))
+        return (out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)) if args[return_lse] else out
+
+    return {"outputs": outputs, "empty": empty}

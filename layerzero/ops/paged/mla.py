@@ -20,14 +20,13 @@ from layerzero.ops.paged.checks import (
     check_tables,
     gather_numbers,
     query_offsets,
-    query_outputs,
+    results_over_queries,
     validate_codes,
     validate_paged_metadata,
-    without_queries,
 )
 from layerzero.ops.paged.reference import attend_sequences
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 _POOLS, _SCALES = ("ckv_cache", "kpe_cache"), ("ckv_scale", "kpe_scale")
 
@@ -150,18 +149,6 @@ def mla_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor, 
     return attend_sequences(sequences, call)
 
 
-def outputs(args: Args) -> tuple[OutputSpec, ...]:
-    """See `query_outputs`; the latent width."""
-    call = MlaArgs._make(args)
-    return query_outputs(call.q_nope, call.q_nope.shape[2], call.return_lse)
-
-
-def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
-    """See `without_queries`."""
-    call = MlaArgs._make(args)
-    return without_queries(call.q_nope, call.q_nope.shape[2], call.return_lse, validate_values, args)
-
-
 def work(spec: CallSpec) -> WorkEstimate:
     """Scores over C + R, values over C; each page is read once for all heads."""
     keys = spec.dim("M") * spec.dim("P")
@@ -178,13 +165,12 @@ MLA_ATTENTION = register(
         build=mla_attention,
         check=check,
         reference=mla_attention_reference,
-        outputs=outputs,
         work=work,
         operands=(0, 1),
         uncopied_operands=(2, 3),
         exact_dims=frozenset({"Hq", "Hk", "G", "C", "R", "P"}),
-        empty=empty,
         validate_values=validate_values,
+        **results_over_queries(values=2, return_lse=9, validate=validate_values),
         wide_outputs=frozenset({1}),
         decoding=pages_decoding(queries=2, scales=10),
         batching=PagedBatching(queries=2, pools=2),

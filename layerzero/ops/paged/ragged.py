@@ -18,10 +18,10 @@ from layerzero.ops.decoding import OPERAND_DECODING
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Batching, LaunchFunction, Op, register
 from layerzero.ops.paged.batching import concat_cu_seqlens
-from layerzero.ops.paged.checks import check_cu_seqlens, query_outputs, validate_cu_seqlens, without_queries
+from layerzero.ops.paged.checks import check_cu_seqlens, results_over_queries, validate_cu_seqlens
 from layerzero.ops.paged.reference import attend_sequences
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
 @op_signature(default={"cu_seqlens_k": "cu_seqlens_q"}, convert={"window": normalized_window})
@@ -124,20 +124,6 @@ def ragged_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tenso
     return attend_sequences(sequences, call, result_dtype)
 
 
-def outputs(args: Args) -> tuple[OutputSpec, ...]:
-    """See `query_outputs`; v's head size."""
-    call = RaggedArgs._make(args)
-    dtype = kv_formats.number_dtype(call.q)
-    return query_outputs(call.q, call.v.shape[2], call.return_lse, dtype)
-
-
-def empty(args: Args) -> Tensor | tuple[Tensor, Tensor] | None:
-    """See `without_queries`."""
-    call = RaggedArgs._make(args)
-    dtype = kv_formats.number_dtype(call.q)
-    return without_queries(call.q, call.v.shape[2], call.return_lse, validate_values, args, dtype)
-
-
 def work(spec: CallSpec) -> WorkEstimate:
     """Two products over the pairs of sequences of equal lengths: the lengths themselves are data."""
     batch = max(spec.dim("B"), 1)
@@ -197,12 +183,11 @@ RAGGED_ATTENTION = register(
         build=ragged_attention,
         check=check,
         reference=ragged_attention_reference,
-        outputs=outputs,
         work=work,
         operands=(0, 1, 2),
         exact_dims=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
-        empty=empty,
         validate_values=validate_values,
+        **results_over_queries(values=2, return_lse=9, validate=validate_values),
         wide_outputs=frozenset({1}),
         decoding=OPERAND_DECODING,
         batching=RaggedBatching(),

@@ -59,9 +59,8 @@ def _check(args: Args) -> CallSpec:
         raise ValueError(f"x needs a last axis of {inner} like weight's (C, K), got {x.shape[-1]}")
     features, size = weight_features(form, shape, scale, zero_point, tensor_scale, block_size)
     features.add(inputs_feature(inputs, form))
-    if bias is not None:
-        checks.need_vector("bias", bias, width, "weight's rows")
-        features.add("bias")
+    checks.need_vector("bias", bias, width, "weight's rows")
+    features |= {"bias"} if bias is not None else set()
     others = {"weight": weight, "scale": scale, "bias": bias, "zero_point": zero_point}
     checks.need_same_device("x", x, **others, tensor_scale=tensor_scale)
     return describe(

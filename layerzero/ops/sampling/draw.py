@@ -7,6 +7,7 @@ one token alone and in any batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,3 +124,18 @@ def new_seed() -> int | None:
     if foreign.is_traced():
         return None
     return int(torch.randint(1 << 62, (), device="cpu"))
+
+
+def by_top_k(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`sample` by the arguments of `sample_topk`, without top-p."""
+    return lambda logits, k, temperature, seed, offset: sample(logits, temperature, k, 1.0, seed, offset)
+
+
+def by_top_p(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`sample` by the arguments of `sample_topp`, without top-k."""
+    return lambda logits, p, temperature, seed, offset: sample(logits, temperature, 0, p, seed, offset)
+
+
+def scalar(value: Any, unused: Tensor) -> tuple[Tensor, int]:
+    """A count as a kernel takes it: a (B,) tensor and 0, or `unused` and the low 64 bits of a number."""
+    return (value.contiguous(), 0) if isinstance(value, Tensor) else (unused, as_signed_int64(value))

@@ -20,6 +20,8 @@ from layerzero.ops.sampling.batching import SamplingBatching
 from layerzero.ops.sampling.draw import (
     Count,
     Number,
+    by_top_k,
+    by_top_p,
     greedy_tokens,
     is_constant,
     new_seed,
@@ -200,18 +202,19 @@ def _require_tokens(tokens: Tensor) -> Tensor:
     return tokens
 
 
+# Operators take their result's type from these: they are functions with a signature.
 def sample_topk_reference(
     logits: Tensor, k: Count, temperature: Number, seed: Count, offset: Count
 ) -> Tensor:
     """`sample_reference` without top-p."""
-    return sample_reference(logits, temperature, k, 1.0, seed, offset)
+    return by_top_k(sample_reference)(logits, k, temperature, seed, offset)
 
 
 def sample_topp_reference(
     logits: Tensor, p: Number, temperature: Number, seed: Count, offset: Count
 ) -> Tensor:
     """`sample_reference` without top-k."""
-    return sample_reference(logits, temperature, 0, p, seed, offset)
+    return by_top_p(sample_reference)(logits, p, temperature, seed, offset)
 
 
 def _outputs(args: Args) -> tuple[OutputSpec, ...]:

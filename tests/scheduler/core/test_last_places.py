@@ -9,6 +9,7 @@ import pytest
 from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.limits import BatchLimits
 from layerzero.scheduler.core.pending_call import Batch, Caller, PendingCall
+from layerzero.scheduler.core.round_robin import BatchQueue, RoundRobin
 
 
 def check(batcher: Batcher) -> None:
@@ -54,3 +55,20 @@ def test_the_last_place_is_what_a_look_at_all_would_find(seed: int) -> None:
                 running.append(taken)
         check(batcher)
     assert batcher.stats.batches
+
+
+def test_places_in_use_are_not_searched_at_each_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far beyond the bound, where every place has a call that waits, few of 3,000 new ones look at all."""
+    searches: list[int] = []
+    prune = RoundRobin._prune
+
+    def counted(self: RoundRobin, keep: BatchQueue) -> None:
+        searches.append(self.size)
+        prune(self, keep)
+
+    monkeypatch.setattr(RoundRobin, "_prune", counted)
+    batcher = Batcher(BatchLimits(max_program_points=100))
+    for number in range(3000):
+        assert batcher.submit(PendingCall("op", (), number, 1.0), 0.0)
+    assert batcher.round_robin.size == 3000
+    assert 0 < len(searches) < 60
