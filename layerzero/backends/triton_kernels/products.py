@@ -65,7 +65,7 @@ _INT4_BF16 = tl.constexpr(_integers("bf16", 0x4300, 0x4308))
 _INT4_F16 = tl.constexpr(_integers("f16", 0x6400, 0x6408))
 _E2M1_BF16 = tl.constexpr(_e2m1("bf16", 6, 0x7E80))
 _E2M1_F16 = tl.constexpr(_e2m1("f16", 9, 0x7400))
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
@@ -274,7 +274,7 @@ def quantized_linear(
         count, width, rows.stride(0), weight.stride(0), scale_row,
         INNER=inner, GROUP=group, BLOCK=block, KIND=form.element.name, PACKED=form.packed == 2, FOLDED=folded,
         ZERO=zero_point is not None, SECOND=tensor_scale is not None, BIAS=bias is not None, SPLITS=parts,
-        ASM=not _INTERPRETED, BN=cut.columns, BM=cut.rows, BK=cut.inner,
+        ASM=not INTERPRETED, BN=cut.columns, BM=cut.rows, BK=cut.inner,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if parts > 1:
