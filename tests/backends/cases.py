@@ -81,6 +81,7 @@ ASKS: dict[str, tuple[str, ...]] = {
     "attention": (
         "causal", "mask_bool", "mask_float", "mask_wide", "empty_rows", "gqa", "scale", "scale_not_positive",
         "window", "softcap", "alibi", "lse", "bshd", "sinks", "score_mod", "block_mask",
+        *CODED, "kv_scale_per_head",
     ),
     "paged_attention": (
         "causal", "prefill", "gqa", "scale", "scale_not_positive", "window", "softcap", "lse", "hnd",
@@ -90,7 +91,10 @@ ASKS: dict[str, tuple[str, ...]] = {
         "hnd", "kv_strided", "kv_float32", "kv_bfloat16", "kv_float16", "kv_float64", *CODED,
         "kv_scale_per_head",
     ),
-    "ragged_attention": ("causal", "gqa", "scale", "scale_not_positive", "window", "softcap", "lse"),
+    "ragged_attention": (
+        "causal", "gqa", "scale", "scale_not_positive", "window", "softcap", "lse", *CODED,
+        "kv_scale_per_head",
+    ),
     "mla_attention": (
         "causal", "prefill", "gqa", "scale_not_positive", "lse", "kv_float32", "kv_bfloat16", "kv_float16",
         *CODED,

@@ -169,3 +169,24 @@ def test_the_sources_are_in_the_package() -> None:
     )
     for name in names:
         assert (folder / name).stat().st_size
+
+
+@pytest.mark.parametrize("op", ["attention", "ragged_attention"])
+@pytest.mark.parametrize("coded_queries", [True, False])
+def test_operands_of_codes_go_to_the_kernel_that_reads_them(op: str, coded_queries: bool) -> None:
+    """Keys and values of codes, beside queries of codes or numbers; numbers alone and other widths do not."""
+    named = table.get(op)
+
+    def taken(width: int, codes: torch.dtype | None) -> set[str]:
+        k = torch.zeros(2, 4, 5, width).to(codes or torch.bfloat16)
+        q = k if coded_queries else k.to(torch.bfloat16)
+        scales = {f"{name}_scale": torch.ones(()) for name in ("qkv" if coded_queries else "kv")}
+        rest = [torch.tensor([0, 4])] if op == "ragged_attention" else []
+        operands = [t[0] if rest else t for t in (q, k, k)]
+        request = named.check(named.build(*operands, *rest, **(scales if codes else {}))[1])
+        return takers(request)
+
+    for codes in kv_formats.CODE_DTYPES:
+        assert taken(128, codes) == {f"triton.{op}.codes"}
+        assert taken(40, codes) == set()
+    assert taken(128, None) == set()

@@ -1,9 +1,10 @@
 """Triton kernels of this project, where no library has a good one, and the way for users to bring theirs.
 
 `rows` has the residual sum with its norm and rounding to eight bits, `paged` decodes over pages and
-`paged_rows` takes prompts beside that, `append` and `rope_append` write pages, `sampling` draws with a seed
-for each row, which libraries draw in other ways, `verify` has chains of drafted tokens; `user_kernel` makes
-a kernel of a user's Triton function.
+`paged_rows` takes prompts beside that, `dense` keys of codes without pages; `products` multiplies codes,
+`experts` those of a mixture; `append` and `rope_append` write pages, `sampling` draws with a seed for each
+row, which libraries draw in other ways, `verify` has chains of drafted tokens; `user_kernel` makes a kernel
+of a user's Triton function.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import UNTIMED, Kernel
 
 
 def _from(module: str, name: str) -> Callable[[], Callable[..., Any]]:
@@ -62,6 +63,19 @@ _SCALES = (
     "scale_per_tensor scale_per_row scale_per_group scale_per_block scale_16bit zero_point tensor_scale bias "
     "inputs_float"
 )
+_attends = functools.partial(
+    _kernel,
+    efficiency=UNTIMED,
+    measured="no figure: behind every other kernel until it is timed on a card",
+    source="our own source; compiled for compute capability 9.0, run by Triton's interpreter",
+    dtypes="float16 bfloat16 float8_e4m3fn float8_e5m2 int8",
+    last_stride1=True,
+    alignment=16,
+    sm_min=89,
+    only_with=f"{_CODES} {_KV_SCALES}",
+    limits=_HEADS,
+)
+_SCORES = f"causal gqa scale scale_not_positive window softcap lse {_CODES} {_KV_SCALES}"
 # A tile of K is a group, or lies in one; halves of a tile of packed codes are 16 of K at least.
 _product = functools.partial(
     _kernel,
@@ -138,6 +152,11 @@ KERNELS: tuple[Kernel, ...] = (
         _PREFILLS, layouts="NHD HND", dtypes="float16 bfloat16", last_stride1=True, alignment=16,
         features=f"causal gqa scale prefill {_CODES} {_KV_SCALES}",
         only_with=_CODES, sm_min=89, limits=_HEADS,
+    ),
+    _attends("triton.ragged_attention.codes", _from("dense", "ragged_attention"), features=_SCORES),
+    _attends(
+        "triton.attention.codes", _from("dense", "attention"), features=f"{_SCORES} empty_rows",
+        layouts="BHSD BSHD",
     ),
     _draws(
         "triton.sample.rows", _from("sampling", "sample"),

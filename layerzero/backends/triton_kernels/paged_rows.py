@@ -1,8 +1,9 @@
 """Attention of any rows over pages: prompts, pieces of prompts and decoding in one launch that plans nothing.
 
-The kernel takes keys without pages, too: `dense` gives it those that lie behind each other. One program has a tile of a sequence's queries, with all query heads of one key head. How many tiles there are
-follows from shapes alone, and each finds its sequence in the offsets: the host reads nothing, and a graph may
-hold the launch.
+The kernel takes keys without pages, too: `dense` gives it those that lie behind each other. One program has a
+tile of a sequence's queries, with all query heads of one key head. How many tiles there are follows from
+shapes alone, and each finds its sequence in the offsets: the host reads nothing, and a graph may hold the
+launch.
 Source: the online softmax of arXiv 1805.02867.
 """
 
@@ -137,14 +138,15 @@ def attend(
         )  # fmt: skip
     if CODES and not BY_TOKEN:
         mixed *= tl.load(v_scale_ptr + head * scale_head)
-    mixed = tl.where(weight[:, None] > 0.0, mixed / weight[:, None], 0.0)
+    total = tl.where(weight == 0.0, 1.0, weight)  # of a row that sees no key
+    mixed /= total[:, None]
     steps = sequence * out_batch + places * out_row + heads * out_head
     tl.store(
         out_ptr + steps[:, None] + features[None, :], mixed.to(out_ptr.dtype.element_ty),
         mask=is_row[:, None],
     )  # fmt: skip
     if lse_ptr is not None:
-        lse = tl.where(weight > 0.0, (best + tl.log2(weight)) * _LN_2, float("-inf"))
+        lse = (best + tl.log2(total)) * _LN_2
         steps = sequence * lse_batch + places * lse_row + heads * lse_head
         tl.store(lse_ptr + steps, lse, mask=is_row)
 

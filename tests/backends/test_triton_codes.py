@@ -1,0 +1,82 @@
+"""Triton kernels over codes that a CPU has others for, run by Triton's interpreter: attention, experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.backends.test_triton_kernels import interpreted, needs_triton
+
+pytestmark = [needs_triton, pytest.mark.timeout(900)]
+
+ATTENDED = """
+import json, sys, torch
+from layerzero.backends.triton_kernels.dense import attention, ragged_attention
+from layerzero.formats.elements import encode_values
+from layerzero.ops import kv_formats, table
+
+torch.manual_seed(0)
+
+def coded(shape, codes, granularity, heads):
+    element = kv_formats.ELEMENT_OF[codes]
+    scale = torch.rand(kv_formats.scale_shape(shape, heads, granularity)) * 0.01 + 2.0 / element.max_value
+    numbers = torch.randn(shape) / kv_formats.broadcast_scale(scale, len(shape), heads)
+    return encode_values(numbers, element), scale
+
+def error(op, run, *operands, **named):
+    args = table.get(op).build(*operands, **named)[1]
+    found, wanted = run(*args), table.get(op).reference(*args)
+    if not named.get("return_lse"):
+        found, wanted = (found,), (wanted,)
+    assert [(f.dtype, f.shape) for f in found] == [(w.dtype, w.shape) for w in wanted]
+    assert all(torch.equal(f.isinf(), w.isinf()) for f, w in zip(found, wanted))
+    pairs = [(f.float().nan_to_num(neginf=0), w.float().nan_to_num(neginf=0)) for f, w in zip(found, wanted)]
+    return max(float((f - w).abs().max() / w.abs().max()) for f, w in pairs)
+
+def errors(layout, codes, granularity, coded_queries, how):
+    heads = 2 if layout == "BSHD" else 1
+    def shape(tokens, many):
+        axes = {"BHSD": (2, many, tokens, 64), "BSHD": (2, tokens, many, 64)}
+        return axes.get(layout, (2 * tokens, many, 64))
+    k, k_scale = coded(shape(37, 2), codes, granularity, heads)
+    v, v_scale = coded(shape(37, 2), codes, granularity, heads)
+    q, q_scale = torch.randn(shape(35, 4)).half(), None
+    if coded_queries:
+        q, q_scale = coded(shape(35, 4), codes, granularity, heads)
+    named = how | {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    if layout == "ragged":
+        offsets = torch.tensor([0, 3, 3, 40, 70]), torch.tensor([0, 70, 71, 73, 74])
+        return error("ragged_attention", ragged_attention, q, k, v, *offsets, **named)
+    return error("attention", attention, q, k, v, layout=layout, **named)
+
+causal, window = {"is_causal": True, "return_lse": True}, {"window": (9, 3), "scale": -0.2}
+capped = {"softcap": 1.5, "return_lse": True}
+"""
+SOME = """
+print(json.dumps([
+    errors("BHSD", torch.int8, "token", True, causal),
+    errors("BSHD", torch.float8_e4m3fn, "head", True, window),
+    errors("ragged", torch.float8_e5m2, "tensor", True, capped),
+    errors("ragged", torch.int8, "head", False, causal),
+    errors("BHSD", torch.float8_e4m3fn, "token", False, capped),
+    errors("BSHD", torch.float8_e5m2, "tensor", False, window),
+]))
+"""
+ALL = """
+print(json.dumps([
+    errors(layout, codes, granularity, coded_queries, how)
+    for layout in ("BHSD", "BSHD", "ragged") for codes in kv_formats.CODE_DTYPES
+    for granularity in kv_formats.GRANULARITIES for coded_queries in (True, False)
+    for how in (causal, window, capped)
+]))
+"""
+
+
+@pytest.mark.parametrize("calls", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_ragged_and_dense_codes_are_attended_to_as_the_reference_does(tmp_path: Path, calls: str) -> None:
+    """Formats, scales, layouts, empty sequences, hidden rows, windows; queries of codes are rounded once."""
+    found = interpreted(ATTENDED + calls, tmp_path)
+    assert max(found) < 8e-3, found
+    if calls == SOME:
+        assert max(found[3:]) < 1e-3, found  # queries of numbers in float16
