@@ -215,7 +215,7 @@ def needed(kernel: Kernel) -> tuple[str, ...]:
     shared = [name for name in capability.features if name.startswith("scale_per_")]
     if capability.only_with:
         first.append(next(ask for ask in taken if ask in capability.only_with))
-    if kernel.op == "quantized_linear":
+    if kernel.op in ("quantized_linear", "fused_experts"):
         formats = [ask for ask in taken if ask.startswith("quant_")]
         first += [] if "quant_int8" in capability.features else formats[:1]
         first += shared if len(shared) == 1 and shared[0] in taken else []

@@ -190,3 +190,25 @@ def test_operands_of_codes_go_to_the_kernel_that_reads_them(op: str, coded_queri
         assert taken(128, codes) == {f"triton.{op}.codes"}
         assert taken(40, codes) == set()
     assert taken(128, None) == set()
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "width", "taken"),
+    [
+        ("int4", torch.float16, 128, {"codes"}), ("mxfp4", torch.bfloat16, 128, {"powers_of_two"}),
+        ("mxfp4", torch.float16, 128, set()), ("fp8_e4m3", torch.bfloat16, 64, {"codes"}),
+        ("fp8_e4m3", torch.bfloat16, 48, set()), ("int8", torch.float32, 64, set()),
+    ],
+)  # fmt: skip
+def test_experts_are_taken_where_their_tiles_fit(
+    form: str, dtype: torch.dtype, width: int, taken: set[str]
+) -> None:
+    """As products of one weight are, on Hopper alone: what tiles hold is more than older cards have."""
+    op, parts = table.get("fused_experts"), {}
+    for end, shape in (("up", (3, 256, width)), ("down", (3, width, 128))):
+        made = QuantizedTensor.quantize(torch.randn(shape), form).arguments()
+        parts |= {f"{end}_scale": made["scale"], f"w_{end}": made["weight"], "format": made.get("format")}
+    x, chosen = torch.randn(4, width).to(dtype), torch.zeros(4, 1, dtype=torch.int32)
+    request = op.check(op.build(x, chosen, torch.ones(4, 1), **parts)[1])
+    assert takers(request) == {f"triton.fused_experts.{name}" for name in taken}
+    assert takers(request, ADA) == set()

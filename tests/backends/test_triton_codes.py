@@ -80,3 +80,60 @@ def test_ragged_and_dense_codes_are_attended_to_as_the_reference_does(tmp_path: 
     assert max(found) < 8e-3, found
     if calls == SOME:
         assert max(found[3:]) < 1e-3, found  # queries of numbers in float16
+
+
+MIXED = """
+import json, torch
+from layerzero.backends.triton_kernels.experts import fused_experts
+from layerzero.formats import QuantizedTensor
+from layerzero.ops import table
+
+torch.manual_seed(0)
+
+def weight(end, count, form, sizes, *shape):
+    numbers = [torch.randn(shape) * shape[-1] ** -0.5 for _ in range(count)]
+    each = [QuantizedTensor.quantize(n, form, **sizes).arguments() for n in numbers]
+    tensors = {name for name, part in each[0].items() if isinstance(part, torch.Tensor)}
+    parts = {name: torch.stack([part[name] for part in each]) for name in tensors}
+    if parts["scale"].dim() == 1:  # of a tensor: one for all experts
+        parts["scale"] = parts["scale"][0]
+    kept = {name: each[0][name] for name in ("format", "block_size") if name in each[0]}
+    return parts.pop("weight"), {f"{end}_{name}": part for name, part in parts.items()}, kept
+
+def error(form, sizes, rows=9, count=5, **named):
+    w_up, up, kept = weight("up", count, form, sizes, 192, 64)
+    w_down, down, _ = weight("down", count, form, sizes, 64, 96)
+    experts = torch.stack([torch.randperm(count)[:2] for _ in range(rows)]).int()
+    experts[experts == 2] = 1  # nobody chooses the third
+    experts[0, 0] = -1
+    x, scores = torch.randn(rows, 64).half(), torch.rand(rows, 2)
+    op, named = table.get("fused_experts"), up | down | kept | named
+    args = op.build(x, experts, scores, w_up, w_down, **named)[1]
+    found = fused_experts(*args)
+    wanted = op.reference(*(a.double() if a is x else a for a in args))
+    assert found.dtype == x.dtype and found.shape == x.shape
+    return float((found.double() - wanted).abs().max() / wanted.abs().max())
+
+uneven = {"group_size": 32, "symmetric": False}
+"""
+FEW = """
+print(json.dumps([
+    error("int4", uneven, first_expert=1, shared=1, activation="geglu"),
+    error("fp8_e4m3", {"granularity": "block", "group_size": 32}, gate="second", weighed="inputs"),
+]))
+"""
+EVERY = """
+print(json.dumps([
+    error("int4", uneven, rows=300, count=3), error("nf4", {"group_size": 32}, rows=40), error("nvfp4", {}),
+    error("int8", {"granularity": "row"}, activation="geglu_tanh"),
+    error("int8", {"granularity": "tensor"}, activation="reglu", weighed="inputs"),
+    error("fp8_e5m2", {"granularity": "group", "group_size": 32}, shared=2, first_expert=2),
+]))
+"""
+
+
+@pytest.mark.parametrize("calls", [FEW, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["few", "every"])
+def test_experts_of_codes_answer_as_the_reference_does(tmp_path: Path, calls: str) -> None:
+    """Formats, scales, gates, scores before and after, choices without a weight, an expert of nobody's."""
+    found = interpreted(MIXED + calls, tmp_path)
+    assert max(found) < 2e-3, found

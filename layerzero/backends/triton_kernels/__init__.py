@@ -60,17 +60,25 @@ _HEADS = ("D in [64, 128, 256]", "D == Dv else HEAD_DIMS_DIFFER", "G <= 64")
 _CODES = "kv_float8_e4m3fn kv_float8_e5m2 kv_int8"
 _KV_SCALES = "kv_scale_per_tensor kv_scale_per_head kv_scale_per_token"
 _SCALES = (
-    "scale_per_tensor scale_per_row scale_per_group scale_per_block scale_16bit zero_point tensor_scale bias "
+    "scale_per_tensor scale_per_row scale_per_group scale_per_block scale_16bit zero_point tensor_scale "
     "inputs_float"
 )
-_attends = functools.partial(
+_INTEGERS_AND_FLOATS = "quant_int8 quant_fp8_e4m3 quant_fp8_e5m2 quant_int4 quant_nf4 quant_nvfp4"
+_WHOLE_GROUPS = ("S % 32 == 0 when quant_int4", "S % 32 == 0 when quant_nf4", "S % 16 == 0")
+_ROUTES = (
+    "gate_second weighed_inputs local_experts shared_experts act_swiglu act_geglu act_geglu_tanh act_reglu"
+)
+_untimed = functools.partial(
     _kernel,
     efficiency=UNTIMED,
     measured="no figure: behind every other kernel until it is timed on a card",
     source="our own source; compiled for compute capability 9.0, run by Triton's interpreter",
-    dtypes="float16 bfloat16 float8_e4m3fn float8_e5m2 int8",
     last_stride1=True,
     alignment=16,
+)
+_attends = functools.partial(
+    _untimed,
+    dtypes="float16 bfloat16 float8_e4m3fn float8_e5m2 int8",
     sm_min=89,
     only_with=f"{_CODES} {_KV_SCALES}",
     limits=_HEADS,
@@ -86,7 +94,10 @@ _product = functools.partial(
     last_stride1=True,
     alignment=16,
     batch_invariant=False,
-    limits=("K % 32 == 0", "S % 32 == 0 when quant_int4", "S % 32 == 0 when quant_nf4", "S % 16 == 0"),
+    limits=("K % 32 == 0", *_WHOLE_GROUPS),
+)
+_experts = functools.partial(
+    _untimed, load=_from("experts", "fused_experts"), sm_min=90, batch_invariant=False
 )
 
 KERNELS: tuple[Kernel, ...] = (
@@ -123,11 +134,21 @@ KERNELS: tuple[Kernel, ...] = (
     # The numbers of other formats than four-bit integers are exact in sixteen bits beside their scales.
     _product(
         "triton.quantized_linear.codes", dtypes="float16 bfloat16",
-        features=f"quant_int8 quant_fp8_e4m3 quant_fp8_e5m2 quant_int4 quant_nf4 quant_nvfp4 {_SCALES}",
+        features=f"{_INTEGERS_AND_FLOATS} {_SCALES} bias",
     ),
     _product(
         "triton.quantized_linear.powers_of_two", dtypes="bfloat16",
         features="quant_mxfp4 quant_mxfp8 scale_per_group bias inputs_float", limits=("K % 32 == 0",),
+    ),
+    _experts(
+        "triton.fused_experts.codes", dtypes="float16 bfloat16",
+        features=f"{_INTEGERS_AND_FLOATS} {_SCALES} {_ROUTES}",
+        limits=("C % 32 == 0", "F % 32 == 0", *_WHOLE_GROUPS),
+    ),
+    _experts(
+        "triton.fused_experts.powers_of_two", dtypes="bfloat16",
+        features=f"quant_mxfp4 quant_mxfp8 scale_per_group inputs_float {_ROUTES}",
+        limits=("C % 32 == 0", "F % 32 == 0"),
     ),
     _kernel(
         "triton.append_kv.codes", _from("append", "append_kv"), (0.05, 0.3, 22.0),

@@ -1,9 +1,9 @@
 """The experts of a mixture over quantized weights: two launches for all experts, whatever rows chose them.
 
-Rows are sorted by expert; a program has a tile of one expert's rows and of its weight's columns, and finds its
-expert by where that one's rows begin, so that experts that nobody chose cost nothing. The first launch makes
-the hidden rows, gate and value in one program, the second one writes each answer to a place of its own; they
-are added afterwards in the order of choices. The host reads nothing.
+Rows are sorted by expert; a program has a tile of one expert's rows and of its weight's columns, and finds
+its expert by where that one's rows begin, so that experts that nobody chose cost nothing. The first launch
+makes the hidden rows, gate and value in one program, the second one writes each answer to a place of its own;
+they are added afterwards in the order of choices. The host reads nothing.
 """
 
 # Triton's functions are no Python to a type checker: constants and pointers in, nothing declared.

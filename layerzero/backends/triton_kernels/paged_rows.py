@@ -38,11 +38,7 @@ _LARGE, _SMALL = (64, 64, 4, 3), (64, 32, 4, 2)  # for heads of up to 128 number
 @triton.jit
 def start_of(starts_ptr, index, length):
     """Where the rows of sequence `index` begin: by its offset, or behind others of one `length`."""
-    if starts_ptr is None:
-        start = index.to(tl.int64) * length
-    else:
-        start = tl.load(starts_ptr + index).to(tl.int64)
-    return start
+    return index.to(tl.int64) * length if starts_ptr is None else tl.load(starts_ptr + index).to(tl.int64)
 
 
 @triton.jit
@@ -66,6 +62,19 @@ def find_tile(starts_ptr, program, sequences, length, ROWS: tl.constexpr):
     return low, begin, count, first
 
 
+@triton.jit
+def _keys_of(lens_ptr, starts_ptr, sequence, length):
+    """(how many keys a sequence has, where they begin on their axis)."""
+    begin = sequence.to(tl.int64) * 0
+    if lens_ptr is not None:
+        count = tl.load(lens_ptr + sequence)
+    else:
+        count = start_of(starts_ptr, sequence + 1, length) - start_of(starts_ptr, sequence, length)
+        if starts_ptr is not None:
+            begin = start_of(starts_ptr, sequence, length)
+    return count.to(tl.int32), begin
+
+
 @triton.jit(do_not_specialize=["tables_row", "sequences", "q_len", "k_len", "left", "right"])
 def attend(
     q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, starts_ptr, starts_k_ptr, out_ptr, lse_ptr,
@@ -83,17 +92,11 @@ def attend(
         return
     # Sequences of one length are the places of an axis; all others lie behind each other on one.
     sequence = low.to(tl.int64)
-    begin_k = sequence * 0
+    length, begin_k = _keys_of(lens_ptr, starts_k_ptr, low, k_len)
     if starts_ptr is not None:
         sequence *= 0
     else:
         begin *= 0
-    if lens_ptr is not None:
-        length = tl.load(lens_ptr + low).to(tl.int32)
-    else:
-        length = (start_of(starts_k_ptr, low + 1, k_len) - start_of(starts_k_ptr, low, k_len)).to(tl.int32)
-        if starts_k_ptr is not None:
-            begin_k = start_of(starts_k_ptr, low, k_len)
     rows, features = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     queries = first + rows // GROUP
     is_row = (rows < QUERIES * GROUP) & (queries < count)

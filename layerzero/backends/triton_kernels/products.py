@@ -123,7 +123,7 @@ def multiply_tile(
     FOLDED: tl.constexpr, ZERO: tl.constexpr, SECOND: tl.constexpr, SPLITS: tl.constexpr, ASM: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The sums (BN, BM) over one part of K of the weight's rows `columns` with the rows `lines` of `x_ptr`."""
+    """The sums (BN, BM) over a part of K: the weight's rows `columns` times the rows `lines` of `x_ptr`."""
     long_columns, long_lines = columns.to(tl.int64), lines.to(tl.int64)
     TO: tl.constexpr = x_ptr.dtype.element_ty
     TILES: tl.constexpr = INNER // BK
