@@ -2,7 +2,7 @@
 
 Queries of codes meet keys of codes in the product of eight-bit units, and their scales go into the scores, as
 SageAttention does (arXiv 2410.02367); queries of numbers meet keys that become numbers of their type. Its
-smoothing of keys belongs to whoever rounds them: what an operand holds is attended to as it is given.
+smoothing of keys belongs to the caller that rounds them: codes are attended to as they are given.
 """
 
 from __future__ import annotations
@@ -60,16 +60,17 @@ def _attend(
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = q.new_empty((q.shape[0], q.shape[token], heads), dtype=torch.float32) if call.return_lse else None
     steps = (0, 0, 0) if call.q_scale is None else kv_formats.scale_steps(call.q_scale, token, head)
-    left, right = window_bounds(call.is_causal, call.window)
+    left_window, right_window = window_bounds(call.is_causal, call.window)
     wide = "float16" if INTERPRETED and dtype == torch.bfloat16 else str(dtype).removeprefix("torch.")
     rows = q.shape[0] * q.shape[token]
     attend[(rows // queries + sequences, pool.key_heads)](
         q, call.k, call.v, None, None, *starts, out, lse, call.q_scale, *pool.scales,
         scale_log2(call.scale, width), (call.softcap or 0.0) * LOG2_E, sequences, q.shape[token],
-        call.k.shape[token], left, right, *(q.stride(axis) for axis in axes), *pool.steps, 0,
+        call.k.shape[token], left_window, right_window, *(q.stride(axis) for axis in axes), *pool.steps, 0,
         *pool.scale_steps, *(out.stride(axis) for axis in axes),
         *((0, 0, 0) if lse is None else lse.stride()), *steps,
-        LEFT=left >= 0, RIGHT=right >= 0, WIDE=getattr(tl, wide), SOFTCAP=call.softcap is not None,
+        LEFT=left_window >= 0, RIGHT=right_window >= 0, WIDE=getattr(tl, wide),
+        SOFTCAP=call.softcap is not None,
         **cut, **pool.constants,
     )  # fmt: skip
     return out, None if lse is None else lse.transpose(1, 2)

@@ -1,7 +1,7 @@
-"""The experts of a mixture over quantized weights: two launches for all experts, whatever rows chose them.
+"""The experts of a mixture over quantized weights: two launches for all experts, however many rows each has.
 
 Rows are sorted by expert; a program has a tile of one expert's rows and of its weight's columns, and finds
-its expert by where that one's rows begin, so that experts that nobody chose cost nothing. The first launch
+its expert by where that one's rows begin, so that experts without rows cost nothing. The first launch
 makes the hidden rows, gate and value in one program, the second one writes each answer to a place of its own;
 they are added afterwards in the order of choices. The host reads nothing.
 """
@@ -13,15 +13,13 @@ they are added afterwards in the order of choices. The host reads nothing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from layerzero.backends.triton_kernels.paged_rows import find_tile
-from layerzero.backends.triton_kernels.products import Operand, even_rows, multiply_tile
+from layerzero.backends.triton_kernels.products import PackedWeight, even_rows, multiply_tile
 from layerzero.ops.linear.experts import all_choices
 
 
@@ -87,7 +85,7 @@ def _grouped(
 
 
 def _multiply(
-    x: Tensor, operand: Operand, routes: tuple[Tensor, Tensor], scores: Tensor | None, out: Tensor,
+    x: Tensor, operand: PackedWeight, routes: tuple[Tensor, Tensor], scores: Tensor | None, out: Tensor,
     halves: tuple[int, int], activation: str, choices: int,
 ) -> None:  # fmt: skip
     """One launch: rows `x` to `out` through the weights that they chose; see `_grouped`."""
@@ -118,12 +116,11 @@ def fused_experts(
     ordered, order = torch.where(chosen < 0, count, chosen).flatten().sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(count + 1, device=x.device))
     routes, halves = (order, starts), (0, hidden) if gate == "first" else (hidden, 0)
-    kept: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
-    made = torch.empty((order.shape[0], hidden), **kept)
-    up = Operand.of(x, w_up, up_scale, up_zero, up_second, format, block_size)
-    down = Operand.of(x, w_down, down_scale, down_zero, down_second, format, block_size)
+    hidden_rows = torch.empty((order.shape[0], hidden), dtype=x.dtype, device=x.device)
+    up = PackedWeight.of(x, w_up, up_scale, up_zero, up_second, format, block_size)
+    down = PackedWeight.of(x, w_down, down_scale, down_zero, down_second, format, block_size)
     before, after = (score, None) if weighed == "inputs" else (None, score)
-    _multiply(rows, up, routes, before, made, halves, activation, choices)
+    _multiply(rows, up, routes, before, hidden_rows, halves, activation, choices)
     answers = torch.zeros((order.shape[0], x.shape[-1]), dtype=torch.float32, device=x.device)
-    _multiply(made, down, routes, after, answers, (0, 0), "", choices)
+    _multiply(hidden_rows, down, routes, after, answers, (0, 0), "", choices)
     return answers.view(-1, choices, x.shape[-1]).sum(1).to(x.dtype).view(x.shape)

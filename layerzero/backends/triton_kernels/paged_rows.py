@@ -75,10 +75,11 @@ def _keys_of(lens_ptr, starts_ptr, sequence, length):
     return count.to(tl.int32), begin
 
 
-@triton.jit(do_not_specialize=["tables_row", "sequences", "q_len", "k_len", "left", "right"])
+@triton.jit(do_not_specialize=["tables_row", "sequences", "q_len", "k_len", "left_window", "right_window"])
 def attend(
     q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, starts_ptr, starts_k_ptr, out_ptr, lse_ptr,
-    q_scale_ptr, k_scale_ptr, v_scale_ptr, scale_log2, softcap, sequences, q_len, k_len, left, right,
+    q_scale_ptr, k_scale_ptr, v_scale_ptr, scale_log2, softcap, sequences, q_len, k_len,
+    left_window, right_window,
     q_batch, q_row, q_head, k_page, k_token, k_head, v_page, v_token, v_head, tables_row,
     scale_page, scale_token, scale_head, out_batch, out_row, out_head,
     lse_batch, lse_row, lse_head, q_scale_batch, q_scale_row, q_scale_head,
@@ -86,6 +87,7 @@ def attend(
     TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PAGE: tl.constexpr, CODES: tl.constexpr,
     BY_TOKEN: tl.constexpr, WIDE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
+    """A tile of rows of one key head: over pages, keys at offsets, or keys of sequences of one length."""
     program, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     low, begin, count, first = find_tile(starts_ptr, program, sequences, q_len, QUERIES)
     if first >= count:
@@ -116,10 +118,10 @@ def attend(
     reach = tl.full((ROWS,), 0, tl.int32) + length
     start_key, last = length * 0, length
     if RIGHT:
-        reach = tl.minimum(reach, position + right + 1)
-        last = tl.minimum(length, length - count + first + QUERIES + right)
+        reach = tl.minimum(reach, position + right_window + 1)
+        last = tl.minimum(length, length - count + first + QUERIES + right_window)
     if LEFT:
-        start_key = tl.maximum(length - count + first - left, 0) // TILE * TILE
+        start_key = tl.maximum(length - count + first - left_window, 0) // TILE * TILE
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -128,7 +130,7 @@ def attend(
         inside = tokens < last
         visible = tokens[None, :] < tl.minimum(reach, last)[:, None]
         if LEFT:
-            visible = visible & (tokens[None, :] >= (position - left)[:, None])
+            visible = visible & (tokens[None, :] >= (position - left_window)[:, None])
         if PAGE > 0:
             page, place = find_page(tables_ptr + low.to(tl.int64) * tables_row, tokens, inside, PAGE)
         else:
@@ -156,13 +158,13 @@ def attend(
 
 def tile_of(group: int, width: int) -> tuple[dict[str, int], int]:
     """Constants and warps of a launch for so many query heads a key head, and the queries of a program."""
-    most, tile, warps, stages = _LARGE if width <= 128 else _SMALL
-    most = max(most, triton.next_power_of_2(group))
+    rows, tile, warps, stages = _LARGE if width <= 128 else _SMALL
+    rows = max(rows, triton.next_power_of_2(group))
     cut = {
-        "GROUP": group, "ROWS": most, "QUERIES": most // group, "WIDTH": width, "TILE": tile,
+        "GROUP": group, "ROWS": rows, "QUERIES": rows // group, "WIDTH": width, "TILE": tile,
         "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
-    return cut, most // group
+    return cut, rows // group
 
 
 @takes(PagedArgs)

@@ -260,7 +260,7 @@ def splits_of(programs: int, tiles: int, processors: int) -> int:
     return splits
 
 
-class Operand(NamedTuple):
+class PackedWeight(NamedTuple):
     """What kernels take of a quantized weight (..., rows, K): its parts, steps between rows, constants."""
 
     parts: tuple[Tensor | None, ...]  # codes, scales, zero points, the second scale, what codes stand for
@@ -271,7 +271,7 @@ class Operand(NamedTuple):
     def of(
         cls, x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None, tensor_scale: Tensor | None,
         format: str | None, block_size: int,
-    ) -> Operand:  # fmt: skip
+    ) -> PackedWeight:  # fmt: skip
         """Of a weight beside rows like `x`."""
         form = format_of(weight.dtype, format)
         weight = weight if weight.stride(-1) == 1 else weight.contiguous()
@@ -309,7 +309,7 @@ def quantized_linear(
 ) -> Tensor:  # fmt: skip
     """Rows times a quantized weight; `inputs` is "float" alone."""
     rows = even_rows(x)
-    operand = Operand.of(x, weight, scale, zero_point, tensor_scale, format, block_size)
+    operand = PackedWeight.of(x, weight, scale, zero_point, tensor_scale, format, block_size)
     bias = None if bias is None else bias.contiguous()
     (count, inner), width = rows.shape, weight.shape[0]
     cut = operand.cut(count)
