@@ -137,3 +137,43 @@ def test_experts_of_codes_answer_as_the_reference_does(tmp_path: Path, calls: st
     """Formats, scales, gates, scores before and after, choices without a weight, an expert of nobody's."""
     found = interpreted(MIXED + calls, tmp_path)
     assert max(found) < 2e-3, found
+
+
+LATENT = """
+import json, torch
+from layerzero.backends.triton_kernels.paged_rows import mla_attention
+from layerzero.formats.elements import encode_values
+from layerzero.ops import kv_formats, table
+
+torch.manual_seed(0)
+op = table.get("mla_attention")
+
+def error(codes, granularity, heads, **named):
+    element, pools = kv_formats.ELEMENT_OF[codes], []
+    for width in (64, 32):
+        shape = (12, 8, width)
+        scale = torch.rand(kv_formats.scale_shape(shape, None, granularity)) * 0.01 + 2.0 / element.max_value
+        numbers = torch.randn(shape) / kv_formats.broadcast_scale(scale, 3, None)
+        pools.append((encode_values(numbers, element), scale))
+    (ckv, ckv_scale), (kpe, kpe_scale) = pools
+    tables, lens = torch.randperm(12).view(2, 6), torch.tensor([45, 3])
+    count = int(named["cu_seqlens_q"][-1]) if "cu_seqlens_q" in named else 2
+    q, q_pe = torch.randn(count, heads, 64).half(), torch.randn(count, heads, 32).half()
+    named |= {"ckv_scale": ckv_scale, "kpe_scale": kpe_scale, "scale": 0.1, "return_lse": True}
+    args = op.build(q, q_pe, ckv, kpe, tables, lens, **named)[1]
+    found, wanted = mla_attention(*args), op.reference(*args)
+    assert torch.equal(found[1].isinf(), wanted[1].isinf())
+    pairs = [(f.float().nan_to_num(neginf=0), w.float().nan_to_num(neginf=0)) for f, w in zip(found, wanted)]
+    return max(float((f - w).abs().max() / w.abs().max()) for f, w in pairs)
+
+print(json.dumps([
+    error(torch.float8_e4m3fn, "token", 3), error(torch.int8, "tensor", 80, is_causal=False),
+    error(torch.int8, "token", 4, cu_seqlens_q=torch.tensor([0, 2, 7])),
+]))
+"""
+
+
+def test_latent_codes_are_attended_to_as_the_reference_does(tmp_path: Path) -> None:
+    """One query a sequence and more, rows that see no key, more heads than a program has."""
+    found = interpreted(LATENT, tmp_path)
+    assert max(found) < 2e-3, found

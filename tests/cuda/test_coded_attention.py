@@ -132,3 +132,24 @@ def test_rows_of_a_batch_are_those_of_each_alone() -> None:
         each = (t[one : one + 1] for t in (q, k, v))
         alone = SYNC.attention(*each, is_causal=True, backend="triton", **scales)
         assert torch.equal(alone, together[one : one + 1])
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "token"])
+@pytest.mark.parametrize("codes", kv_formats.CODE_DTYPES, ids=str)
+def test_latent_codes_are_attended_to_as_the_reference_does(codes: torch.dtype, granularity: str) -> None:
+    """Decoding and pieces of prompts, few heads and many, an empty sequence, DeepSeek's widths."""
+    torch.manual_seed(0)
+    pools = [coded((80, 16, width), codes, granularity, 0) for width in (512, 64)]
+    (ckv, ckv_scale), (kpe, kpe_scale) = pools
+    tables = torch.randperm(80, device="cuda")[:78].view(3, 26).int()
+    lens = torch.tensor([410, 0, 37], device="cuda", dtype=torch.int32)
+    for heads, cu in ((5, None), (16, [0, 1, 1, 9]), (128, None)):
+        count = 3 if cu is None else cu[-1]
+        q = torch.randn(count, heads, 512, device="cuda").bfloat16()
+        q_pe = torch.randn(count, heads, 64, device="cuda").bfloat16()
+        offsets = None if cu is None else torch.tensor(cu, device="cuda")
+        off = error(
+            "mla_attention", q, q_pe, ckv, kpe, tables, lens, cu_seqlens_q=offsets, scale=0.05,
+            return_lse=True, ckv_scale=ckv_scale, kpe_scale=kpe_scale,
+        )  # fmt: skip
+        assert off < 1e-2, (heads, off)

@@ -174,6 +174,12 @@ KERNELS: tuple[Kernel, ...] = (
         features=f"causal gqa scale prefill {_CODES} {_KV_SCALES}",
         only_with=_CODES, sm_min=89, limits=_HEADS,
     ),
+    # float16 has not the range of a weight times a token's scale.
+    _untimed(
+        "triton.mla_attention.codes", _from("paged_rows", "mla_attention"), dtypes="bfloat16", sm_min=90,
+        features=f"causal prefill scale_not_positive lse {_CODES} kv_scale_per_tensor kv_scale_per_token",
+        only_with=_CODES, limits=("C in [64, 128, 256, 512]", "R in [32, 64, 128]"),
+    ),
     _attends("triton.ragged_attention.codes", _from("dense", "ragged_attention"), features=_SCORES),
     _attends(
         "triton.attention.codes", _from("dense", "attention"), features=f"{_SCORES} empty_rows",
