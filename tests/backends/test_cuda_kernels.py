@@ -204,7 +204,8 @@ def test_experts_are_taken_where_their_tiles_fit(
     form: str, dtype: torch.dtype, width: int, taken: set[str]
 ) -> None:
     """As products of one weight are, on Hopper alone: what tiles hold is more than older cards have."""
-    op, parts = table.get("fused_experts"), {}
+    op = table.get("fused_experts")
+    parts: dict[str, Any] = {}
     for end, shape in (("up", (3, 256, width)), ("down", (3, width, 128))):
         made = QuantizedTensor.quantize(torch.randn(shape), form).arguments()
         parts |= {f"{end}_scale": made["scale"], f"w_{end}": made["weight"], "format": made.get("format")}

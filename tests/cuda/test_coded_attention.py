@@ -82,7 +82,7 @@ def test_codes_are_attended_to_as_the_reference_does(
             q, q_scale = torch.randn(shape(200, 2 * group), device="cuda").to(dtype), None
             if coded_queries:
                 q, q_scale = coded(shape(200, 2 * group), codes, granularity, heads)
-            scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+            scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
             for how in (HOW[turn], HOW[(turn + 1) % 4]):
                 if layout == "ragged":
                     cu = torch.tensor([0, 1, 1, 150, 400], device="cuda")
@@ -126,7 +126,7 @@ def test_rows_of_a_batch_are_those_of_each_alone() -> None:
     k, k_scale = coded((4, 2, 300, 128), torch.int8, "head", 1)
     v, v_scale = coded((4, 2, 300, 128), torch.int8, "head", 1)
     q, q_scale = coded((4, 8, 70, 128), torch.int8, "head", 1)
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     together = SYNC.attention(q, k, v, is_causal=True, backend="triton", **scales)
     for one in range(4):
         each = (t[one : one + 1] for t in (q, k, v))

@@ -25,13 +25,12 @@ from layerzero.ops.attention.checks import head_axes, window_bounds
 @takes(RaggedArgs)
 def ragged_attention(call: RaggedArgs) -> Result:
     """Sequences of any lengths: one place of an axis, at their offsets."""
-    rows = call._replace(**{name: _one(getattr(call, name)) for name in ("q", "k", "v")})
-    by_token = {
-        name: _one(scale)
-        for name in kv_formats.OPERAND_SCALES
-        if (scale := getattr(call, name)) is not None and scale.dim() > 1
-    }
-    out, lse = _attend(rows._replace(**by_token), 2, (call.cu_seqlens_q, call.cu_seqlens_k))
+    operands: dict[str, Any] = {name: getattr(call, name).unsqueeze(0) for name in ("q", "k", "v")}
+    for name in kv_formats.OPERAND_SCALES:
+        scale = getattr(call, name)
+        if scale is not None and scale.dim() > 1:
+            operands[name] = scale.unsqueeze(0)
+    out, lse = _attend(call._replace(**operands), 2, (call.cu_seqlens_q, call.cu_seqlens_k))
     return out[0] if lse is None else (out[0], lse[0].t())
 
 
@@ -40,10 +39,6 @@ def attention(call: AttentionArgs) -> Result:
     """Sequences of one length: offsets follow from it."""
     out, lse = _attend(call, head_axes(call.layout)[0], (None, None))
     return out if lse is None else (out, lse)
-
-
-def _one(tensor: Tensor) -> Tensor:
-    return tensor.unsqueeze(0)
 
 
 def _attend(
