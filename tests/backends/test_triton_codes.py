@@ -56,11 +56,9 @@ capped = {"softcap": 1.5, "return_lse": True}
 SOME = """
 print(json.dumps([
     errors("BHSD", torch.int8, "token", True, causal),
-    errors("BSHD", torch.float8_e4m3fn, "head", True, window),
     errors("ragged", torch.float8_e5m2, "tensor", True, capped),
+    errors("BSHD", torch.float8_e4m3fn, "token", False, window),
     errors("ragged", torch.int8, "head", False, causal),
-    errors("BHSD", torch.float8_e4m3fn, "token", False, capped),
-    errors("BSHD", torch.float8_e5m2, "tensor", False, window),
 ]))
 """
 ALL = """
@@ -79,7 +77,7 @@ def test_ragged_and_dense_codes_are_attended_to_as_the_reference_does(tmp_path: 
     found = interpreted(ATTENDED + calls, tmp_path)
     assert max(found) < 8e-3, found
     if calls == SOME:
-        assert max(found[3:]) < 1e-3, found  # queries of numbers in float16
+        assert max(found[2:]) < 1e-3, found  # queries of numbers in float16
 
 
 MIXED = """
