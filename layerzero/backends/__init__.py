@@ -54,8 +54,9 @@ _OPS_OF = {
     "torch_quantized": "dequantize quantize quantized_linear",
     "torch_ragged": "ragged_attention",
     "torch_sdpa": "attention",
-    "triton_kernels": "add_rms_norm add_rms_norm_quantize append_kv paged_attention quantize "
-    "quantized_linear rope_append_kv sample sample_topk sample_topp verify_chain",
+    "triton_kernels": "add_rms_norm add_rms_norm_quantize append_kv attention fused_experts mla_attention "
+    "paged_attention quantize quantized_linear ragged_attention rope_append_kv sample sample_topk "
+    "sample_topp verify_chain",
     "vllm_products": "quantized_linear",
     "xformers": "attention",
     "zentorch": "add_rms_norm attention linear moe quantized_linear rms_norm",

@@ -23,7 +23,7 @@ from layerzero.ops.captures import is_capturing, keep_if_captured
 from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, keeping
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import free_memory
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import UNTIMED, Kernel
 
 # The arguments of vLLM 0.26.0's operators, in their order.
 OPERATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -276,7 +276,6 @@ def _workspace(request: CallSpec) -> int:
     return 2 * columns * (inner + 4 * max(1, inner // request.dim("S", inner)))
 
 
-UNTIMED = (0.01, 0.01, 500.0)
 _kernel = functools.partial(
     Kernel.of,
     measured="no figure: behind every other kernel until it is timed on a card",

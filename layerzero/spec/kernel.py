@@ -32,6 +32,10 @@ class Efficiency:
     source: str
 
 
+# Behind every kernel that was timed, or whose figures are estimated beside one that was.
+UNTIMED = (0.01, 0.01, 500.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a kernel cuts attention into blocks of query rows, each of which one multiprocessor takes.

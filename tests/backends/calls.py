@@ -90,7 +90,8 @@ def _attention(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[
         named["softcap"] = 1.5
     if "alibi" in asks:
         named["alibi_slopes"] = torch.rand(hq, generator=generator)
-    return [q, k, v], named
+    pair, scales = _stored(case, [k, v], 2 if "bshd" in asks else 1)
+    return [q, *pair], named | scales
 
 
 def _modifiers(
@@ -147,7 +148,9 @@ def _ragged(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any
     dims = {"Hq": 4, "Hk": 2 if "gqa" in case.asks else 4, "D": 16} | case.dims
     hq, hk, d = dims["Hq"], dims["Hk"], dims["D"]
     cu, cu_k = torch.tensor([0, 3, 3, 10]), torch.tensor([0, 40, 45, 52])
-    return [rand(10, hq, d), rand(52, hk, d), rand(52, hk, dims.get("Dv", d)), cu, cu_k], _flags(case)
+    q = rand(10, hq, d)
+    pair, scales = _stored(case, [rand(52, hk, d), rand(52, hk, dims.get("Dv", d))], 1)
+    return [q, *pair, cu, cu_k], _flags(case) | scales
 
 
 def _paged(case: Case, rand: Any, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:

@@ -81,6 +81,7 @@ ASKS: dict[str, tuple[str, ...]] = {
     "attention": (
         "causal", "mask_bool", "mask_float", "mask_wide", "empty_rows", "gqa", "scale", "scale_not_positive",
         "window", "softcap", "alibi", "lse", "bshd", "sinks", "score_mod", "block_mask",
+        *CODED, "kv_scale_per_head",
     ),
     "paged_attention": (
         "causal", "prefill", "gqa", "scale", "scale_not_positive", "window", "softcap", "lse", "hnd",
@@ -90,7 +91,10 @@ ASKS: dict[str, tuple[str, ...]] = {
         "hnd", "kv_strided", "kv_float32", "kv_bfloat16", "kv_float16", "kv_float64", *CODED,
         "kv_scale_per_head",
     ),
-    "ragged_attention": ("causal", "gqa", "scale", "scale_not_positive", "window", "softcap", "lse"),
+    "ragged_attention": (
+        "causal", "gqa", "scale", "scale_not_positive", "window", "softcap", "lse", *CODED,
+        "kv_scale_per_head",
+    ),
     "mla_attention": (
         "causal", "prefill", "gqa", "scale_not_positive", "lse", "kv_float32", "kv_bfloat16", "kv_float16",
         *CODED,
@@ -211,7 +215,7 @@ def needed(kernel: Kernel) -> tuple[str, ...]:
     shared = [name for name in capability.features if name.startswith("scale_per_")]
     if capability.only_with:
         first.append(next(ask for ask in taken if ask in capability.only_with))
-    if kernel.op == "quantized_linear":
+    if kernel.op in ("quantized_linear", "fused_experts"):
         formats = [ask for ask in taken if ask.startswith("quant_")]
         first += [] if "quant_int8" in capability.features else formats[:1]
         first += shared if len(shared) == 1 and shared[0] in taken else []

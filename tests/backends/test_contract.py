@@ -132,8 +132,6 @@ def test_every_claimed_feature_is_exercised(kernel: Kernel) -> None:
         asked |= op.check(call.args).features
     by_hand = {"dropout", "mask_grad", "lse_grad", "sinks_grad"}  # tested below and in test_torch_sdpa.py
     switches = {name for name in kernel.capability.features if name.startswith("sdpa_no_")}  # torch's own
-    if kernel.op == "ragged_attention":  # its codes: tests/ops/paged/test_codes.py
-        switches |= {name for name in kernel.capability.features if name.startswith("kv_")}
     claimed = kernel.capability.features - by_hand - switches
     if kernel.backend == "reference":
         return

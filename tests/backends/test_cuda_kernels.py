@@ -169,3 +169,47 @@ def test_the_sources_are_in_the_package() -> None:
     )
     for name in names:
         assert (folder / name).stat().st_size
+
+
+@pytest.mark.parametrize("op", ["attention", "ragged_attention"])
+@pytest.mark.parametrize("coded_queries", [True, False])
+def test_operands_of_codes_go_to_the_kernel_that_reads_them(op: str, coded_queries: bool) -> None:
+    """Keys and values of codes, beside queries of codes or numbers; numbers alone and other widths do not."""
+    named = table.get(op)
+
+    def taken(width: int, codes: torch.dtype | None) -> set[str]:
+        k = torch.zeros(2, 4, 5, width).to(codes or torch.bfloat16)
+        q = k if coded_queries else k.to(torch.bfloat16)
+        scales = {f"{name}_scale": torch.ones(()) for name in ("qkv" if coded_queries else "kv")}
+        rest = [torch.tensor([0, 4])] if op == "ragged_attention" else []
+        operands = [t[0] if rest else t for t in (q, k, k)]
+        request = named.check(named.build(*operands, *rest, **(scales if codes else {}))[1])
+        return takers(request)
+
+    for codes in kv_formats.CODE_DTYPES:
+        assert taken(128, codes) == {f"triton.{op}.codes"}
+        assert taken(40, codes) == set()
+    assert taken(128, None) == set()
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "width", "taken"),
+    [
+        ("int4", torch.float16, 128, {"codes"}), ("mxfp4", torch.bfloat16, 128, {"powers_of_two"}),
+        ("mxfp4", torch.float16, 128, set()), ("fp8_e4m3", torch.bfloat16, 64, {"codes"}),
+        ("fp8_e4m3", torch.bfloat16, 48, set()), ("int8", torch.float32, 64, set()),
+    ],
+)  # fmt: skip
+def test_experts_are_taken_where_their_tiles_fit(
+    form: str, dtype: torch.dtype, width: int, taken: set[str]
+) -> None:
+    """As products of one weight are, on Hopper alone: what tiles hold is more than older cards have."""
+    op = table.get("fused_experts")
+    parts: dict[str, Any] = {}
+    for end, shape in (("up", (3, 256, width)), ("down", (3, width, 128))):
+        made = QuantizedTensor.quantize(torch.randn(shape), form).arguments()
+        parts |= {f"{end}_scale": made["scale"], f"w_{end}": made["weight"], "format": made.get("format")}
+    x, chosen = torch.randn(4, width).to(dtype), torch.zeros(4, 1, dtype=torch.int32)
+    request = op.check(op.build(x, chosen, torch.ones(4, 1), **parts)[1])
+    assert takers(request) == {f"triton.fused_experts.{name}" for name in taken}
+    assert takers(request, ADA) == set()

@@ -76,7 +76,7 @@ def baseline(op: Op, args: Args) -> tuple[Tensor, ...]:
     if op.name in OVER_SEQUENCES and DEVICE != "cpu":
         found = as_tuple(op.reference(*args))
         return (found[0], _naive_lse(op.name, args)) if len(found) > 1 else found
-    modified = op.name == "attention" and any(a is not None for a in args[14:17])
+    modified = op.name == "attention" and any(a is not None for a in args[14:])
     if op.name != "attention" or modified or args[0].dtype in (torch.float64,):
         return as_tuple(op.reference(*args))
     (q, k, v, mask, causal, scale, _, window, softcap, slopes, layout, *_rest) = args

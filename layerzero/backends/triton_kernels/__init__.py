@@ -1,9 +1,10 @@
 """Triton kernels of this project, where no library has a good one, and the way for users to bring theirs.
 
 `rows` has the residual sum with its norm and rounding to eight bits, `paged` decodes over pages and
-`paged_rows` takes prompts beside that, `append` and `rope_append` write pages, `sampling` draws with a seed
-for each row, which libraries draw in other ways, `verify` has chains of drafted tokens; `user_kernel` makes
-a kernel of a user's Triton function.
+`paged_rows` takes prompts beside that, `dense` keys of codes without pages; `products` multiplies codes,
+`experts` those of a mixture; `append` and `rope_append` write pages, `sampling` draws with a seed for each
+row, which libraries draw in other ways, `verify` has chains of drafted tokens; `user_kernel` makes a kernel
+of a user's Triton function.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.spec.kernel import Kernel
+from layerzero.spec.kernel import UNTIMED, Kernel
 
 
 def _from(module: str, name: str) -> Callable[[], Callable[..., Any]]:
@@ -59,9 +60,30 @@ _HEADS = ("D in [64, 128, 256]", "D == Dv else HEAD_DIMS_DIFFER", "G <= 64")
 _CODES = "kv_float8_e4m3fn kv_float8_e5m2 kv_int8"
 _KV_SCALES = "kv_scale_per_tensor kv_scale_per_head kv_scale_per_token"
 _SCALES = (
-    "scale_per_tensor scale_per_row scale_per_group scale_per_block scale_16bit zero_point tensor_scale bias "
+    "scale_per_tensor scale_per_row scale_per_group scale_per_block scale_16bit zero_point tensor_scale "
     "inputs_float"
 )
+_INTEGERS_AND_FLOATS = "quant_int8 quant_fp8_e4m3 quant_fp8_e5m2 quant_int4 quant_nf4 quant_nvfp4"
+_WHOLE_GROUPS = ("S % 32 == 0 when quant_int4", "S % 32 == 0 when quant_nf4", "S % 16 == 0")
+_ROUTES = (
+    "gate_second weighed_inputs local_experts shared_experts act_swiglu act_geglu act_geglu_tanh act_reglu"
+)
+_untimed = functools.partial(
+    _kernel,
+    efficiency=UNTIMED,
+    measured="no figure: behind every other kernel until it is timed on a card",
+    source="our own source; compiled for compute capability 9.0, run by Triton's interpreter",
+    last_stride1=True,
+    alignment=16,
+)
+_attends = functools.partial(
+    _untimed,
+    dtypes="float16 bfloat16 float8_e4m3fn float8_e5m2 int8",
+    sm_min=89,
+    only_with=f"{_CODES} {_KV_SCALES}",
+    limits=_HEADS,
+)
+_SCORES = f"causal gqa scale scale_not_positive window softcap lse {_CODES} {_KV_SCALES}"
 # A tile of K is a group, or lies in one; halves of a tile of packed codes are 16 of K at least.
 _product = functools.partial(
     _kernel,
@@ -72,7 +94,10 @@ _product = functools.partial(
     last_stride1=True,
     alignment=16,
     batch_invariant=False,
-    limits=("K % 32 == 0", "S % 32 == 0 when quant_int4", "S % 32 == 0 when quant_nf4", "S % 16 == 0"),
+    limits=("K % 32 == 0", *_WHOLE_GROUPS),
+)
+_experts = functools.partial(
+    _untimed, load=_from("experts", "fused_experts"), sm_min=90, batch_invariant=False
 )
 
 KERNELS: tuple[Kernel, ...] = (
@@ -109,11 +134,21 @@ KERNELS: tuple[Kernel, ...] = (
     # The numbers of other formats than four-bit integers are exact in sixteen bits beside their scales.
     _product(
         "triton.quantized_linear.codes", dtypes="float16 bfloat16",
-        features=f"quant_int8 quant_fp8_e4m3 quant_fp8_e5m2 quant_int4 quant_nf4 quant_nvfp4 {_SCALES}",
+        features=f"{_INTEGERS_AND_FLOATS} {_SCALES} bias",
     ),
     _product(
         "triton.quantized_linear.powers_of_two", dtypes="bfloat16",
         features="quant_mxfp4 quant_mxfp8 scale_per_group bias inputs_float", limits=("K % 32 == 0",),
+    ),
+    _experts(
+        "triton.fused_experts.codes", dtypes="float16 bfloat16",
+        features=f"{_INTEGERS_AND_FLOATS} {_SCALES} {_ROUTES}",
+        limits=("C % 32 == 0", "F % 32 == 0", *_WHOLE_GROUPS),
+    ),
+    _experts(
+        "triton.fused_experts.powers_of_two", dtypes="bfloat16",
+        features=f"quant_mxfp4 quant_mxfp8 scale_per_group inputs_float {_ROUTES}",
+        limits=("C % 32 == 0", "F % 32 == 0"),
     ),
     _kernel(
         "triton.append_kv.codes", _from("append", "append_kv"), (0.05, 0.3, 22.0),
@@ -138,6 +173,17 @@ KERNELS: tuple[Kernel, ...] = (
         _PREFILLS, layouts="NHD HND", dtypes="float16 bfloat16", last_stride1=True, alignment=16,
         features=f"causal gqa scale prefill {_CODES} {_KV_SCALES}",
         only_with=_CODES, sm_min=89, limits=_HEADS,
+    ),
+    # float16 has not the range of a weight times a token's scale.
+    _untimed(
+        "triton.mla_attention.codes", _from("paged_rows", "mla_attention"), dtypes="bfloat16", sm_min=90,
+        features=f"causal prefill scale_not_positive lse {_CODES} kv_scale_per_tensor kv_scale_per_token",
+        only_with=_CODES, limits=("C in [64, 128, 256, 512]", "R in [32, 64, 128]"),
+    ),
+    _attends("triton.ragged_attention.codes", _from("dense", "ragged_attention"), features=_SCORES),
+    _attends(
+        "triton.attention.codes", _from("dense", "attention"), features=f"{_SCORES} empty_rows",
+        layouts="BHSD BSHD",
     ),
     _draws(
         "triton.sample.rows", _from("sampling", "sample"),

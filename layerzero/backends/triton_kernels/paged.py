@@ -25,26 +25,32 @@ from layerzero.ops.attention.arguments import PagedArgs
 from layerzero.ops.kv_formats import scale_steps
 from layerzero.ops.paged.splitting import parts_of
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 # Tokens that a program reads at a time, its warps, and tiles on their way; then for codes of eight bits.
 _NUMBERS, _CODES = (64, 4, 3), (64, 4, 4)
 _LEAST_ROWS = 16  # of a product of matrix units: groups of fewer query heads are padded
 
 
 @triton.jit
+def find_page(table_ptr, tokens, inside, PAGE: tl.constexpr):
+    """The pages of a sequence's tokens, and their places there."""
+    return tl.load(table_ptr + tokens // PAGE, mask=inside, other=0).to(tl.int64), tokens % PAGE
+
+
+@triton.jit
 def attend_tile(
-    q, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, tokens, inside, visible, best, weight, mixed,
-    head, scale_log2,
+    q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, page, place, inside, visible, best, weight, mixed,
+    head, scale_log2, softcap,
     k_page, k_token, k_head, v_page, v_token, v_head, scale_page, scale_token, scale_head,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, CODES: tl.constexpr, BY_TOKEN: tl.constexpr,
+    WIDTH: tl.constexpr, CODES: tl.constexpr, BY_TOKEN: tl.constexpr, WIDE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """What rows `q` know after a tile of keys: the largest score, the weights' sum, the mixed values.
 
-    Only tokens `inside` are read, and each row counts those that are `visible` to it.
+    Only tokens `inside` are read, and each row counts those that are `visible` to it. Keys meet rows of codes
+    as the codes that they are; values become numbers of type `WIDE`.
     """
     features = tl.arange(0, WIDTH)
-    page = tl.load(table_ptr + tokens // PAGE, mask=inside, other=0).to(tl.int64)
-    place = tokens % PAGE
     k = tl.load(
         k_ptr + (page * k_page + place * k_token + head * k_head)[:, None] + features[None, :],
         mask=inside[:, None], other=0.0,
@@ -54,11 +60,13 @@ def attend_tile(
         mask=inside[:, None], other=0.0,
     )  # fmt: skip
     if CODES:
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        k, v = k.to(q.dtype), v.to(WIDE)
     scores = tl.dot(q, tl.trans(k)) * scale_log2
     if BY_TOKEN:
         scales = page * scale_page + place * scale_token + head * scale_head
         scores *= tl.load(k_scale_ptr + scales, mask=inside, other=0.0)[None, :]
+    if SOFTCAP:
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
     scores = tl.where(visible, scores, float("-inf"))
     largest = tl.maximum(best, tl.max(scores, 1))
     # A row that has seen no key yet has no largest score: its weights stay 0.
@@ -100,11 +108,12 @@ def _decode(
     for start in range(first, last, TILE):
         tokens = start + tl.arange(0, TILE)
         inside = tokens < last
+        page, place = find_page(tables_ptr + sequence * tables_row, tokens, inside, PAGE)
         best, weight, mixed = attend_tile(
-            q, k_ptr, v_ptr, tables_ptr + sequence * tables_row, k_scale_ptr, v_scale_ptr, tokens, inside,
-            inside[None, :], best, weight, mixed, head, scale_log2,
+            q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, page, place, inside,
+            inside[None, :], best, weight, mixed, head, scale_log2, 0.0,
             k_page, k_token, k_head, v_page, v_token, v_head, scale_page, scale_token, scale_head,
-            WIDTH, PAGE, CODES, BY_TOKEN,
+            WIDTH, CODES, BY_TOKEN, q_ptr.dtype.element_ty, False,
         )  # fmt: skip
     if CODES and not BY_TOKEN:
         mixed *= tl.load(v_scale_ptr + head * scale_head)
@@ -156,19 +165,28 @@ class PoolArguments(NamedTuple):
     @classmethod
     def of(cls, call: PagedArgs) -> PoolArguments:
         """Of one call."""
-        k_cache, v_cache, k_scale, v_scale = call.k_cache, call.v_cache, call.k_scale, call.v_scale
         token, head = (1, 2) if call.layout == "NHD" else (2, 1)
+        pools = call.k_cache, call.v_cache
+        return cls.of_pools(pools, (call.k_scale, call.v_scale), token, head, call.k_cache.shape[token])
+
+    @classmethod
+    def of_pools(
+        cls, pools: tuple[Tensor, Tensor], scales: tuple[Tensor | None, Tensor | None], token: int, head: int,
+        page: int,
+    ) -> PoolArguments:  # fmt: skip
+        """Of pools with tokens and heads at these axes; `page` is 0 where no table says what lies where."""
+        k_scale, v_scale = scales
         steps = (0, 0, 0)
         if k_scale is not None:
             if v_scale is not None and v_scale.stride() != k_scale.stride():
                 k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
             steps = scale_steps(k_scale, token, head)
         constants = {
-            "PAGE": k_cache.shape[token], "CODES": k_scale is not None,
+            "PAGE": page, "CODES": k_scale is not None,
             "BY_TOKEN": k_scale is not None and k_scale.dim() > 1,
         }  # fmt: skip
-        pools = tuple(pool.stride(axis) for pool in (k_cache, v_cache) for axis in (0, token, head))
-        return cls((k_scale, v_scale), pools, steps, k_cache.shape[head], constants)
+        strides = tuple(pool.stride(axis) for pool in pools for axis in (0, token, head))
+        return cls((k_scale, v_scale), strides, steps, pools[0].shape[head], constants)
 
 
 def rows_of_tables(block_tables: Tensor) -> Tensor:
@@ -178,7 +196,7 @@ def rows_of_tables(block_tables: Tensor) -> Tensor:
 
 def scale_log2(scale: float | None, width: int) -> float:
     """What scores are multiplied by, for powers of two."""
-    return (width**-0.5 if scale is None else scale) * _LOG2_E
+    return (width**-0.5 if scale is None else scale) * LOG2_E
 
 
 @takes(PagedArgs)

@@ -65,7 +65,7 @@ _INT4_BF16 = tl.constexpr(_integers("bf16", 0x4300, 0x4308))
 _INT4_F16 = tl.constexpr(_integers("f16", 0x6400, 0x6408))
 _E2M1_BF16 = tl.constexpr(_e2m1("bf16", 6, 0x7E80))
 _E2M1_F16 = tl.constexpr(_e2m1("f16", 9, 0x7400))
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
@@ -116,17 +116,14 @@ def _spread_scale(scale_ptr, columns, first, inside, scale_row, TO: tl.constexpr
 
 
 @triton.jit
-def _product(
-    x_ptr, codes_ptr, scale_ptr, zero_ptr, second_ptr, bias_ptr, table_ptr, out_ptr,
-    rows, width, x_row, codes_row, scale_row,
+def multiply_tile(
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, second_ptr, table_ptr, columns, lines, is_column, is_line, part,
+    x_row, codes_row, scale_row,
     INNER: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
-    FOLDED: tl.constexpr, ZERO: tl.constexpr, SECOND: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr,
-    ASM: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    FOLDED: tl.constexpr, ZERO: tl.constexpr, SECOND: tl.constexpr, SPLITS: tl.constexpr, ASM: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    column_tile, row_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    columns = column_tile * BN + tl.arange(0, BN)
-    lines = row_tile * BM + tl.arange(0, BM)
-    is_column, is_line = columns < width, lines < rows
+    """The sums (BN, BM) over a part of K: the weight's rows `columns` times the rows `lines` of `x_ptr`."""
     long_columns, long_lines = columns.to(tl.int64), lines.to(tl.int64)
     TO: tl.constexpr = x_ptr.dtype.element_ty
     TILES: tl.constexpr = INNER // BK
@@ -192,9 +189,29 @@ def _product(
         sums *= _number(scale)[:, None]
     if SECOND:
         sums *= tl.load(second_ptr)
+    return sums
+
+
+@triton.jit
+def _product(
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, second_ptr, table_ptr, bias_ptr, out_ptr,
+    rows, width, x_row, codes_row, scale_row,
+    INNER: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
+    FOLDED: tl.constexpr, ZERO: tl.constexpr, SECOND: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr,
+    ASM: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    column_tile, row_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    columns = column_tile * BN + tl.arange(0, BN)
+    lines = row_tile * BM + tl.arange(0, BM)
+    is_column, is_line = columns < width, lines < rows
+    sums = multiply_tile(
+        x_ptr, codes_ptr, scale_ptr, zero_ptr, second_ptr, table_ptr, columns, lines, is_column, is_line,
+        part, x_row, codes_row, scale_row,
+        INNER, GROUP, BLOCK, KIND, PACKED, FOLDED, ZERO, SECOND, SPLITS, ASM, BN, BM, BK,
+    )  # fmt: skip
     if BIAS and SPLITS == 1:
         sums += tl.load(bias_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[:, None]
-    place = (part.to(tl.int64) * rows + long_lines)[None, :] * width + long_columns[:, None]
+    place = (part.to(tl.int64) * rows + lines)[None, :] * width + columns[:, None]
     tl.store(out_ptr + place, sums.to(out_ptr.dtype.element_ty), mask=is_column[:, None] & is_line[None, :])
 
 
@@ -243,38 +260,66 @@ def splits_of(programs: int, tiles: int, processors: int) -> int:
     return splits
 
 
+class PackedWeight(NamedTuple):
+    """What kernels take of a quantized weight (..., rows, K): its parts, steps between rows, constants."""
+
+    parts: tuple[Tensor | None, ...]  # codes, scales, zero points, the second scale, what codes stand for
+    steps: tuple[int, int]  # between rows of codes and rows of scales
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None, tensor_scale: Tensor | None,
+        format: str | None, block_size: int,
+    ) -> PackedWeight:  # fmt: skip
+        """Of a weight beside rows like `x`."""
+        form = format_of(weight.dtype, format)
+        weight = weight if weight.stride(-1) == 1 else weight.contiguous()
+        if scale.dim() > 1 and scale.shape[-1] > 1 and scale.stride(-1) != 1:
+            scale = scale.contiguous()
+        if zero_point is not None and zero_point.stride() != scale.stride():  # the same steps find both
+            scale, zero_point = scale.contiguous(), zero_point.contiguous()
+        inner = weight.shape[-1] * form.packed
+        group, scale_row, block = _scale_layout(scale, inner, block_size)
+        constants = {
+            "INNER": inner, "GROUP": group, "BLOCK": block, "KIND": form.element.name,
+            "PACKED": form.packed == 2, "ZERO": zero_point is not None, "SECOND": tensor_scale is not None,
+            # float16 has not the range of a power of two in eight bits.
+            "FOLDED": form.name in _FOLDED and (form.two_level or x.dtype == torch.bfloat16),
+            "ASM": not INTERPRETED,
+        }  # fmt: skip
+        parts = (weight, _as_codes(scale), zero_point, tensor_scale, _values(form, x))
+        return cls(parts, (weight.stride(-2), scale_row), constants)
+
+    def cut(self, rows: int) -> Tiles:
+        """The tile of a product with so many rows."""
+        return tiles_of(rows, *(self.constants[name] for name in ("INNER", "GROUP", "FOLDED")))
+
+
+def even_rows(x: Tensor) -> Tensor:
+    """`x` (..., K) as rows of which pairs of numbers can be read at once."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows.contiguous() if rows.stride(0) % 2 or rows.stride(1) != 1 else rows
+
+
 def quantized_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, inputs: str = "float",
     format: str | None = None, zero_point: Tensor | None = None, tensor_scale: Tensor | None = None,
     block_size: int = 0,
 ) -> Tensor:  # fmt: skip
     """Rows times a quantized weight; `inputs` is "float" alone."""
-    form = format_of(weight.dtype, format)
-    rows = x.reshape(-1, x.shape[-1])
-    if rows.stride(0) % 2 or rows.stride(1) != 1:  # pairs of numbers are read at once
-        rows = rows.contiguous()
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    if scale.dim() == 2 and scale.shape[1] > 1 and scale.stride(1) != 1:
-        scale = scale.contiguous()
-    if zero_point is not None and zero_point.stride() != scale.stride():  # both are found by the same steps
-        scale, zero_point = scale.contiguous(), zero_point.contiguous()
+    rows = even_rows(x)
+    operand = PackedWeight.of(x, weight, scale, zero_point, tensor_scale, format, block_size)
     bias = None if bias is None else bias.contiguous()
-    count, inner = rows.shape
-    width = weight.shape[0]
-    group, scale_row, block = _scale_layout(scale, inner, block_size)
-    # float16 has not the range of a power of two in eight bits.
-    folded = form.name in _FOLDED and (form.two_level or x.dtype == torch.bfloat16)
-    cut = tiles_of(count, inner, group, folded)
+    (count, inner), width = rows.shape, weight.shape[0]
+    cut = operand.cut(count)
     grid = (triton.cdiv(width, cut.columns), triton.cdiv(count, cut.rows))
     parts = splits_of(grid[0] * grid[1], inner // cut.inner, processors(x.device))
     out = torch.empty((count, width), dtype=x.dtype, device=x.device)
     sums = out if parts == 1 else torch.empty((parts, count, width), dtype=torch.float32, device=x.device)
     _product[(*grid, parts)](
-        rows, weight, _as_codes(scale), zero_point, tensor_scale, bias, _values(form, x), sums,
-        count, width, rows.stride(0), weight.stride(0), scale_row,
-        INNER=inner, GROUP=group, BLOCK=block, KIND=form.element.name, PACKED=form.packed == 2, FOLDED=folded,
-        ZERO=zero_point is not None, SECOND=tensor_scale is not None, BIAS=bias is not None, SPLITS=parts,
-        ASM=not _INTERPRETED, BN=cut.columns, BM=cut.rows, BK=cut.inner,
+        rows, *operand.parts, bias, sums, count, width, rows.stride(0), *operand.steps,
+        BIAS=bias is not None, SPLITS=parts, BN=cut.columns, BM=cut.rows, BK=cut.inner, **operand.constants,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if parts > 1:
@@ -292,11 +337,11 @@ def add_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 def _scale_layout(scale: Tensor, inner: int, block_size: int) -> tuple[int, int, int]:
     """(numbers along K that share a scale, the step to the next row of scales, rows that share one)."""
-    if scale.dim() == 0:
+    if scale.dim() < 2:
         return inner, 0, 1
     if block_size:
-        return min(block_size, inner), scale.stride(0), block_size
-    return inner // scale.shape[1], scale.stride(0), 1
+        return min(block_size, inner), scale.stride(-2), block_size
+    return inner // scale.shape[-1], scale.stride(-2), 1
 
 
 def _as_codes(scale: Tensor) -> Tensor:
