@@ -7,6 +7,7 @@ caller fails alone.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import time
 import weakref
@@ -228,6 +229,16 @@ class Batched(Generic[R]):
         self.us_per_row = (
             us_per_row if mean_us == float("inf") else mean_us + _NEWEST * (us_per_row - mean_us)
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Batched[R]:
+        """The method of the copied object, as Python copies bound methods; of a function, this very one."""
+        owner, function = self._owner and self._owner(), self._function
+        copied = copy.deepcopy(function if owner is None else MethodType(function, owner), memo)
+        if copied is function:
+            return self
+        wrapped = batched(copied, pure=self.pure, key=self.name, device=self._device)
+        wrapped._weights_need_grad = self._weights_need_grad
+        return wrapped
 
     def __repr__(self) -> str:
         return f"<batched {self.name}>"

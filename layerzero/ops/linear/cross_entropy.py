@@ -54,6 +54,11 @@ def _check(args: Args) -> CallSpec:
     classes = logits.shape[-1]
     if weight is not None:
         checks.need_vector("weight", weight, classes, "logits' last axis")
+        if weight.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "weight needs to require no grad (weight.detach(), or torch.no_grad()): losses have no "
+                "gradient for the weights of their classes"
+            )
     checks.need_same_device("logits", logits, target=target, weight=weight)
     checks.need_int("ignore_index", ignore_index)
     checks.need_number("label_smoothing", label_smoothing, low=0.0, high=1.0)
