@@ -153,7 +153,7 @@ class _Drafts:
 
 
 class Generation:
-    """The tokens of one speculative generation; a loop over it goes on where the last one was left.
+    """The tokens of one speculative generation; a loop over it continues where the last one was left.
 
     `stats` counts what it took.
     """
@@ -184,7 +184,7 @@ class Generation:
         self._filter: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self._seed, self._overlap = seed, overlap
         self._busy = False
-        self._verified = deque[int]()  # tokens of the text that nobody has read yet
+        self._verified = deque[int]()  # tokens of the text that no loop has read yet
         self._bonus_probs: Tensor | None = (
             None  # the target's distribution of the next token, where it is known
         )

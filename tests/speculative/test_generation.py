@@ -385,7 +385,7 @@ def test_two_consumers_of_one_generation_are_refused() -> None:
 
 
 def test_a_text_is_read_on_where_a_loop_left_it() -> None:
-    """A round verifies several tokens: those that nobody took come next, and none behind a stop token."""
+    """A round verifies several tokens: those that no loop took come next, and none behind a stop token."""
     expected, _ = run(Chain(6, 0.7, Chain(5)), Chain(5), max_tokens=20, seed=4)
     stop = expected.index(expected[-1])
 
