@@ -15,6 +15,7 @@ import stat
 import zipfile
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -239,10 +240,8 @@ def _need_bundle(path: Path) -> None:
     """Refuse to write over anything but a bundle."""
     if not os.path.lexists(path):
         return
-    try:
-        with zipfile.ZipFile(path) as archive:
+    if path.is_file():  # a pipe or device would not end
+        with suppress(*_DAMAGE), zipfile.ZipFile(path) as archive:
             if archive.namelist()[:1] == [HEAD]:
                 return
-    except (OSError, zipfile.BadZipFile):
-        pass
     raise FileExistsError(17, f"not replaced: it is no file with {HEAD!r}", str(path))
