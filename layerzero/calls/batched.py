@@ -379,7 +379,12 @@ def batched(
     name = getattr(plain, "__qualname__", type(fn).__name__)
     if key is None and "<l" in name:  # <lambda>, <locals>
         raise TypeError(f"fn needs a name that outlives one call, or key=..., got {name}")
-    where = torch.device(device) if device is not None else None
+    if key is not None and not isinstance(key, str):
+        raise TypeError(f"key needs a text, got {type(key).__name__}")
+    try:
+        where = torch.device(device) if device is not None else None
+    except RuntimeError as error:
+        raise ValueError(f"device needs one of torch's, got {device!r:.80}") from error
     # A method's own function too: an object may have several of one name, one after another or at once.
     entry, entries = (
         (id(plain) if isinstance(fn, MethodType) else 0, key or name, pure, where),

@@ -188,7 +188,7 @@ def read_archive(path: str | os.PathLike[str], *, sha256: str | None = None) -> 
         no digest.
     """
     where = Path(path)
-    if sha256 is not None and not _DIGEST.fullmatch(sha256.lower()):
+    if sha256 is not None and not (isinstance(sha256, str) and _DIGEST.fullmatch(sha256.lower())):
         raise ValueError(f"sha256 needs 64 hexadecimal digits, got {sha256!r}")
     try:
         data = files.read_given(where, MAX_FILE_BYTES, trusted=sha256 is None)

@@ -1,4 +1,4 @@
-"""What stands at a model's files may be a pipe or a device: those are refused, neither waited for nor read."""
+"""What stands at a model's files may be a pipe or a device: those are refused, not waited for or read."""
 
 from __future__ import annotations
 
