@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import pickle
+from collections.abc import Awaitable
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ class Model(torch.nn.Module):
         self.of_all = lz.batched(torch.relu)
 
     def rows(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+        out: Tensor = self.inner(x)
+        return out
 
 
 @pytest.mark.parametrize("name", ["step", "called"])
@@ -38,7 +40,8 @@ def test_the_copy_of_a_model_batches_its_own_weights(name: str) -> None:
 
     async def main(*models: Model) -> list[Tensor]:
         with torch.no_grad():
-            return await asyncio.gather(*(getattr(m, name)(torch.ones(1, 4)) for m in models))
+            calls: list[Awaitable[Tensor]] = [getattr(m, name)(torch.ones(1, 4)) for m in models]
+            return await asyncio.gather(*calls)
 
     of_model, of_copy = asyncio.run(main(model, copied))
     assert of_model.any() and not of_copy.any()
