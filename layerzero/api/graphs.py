@@ -148,7 +148,7 @@ def is_graph_safe(name: str, /, *args: Any, **kwargs: Any) -> GraphSafety:
     """
     if not args and not kwargs:
         device = context_runtime().device()
-        kernel = device.registry.get(name)
+        kernel = device.registry.get(name) if isinstance(name, str) else None
         if kernel is None:
             raise ValueError(f"is_graph_safe needs a kernel's id, or an op with arguments, got {name!r}")
         return _safety(device, kernel.id)

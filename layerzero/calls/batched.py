@@ -7,6 +7,7 @@ caller fails alone.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import time
 import weakref
@@ -229,6 +230,16 @@ class Batched(Generic[R]):
             us_per_row if mean_us == float("inf") else mean_us + _NEWEST * (us_per_row - mean_us)
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Batched[R]:
+        """The method of the copied object, as Python copies bound methods; of a function, this very one."""
+        owner, function = self._owner and self._owner(), self._function
+        copied = copy.deepcopy(function if owner is None else MethodType(function, owner), memo)
+        if copied is function:
+            return self
+        wrapped = batched(copied, pure=self.pure, key=self.name, device=self._device)
+        wrapped._weights_need_grad = self._weights_need_grad
+        return wrapped
+
     def __repr__(self) -> str:
         return f"<batched {self.name}>"
 
@@ -368,7 +379,12 @@ def batched(
     name = getattr(plain, "__qualname__", type(fn).__name__)
     if key is None and "<l" in name:  # <lambda>, <locals>
         raise TypeError(f"fn needs a name that outlives one call, or key=..., got {name}")
-    where = torch.device(device) if device is not None else None
+    if key is not None and not isinstance(key, str):
+        raise TypeError(f"key needs a text, got {type(key).__name__}")
+    try:
+        where = torch.device(device) if device is not None else None
+    except RuntimeError as error:
+        raise ValueError(f"device needs one of torch's, got {device!r:.80}") from error
     # A method's own function too: an object may have several of one name, one after another or at once.
     entry, entries = (
         (id(plain) if isinstance(fn, MethodType) else 0, key or name, pure, where),

@@ -52,6 +52,7 @@ def blocking(op: Op) -> Callable[..., Any]:
     torch's compiler sees a call of the op's operator, and so does everything else that transforms or traces.
     """
     call = with_signature_of(_routed(op, traced_route(op)), op, BLOCKING_DOC)
+    call.__module__ = "layerzero.sync"  # where a pickled one is found again
     show_compiler(call, front(op))
     return call
 

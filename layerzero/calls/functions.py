@@ -53,7 +53,8 @@ def captured_values(fn: Any) -> Iterator[Any]:
 def has_trainable_tensor(value: Any) -> bool:
     """Whether a tensor, or a parameter of a module, wants a gradient."""
     if isinstance(value, torch.nn.Module):
-        return any(parameter.requires_grad for parameter in value.parameters())
+        is_whole = hasattr(value, "_modules")  # and not one that is being copied
+        return is_whole and any(parameter.requires_grad for parameter in value.parameters())
     return isinstance(value, Tensor) and value.requires_grad
 
 

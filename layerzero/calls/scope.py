@@ -46,6 +46,8 @@ class Scope:
 
         Raises: PolicyValidationError: `backend` names no kernel of the op.
         """
+        if backend is not None and not isinstance(backend, str):
+            raise TypeError(f"backend needs a kernel id or a backend's name, got {type(backend).__name__}")
         base = device.snapshot
         key = (device, op, backend)
         cached = self._views.get(key)
@@ -53,10 +55,6 @@ class Scope:
             return cached[1]
         policy = self.policy
         if backend is not None:
-            if not isinstance(backend, str):
-                raise TypeError(
-                    f"backend needs a kernel id or a backend's name, got {type(backend).__name__}"
-                )
             device.registry.complete(op)
             kernel_ids = frozenset(kernel.id for kernel in device.registry.for_op(op))
             policy = merge(policy, request_lock(op, backend, known_kernels=kernel_ids))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero._util.files import read_given
 from layerzero.formats.errors import FormatError
 from layerzero.spec.reasons import Reason
 
@@ -28,8 +29,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        values = json.loads(read_given(path).decode())
+    except (OSError, ValueError, RecursionError) as error:
         raise mismatch(path.name, "JSON", error) from error
     if not isinstance(values, dict):
         raise mismatch(path.name, "a JSON object", type(values).__name__)
@@ -105,6 +106,8 @@ class TensorFolder:
 def _opened(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
+    if path.exists() and not path.is_file():
+        raise mismatch(path.name, "a file of safetensors", "no plain file")
     try:
         return safe_open(str(path), framework="pt", device="cpu")
     except SafetensorError as error:

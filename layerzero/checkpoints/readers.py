@@ -91,7 +91,7 @@ def awq(parts: Parts) -> QuantizedTensor:
     order = torch.tensor(_AWQ_ORDER).argsort()
     codes = _nibbles(weight)[..., order].flatten(-2)
     zeros = torch.full((groups, wide), 8, dtype=torch.uint8)
-    if parts.has(".qzeros"):
+    if parts.options.get("zero_point", True) or parts.has(".qzeros"):
         packed = parts.need(".qzeros", torch.int32)
         parts.need_shape(".qzeros", packed, (groups, wide // 8))
         zeros = _nibbles(packed)[..., order].flatten(-2)
@@ -116,7 +116,10 @@ def gptq(parts: Parts) -> QuantizedTensor:
     packed = parts.need(".qzeros", torch.int32)
     parts.need_shape(".qzeros", packed, (groups, wide // 8))
     stored = _nibbles(packed).flatten(-2).int()
-    zeros = stored if parts.options.get("checkpoint_format") == "gptq_v2" else stored + 1
+    layout = parts.options.get("checkpoint_format")
+    if layout not in (None, "gptq", "gptq_v2"):
+        raise parts.mismatch("checkpoint_format gptq or gptq_v2", layout)
+    zeros = stored if layout == "gptq_v2" else stored + 1
     return _int4_by_column(parts, codes, zeros, scales)
 
 
@@ -147,12 +150,15 @@ def nf4(parts: Parts) -> QuantizedTensor:
     if packed.numel() * 2 != shape[0] * shape[1]:
         raise parts.mismatch(f"{parts.weight} of {shape[0] * shape[1] // 2} bytes", packed.numel())
     codes = (packed >> 4 | packed << 4).view(shape[0], shape[1] // 2)
-    scale = parts.need(".weight.absmax")
-    if "nested_blocksize" in state:
+    is_nested = "nested_blocksize" in state
+    scale = parts.need(".weight.absmax", *((torch.uint8,) if is_nested else _FLOATS))
+    parts.need_shape(".weight.absmax", scale, (shape[0] * shape[1] // block,))
+    if is_nested:
         size, nested = int(state["nested_blocksize"]), parts.need(".weight.nested_absmax", torch.float32)
         values = parts.need(".weight.nested_quant_map", torch.float32)[scale.long()]
+        parts.need_shape(".weight.nested_absmax", nested, (-(-values.numel() // size),))
         blocks = torch.arange(values.numel()) // size
-        scale = values.flatten() * nested[blocks] + float(state["nested_offset"])
+        scale = values * nested[blocks] + float(state["nested_offset"])
     return QuantizedTensor(codes, scale.float().view(shape[0], -1), "nf4")
 
 

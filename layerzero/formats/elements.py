@@ -115,7 +115,7 @@ def encode_values(values: Tensor, element: Element) -> Tensor:
     bounded = values.nan_to_num(nan=0.0, posinf=top, neginf=-top).clamp(-top, top)
     if element.bits == 8:
         return (bounded.round() if element.storage == torch.int8 else bounded).to(element.storage)
-    middles = _middles(element, values.device)
+    middles, bounded = _middles(element, values.device), bounded.contiguous()  # bucketize warns of others
     if element.name == "nf4":
         return torch.bucketize(bounded, middles, out_int32=True).to(torch.uint8)
     magnitude = bounded.abs()

@@ -79,7 +79,7 @@ class QuantizedTensor:
         Raises: FormatError: the format has no such scales, the group does not divide or is given where
             nothing is grouped, or x is not finite.
         """
-        if format not in FORMATS:
+        if not isinstance(format, str) or format not in FORMATS:
             needs = f"one of {', '.join(FORMATS)}"
             raise FormatError("format", needs, repr(format), Reason.QUANT_FORMAT_UNSUPPORTED)
         form = FORMATS[format]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,8 @@ class GraphedFunction:
         """
         if not callable(fn):
             raise TypeError(f"fn needs a function, got {type(fn).__name__}")
+        if not isinstance(buckets, Collection) or not all(isinstance(rows, int) for rows in buckets):
+            raise TypeError(f"buckets needs numbers of rows, got {buckets!r:.80}")
         if not buckets or min(buckets) < 1:
             raise ValueError(f"buckets needs numbers of rows of at least 1, got {tuple(buckets)}")
         self._fn = fn

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from layerzero._util.files import decode_json, read_given
+from layerzero._util.files import decode_json, read_given, replace_own
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.perfdb.record import BenchmarkCase
@@ -135,8 +135,11 @@ class Workload(msgspec.Struct, frozen=True):
     name: str = ""
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+        """Write it as JSON, whole or not at all.
+
+        Raises: FileExistsError: another kind of file is at `path`. OSError: it cannot be written.
+        """
+        replace_own(Path(path), msgspec.json.format(msgspec.json.encode(self), indent=1), "calls")
 
     @classmethod
     def load(cls, path: str | Path) -> Workload:

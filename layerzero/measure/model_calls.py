@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from layerzero._util.files import read_given
 from layerzero._util.strict_yaml import quote
 from layerzero.measure.calls import Call, Operand, call, tensor
 from layerzero.spec.errors import ConfigurationError
@@ -61,7 +62,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         config_path = Path(path)
         file = config_path / "config.json" if config_path.is_dir() else config_path
         try:
-            values = json.loads(file.read_text())
+            values = json.loads(read_given(file).decode())
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigurationError(f"{file}: {error}", path=str(file)) from error
         if not isinstance(values, dict):

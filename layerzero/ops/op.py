@@ -263,6 +263,17 @@ class Op:
         return [a for a in args if isinstance(a, Tensor)]
 
 
+def with_zero_gradient(outputs: Any, args: Args) -> Any:
+    """Outputs of `empty`, made to depend on the arguments that want a gradient: theirs is zero."""
+    learning = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    if not (learning and torch.is_grad_enabled()):
+        return outputs
+    if isinstance(outputs, tuple):
+        return tuple(with_zero_gradient(out, args) for out in outputs)
+    nothing = torch.stack([torch.atleast_1d(a)[:0].sum().to(outputs.dtype) for a in learning]).sum()
+    return outputs + nothing
+
+
 def output_like(*positions: int) -> Callable[[Args], tuple[OutputSpec, ...]]:
     """Outputs that have shape and dtype of the operands at these positions."""
     return lambda args: tuple(

@@ -15,11 +15,11 @@ def get(name: str) -> Op:
 
     Raises: UnknownOpError: there is none; the message lists the ops, nearest names first.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"op needs an op's name, got {type(name).__name__}")
     op = OPS.get(name)
     if op is not None:
         return op
-    if not isinstance(name, str):
-        raise TypeError(f"op needs an op's name, got {type(name).__name__}")
     file = FILES.get(name)
     if file is not None:
         importlib.import_module(f"layerzero.ops.{file}")

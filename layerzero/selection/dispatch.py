@@ -21,7 +21,7 @@ import msgspec
 from torch import Tensor
 
 from layerzero._util import foreign, log
-from layerzero.ops.op import Args, Op, Signature
+from layerzero.ops.op import Args, Op, Signature, with_zero_gradient
 from layerzero.selection.context import AgreedTerms, CostModel, KernelLoadError, SelectionContext
 from layerzero.selection.decide import decide, decide_ahead
 from layerzero.selection.key import GRID_VERSION, KeyMaker
@@ -129,7 +129,12 @@ class PlanTable:
         request = self.describe(args, bits)
         empty = self.op.empty
         if empty is not None and empty(args) is not None:
-            plan = Plan(self.op, lambda *full: empty(full), empty_selection(request), request)
+            plan = Plan(
+                self.op,
+                lambda *full: with_zero_gradient(empty(full), full),
+                empty_selection(request),
+                request,
+            )
         elif (rehearsed := self._rehearsed_plan(request, bits, signature)) is not None:
             return rehearsed  # and not remembered: the next rehearsal chooses among what is there then
         else:

@@ -8,6 +8,7 @@ holds, nothing is thrown away.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -152,7 +153,10 @@ class _Drafts:
 
 
 class Generation:
-    """The tokens of one speculative generation; iterate over it. `stats` counts what it took."""
+    """The tokens of one speculative generation; a loop over it continues where the last one was left.
+
+    `stats` counts what it took.
+    """
 
     def __init__(
         self,
@@ -180,6 +184,7 @@ class Generation:
         self._filter: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self._seed, self._overlap = seed, overlap
         self._busy = False
+        self._verified = deque[int]()  # tokens of the text that no loop has read yet
         self._bonus_probs: Tensor | None = (
             None  # the target's distribution of the next token, where it is known
         )
@@ -188,23 +193,25 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[int]:
         while self._num_remaining > 0:
-            if self._busy:
-                raise RuntimeError("a generation needs one consumer: another one waits for its next tokens")
-            self._busy = True
-            try:
-                new = await self._next_tokens()
-            except BaseException as error:
-                self._forget_uncertain()
-                if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-                    raise error.exceptions[0] from None  # a model's own error, not the task group around it
-                raise
-            finally:
-                self._busy = False
-            for token in new:
-                self._num_remaining -= 1
-                yield token
-                if token in self._stop_token_ids or self._num_remaining <= 0:
-                    return
+            if not self._verified:
+                await self._verify_more()
+            token = self._verified.popleft()
+            self._num_remaining = 0 if token in self._stop_token_ids else self._num_remaining - 1
+            yield token
+
+    async def _verify_more(self) -> None:
+        if self._busy:
+            raise RuntimeError("a generation needs one consumer: another one waits for its next tokens")
+        self._busy = True
+        try:
+            self._verified += await self._next_tokens()
+        except BaseException as error:
+            self._forget_uncertain()
+            if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+                raise error.exceptions[0] from None  # a model's own error, not the task group around it
+            raise
+        finally:
+            self._busy = False
 
     def _forget_uncertain(self) -> None:
         """Take both sequences back to the text, whatever a round that broke off had given them."""

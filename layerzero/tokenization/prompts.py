@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero._util import log
+from layerzero.ops.checks import need_int
 from layerzero.spec.errors import TokenizerMismatchError
 from layerzero.spec.reasons import Reason, Rejected
 from layerzero.tokenization.tokens import EncodeOptions, Tokens
@@ -49,13 +50,11 @@ class PromptCache:
     is refused until `forget`. What is found is a copy: a caller may change it. Threads may share a cache.
 
     Args: max_bytes: what entries may take together, their keys included.
-    Raises: ValueError: max_bytes is below 1.
+    Raises: ValueError: max_bytes is below 1. TypeError: it is no int.
     """
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
-        if max_bytes < 1:
-            raise ValueError(f"max_bytes needs to be at least 1, got {max_bytes}")
-        self.max_bytes = max_bytes
+        self.max_bytes = need_int("max_bytes", max_bytes, low=1)
         self._lock = threading.Lock()
         self._entries: OrderedDict[Hashable, _Prompt] = OrderedDict()
         self._digests: dict[str, str] = {}

@@ -39,6 +39,8 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        if special_tokens is not None and not isinstance(special_tokens, Mapping):
+            raise TypeError(f"special_tokens needs texts by name, got {type(special_tokens).__name__}")
         try:
             self._template = environment.from_string(source)
         except Exception as error:  # jinja2's, and Python's of what jinja2 makes of it

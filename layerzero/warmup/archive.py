@@ -15,6 +15,7 @@ import stat
 import zipfile
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -187,7 +188,7 @@ def read_archive(path: str | os.PathLike[str], *, sha256: str | None = None) -> 
         no digest.
     """
     where = Path(path)
-    if sha256 is not None and not _DIGEST.fullmatch(sha256.lower()):
+    if sha256 is not None and not (isinstance(sha256, str) and _DIGEST.fullmatch(sha256.lower())):
         raise ValueError(f"sha256 needs 64 hexadecimal digits, got {sha256!r}")
     try:
         data = files.read_given(where, MAX_FILE_BYTES, trusted=sha256 is None)
@@ -239,10 +240,8 @@ def _need_bundle(path: Path) -> None:
     """Refuse to write over anything but a bundle."""
     if not os.path.lexists(path):
         return
-    try:
-        with zipfile.ZipFile(path) as archive:
+    if path.is_file():  # a pipe or device would not end
+        with suppress(*_DAMAGE), zipfile.ZipFile(path) as archive:
             if archive.namelist()[:1] == [HEAD]:
                 return
-    except (OSError, zipfile.BadZipFile):
-        pass
     raise FileExistsError(17, f"not replaced: it is no file with {HEAD!r}", str(path))

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from layerzero._util.files import decode_json, read_given
+from layerzero._util.files import decode_json, read_given, replace_own
 from layerzero.measure.calls import Call, Workload
 from layerzero.measure.model_calls import PAGE, ModelConfig, decode_calls
 from layerzero.spec.errors import ConfigurationError
@@ -66,8 +66,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return cls(critical=per_rows[0], others=others, name=model.name)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+        """Write it as JSON, whole or not at all.
+
+        Raises: FileExistsError: another kind of file is at `path`. OSError: it cannot be written.
+        """
+        replace_own(Path(path), msgspec.json.format(msgspec.json.encode(self), indent=1), "critical")
 
     @classmethod
     def load(cls, path: str | Path) -> Manifest:

@@ -172,3 +172,15 @@ def test_tables_are_where_the_numbers_are() -> None:
     with torch.device("meta"):
         back = decode_codes(pack_pairs(encode_values(x, element)), element)
     assert back.is_cpu and back.isfinite().all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_any_strides_are_rounded_without_a_warning() -> None:
+    """torch warns, once a process, where it copies before a search."""
+    x, always = torch.randn(64, 4).T, torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        codes, _ = lz_sync.quantize(x, format="nf4")
+    finally:
+        torch.set_warn_always(always)
+    assert torch.equal(codes, lz_sync.quantize(x.contiguous(), format="nf4")[0])

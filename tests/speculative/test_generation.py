@@ -382,3 +382,18 @@ def test_two_consumers_of_one_generation_are_refused() -> None:
     first, second, alone = asyncio.run(main())
     assert first == alone
     assert isinstance(second, RuntimeError) and "one consumer" in str(second)
+
+
+def test_a_text_is_read_on_where_a_loop_left_it() -> None:
+    """A round verifies several tokens: those that no loop took come next, and none behind a stop token."""
+    expected, _ = run(Chain(6, 1.0, Chain(5)), Chain(5), max_tokens=20, seed=4)
+    stop = expected.index(expected[-1])
+
+    async def main(text: speculative.Generation) -> list[int]:
+        steps = [anext(aiter(text), -1) for _ in range(21)]
+        return [token for step in steps if (token := await step) >= 0]
+
+    for stops, end in (((), 20), ((expected[stop],), stop + 1)):
+        models = Chain(6, 1.0, Chain(5)), Chain(5)
+        text = speculative.generate(*models, [0, 1], max_tokens=20, seed=4, stop_token_ids=stops)
+        assert asyncio.run(main(text)) == expected[:end]

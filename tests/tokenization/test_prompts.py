@@ -107,7 +107,7 @@ def test_the_bound_holds_and_the_longest_unused_go_first() -> None:
     assert stats.bytes >= stats.entries * ENTRY_BYTES
     ask(tokenizer, SYSTEM * 40)  # larger than all of it: not kept, and nothing goes for it
     assert cache.stats().entries == stats.entries
-    with pytest.raises(ValueError, match="max_bytes needs to be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_bytes needs an int >= 1, got 0"):
         PromptCache(0)
 
 

@@ -214,6 +214,21 @@ def test_a_file_that_others_can_write_needs_a_pinned_digest(tmp_path: Path) -> N
         read_archive(path, sha256="abc")
 
 
+def test_a_pipe_at_the_place_of_a_bundle_is_not_opened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor a device, both of which may never end."""
+    os.mkfifo(tmp_path / "pipe")
+
+    def opened(*_: object) -> None:
+        raise AssertionError("opened")
+
+    monkeypatch.setattr(zipfile, "ZipFile", opened)
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(FileExistsError, match="not replaced"):
+            write_archive(path, ENVIRONMENT, MEMBERS)
+
+
 def test_nothing_but_a_bundle_is_written_over(tmp_path: Path) -> None:
     """A mistyped path does not cost a file."""
     path = tmp_path / "thesis.txt"

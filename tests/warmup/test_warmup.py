@@ -195,6 +195,21 @@ def test_a_call_whose_arguments_are_wrong_fails_alone(runtime: lz.Runtime) -> No
     assert str(wrong) in problem and "weight" in problem
 
 
+@pytest.mark.parametrize("saved", [Manifest(critical=(norm(1),)), Workload((norm(1),))])
+def test_what_is_saved_replaces_its_own_kind_alone(saved: Manifest | Workload, tmp_path: Path) -> None:
+    """A mistyped path costs no file, and no pipe is waited for."""
+    path = tmp_path / "m.json"
+    for _ in range(2):
+        saved.save(path)
+    assert type(saved).load(path) == saved
+    for other in (tmp_path / "thesis.txt", Path("/dev/null")):
+        if not other.exists():
+            other.write_text("years of work")
+        with pytest.raises(FileExistsError, match="not replaced"):
+            saved.save(other)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
 def test_a_manifest_survives_its_file_and_names_its_content(tmp_path: Path) -> None:
     """The version is a digest of the calls; damage and other formats are named."""
     manifest = Manifest(critical=(norm(1),), others=(norm(2),), name="a")

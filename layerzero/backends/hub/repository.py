@@ -73,8 +73,8 @@ class Hub:
     def __init__(
         self, folder: str | Path, lockfile: str | Path, *, allow: Collection[str], signed: bool = False
     ) -> None:
-        if isinstance(allow, str):
-            raise ConfigurationError(f"allow needs a collection of repositories, got the string {allow!r}")
+        if isinstance(allow, str) or not isinstance(allow, Collection):
+            raise ConfigurationError(f"allow needs a collection of repositories, got {allow!r:.80}")
         self.folder = Path(folder).resolve()
         self.allow = frozenset(allow)
         self.locked = _read(Path(lockfile))

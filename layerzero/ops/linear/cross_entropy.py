@@ -55,6 +55,11 @@ def _check(args: Args) -> CallSpec:
     checks.need_shape("target", target, logits.shape[:-1], " like logits without its last axis")
     classes = logits.shape[-1]
     checks.need_vector("weight", weight, classes, "logits' last axis")
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "weight needs to require no grad (weight.detach(), or torch.no_grad()): losses have no "
+            "gradient for the weights of their classes"
+        )
     checks.need_same_device("logits", logits, target=target, weight=weight)
     need_loss_options(ignore_index, label_smoothing, reduction)
     features = {"label_smoothing": label_smoothing > 0, "class_weights": weight is not None}

@@ -37,14 +37,13 @@ FLOAT_NAMES = ("float32", "float16", "bfloat16", "float64")
 
 
 def _usual_granularity(format: str) -> str:
-    form = ALL_FORMATS.get(format)
-    return "row" if form is None else form.granularities[0]
+    return ALL_FORMATS[checks.need_choice("format", format, ALL_FORMATS)].granularities[0]
 
 
 def _usual_group(format: str, granularity: str) -> int:
-    form = ALL_FORMATS.get(format)
+    form = ALL_FORMATS[checks.need_choice("format", format, ALL_FORMATS)]
     # Eight-bit groups have no usual size.
-    if form is None or (format in FORMATS and granularity != "block"):
+    if format in FORMATS and granularity != "block":
         return 0
     return usual_scales(form, granularity, None)[1]
 

@@ -113,6 +113,7 @@ BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((L, T + 2), {}, ValueError, r"target needs ids in \[0, 3\) \(logits' classes\), got 3 at position 1"),
     ((L, T - 1), {}, ValueError, "got -1 at position 0"),
     ((L, T), {"weight": torch.ones(2)}, ValueError, "weight needs 3 elements"),
+    ((L, T), {"weight": torch.ones(3).requires_grad_()}, ValueError, "weight needs to require no grad"),
     ((L, T), {"ignore_index": 0.5}, TypeError, "ignore_index needs an int"),
     ((L, T), {"label_smoothing": 1.5}, ValueError, "label_smoothing needs a finite number in"),
     ((L, T), {"label_smoothing": "0"}, TypeError, "label_smoothing needs a number"),
