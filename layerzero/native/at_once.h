@@ -69,11 +69,11 @@ Ref costs_at_once(PyObject* front, PyObject* key) {
   return costs;
 }
 
-// (value,) of a call that has run at once.
-PyObject* ran_at_once(PyObject* front, PyObject* costs, PyObject* plan, PyObject* device, PyObject* const* values,
-                      Py_ssize_t count, PyObject* last) {
+// The value of a call that runs at once; empty with an error set.
+Ref ran_at_once(PyObject* front, PyObject* costs, PyObject* plan, PyObject* device, PyObject* const* values, Py_ssize_t count,
+                PyObject* last) {
   Ref value(value_by_plan(plan, device, values, count, last));
-  if (!value) return nullptr;
-  add_to(in_inline.used_us, in_front.inline_runs.of(front).get(), PyFloat_AsDouble(in_costs.alone_us.of(costs).get()));
-  return PyTuple_Pack(1, value.get());
+  if (value)
+    add_to(in_inline.used_us, in_front.inline_runs.of(front).get(), PyFloat_AsDouble(in_costs.alone_us.of(costs).get()));
+  return value;
 }
