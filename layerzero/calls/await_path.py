@@ -8,8 +8,11 @@ call that its cache knows; whatever else it meets, it hands to this one.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, Protocol
+from types import FunctionType
+from typing import Any, NamedTuple, Protocol, cast
 
 from layerzero.calls.blocking import LAST
 from layerzero.ops.checks import need_number
@@ -160,7 +163,16 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
         return result
 
     follow.__name__ = follow.__qualname__ = target.name
-    return Awaitable(call, follow)
+    return Awaitable(cast(Any, _marked(cast(FunctionType, call))), follow)
+
+
+def _marked(call: FunctionType) -> FunctionType:
+    """`call`, which returns coroutines, as `inspect.iscoroutinefunction` knows such functions."""
+    if sys.version_info >= (3, 12):
+        return inspect.markcoroutinefunction(call)
+    # Nothing can be said of a function before; `types.coroutine` changes flags alike.
+    call.__code__ = call.__code__.replace(co_flags=call.__code__.co_flags | inspect.CO_COROUTINE)
+    return call
 
 
 def _needs_no_queue(driver: LoopDriver, pending: PendingCall) -> bool:

@@ -21,7 +21,8 @@ struct Call {
 };
 
 PyTypeObject* CallType = nullptr;
-constexpr const char* AWAITED_ALREADY = "coroutine is being awaited already";  // as Python says
+// As Python says.
+constexpr const char *AWAITED_ALREADY = "coroutine is being awaited already", *ENDED = "cannot reuse already awaited coroutine";
 
 PyObject* new_call(Awaited* cache, PyObject* args, PyObject* kwargs) {
   if (!PyTuple_CheckExact(args) || (kwargs != nullptr && !PyDict_CheckExact(kwargs))) {
@@ -156,7 +157,7 @@ PySendResult call_send(Call* self, PyObject* given, PyObject** out) {
       PyErr_SetString(PyExc_RuntimeError, error.what());
     }
   } else {
-    PyErr_SetString(PyExc_RuntimeError, "cannot reuse already awaited coroutine");
+    PyErr_SetString(PyExc_RuntimeError, ENDED);
   }
   if (how != PYGEN_NEXT) Py_CLEAR(self->inner);
   return how;
@@ -176,6 +177,10 @@ PyObject* call_throw(Call* self, PyObject* const* given, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "throw needs an error, or its type, value and traceback");
     return nullptr;
   }
+  if (self->begun && self->inner == nullptr && self->ticket == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, ENDED);
+    return nullptr;
+  }
   self->begun = 1;
   if (self->inner != nullptr) {
     Ref inner = Ref::to(self->inner);
@@ -191,7 +196,8 @@ PyObject* call_throw(Call* self, PyObject* const* given, Py_ssize_t count) {
     return nullptr;
   }
   if (!PyExceptionClass_Check(type)) {
-    PyErr_Format(PyExc_TypeError, "throw needs an error, got %R", type);
+    PyErr_Format(PyExc_TypeError, "exceptions must be classes or instances deriving from BaseException, not %s",
+                 Py_TYPE(type)->tp_name);
     return nullptr;
   }
   PyErr_SetObject(type, count > 1 && given[1] != Py_None ? given[1] : nullptr);

@@ -999,8 +999,10 @@ int modes_of_call(const Self* self) {
 
 // at_once.h
 Ref costs_at_once(PyObject* front, PyObject* key);
-Ref ran_at_once(PyObject* front, PyObject* costs, PyObject* plan, PyObject* device, PyObject* const* values, Py_ssize_t count,
-                PyObject* last);
+double alone_us_of(PyObject* costs);
+bool alone_runs(PyObject* front, PyObject* loop, double expected_us);
+void add_inline(PyObject* front, double us);
+PyObject* value_by_plan(PyObject* plan, PyObject* device, PyObject* const* values, Py_ssize_t count, PyObject* last);
 
 // The ticket of a call that is known; empty for any other, an error is set or not. Where `ran` is given, a call that needs no
 // queue runs, `ran` is set, and it is the value.
@@ -1032,14 +1034,18 @@ Ref found(Memo* self, PyObject* args, PyObject* kwargs, bool* ran) {
   ++self->hits;
   const Py_ssize_t all = PyTuple_GET_SIZE(self->names);
   if (ran != nullptr && place == HOST) {
-    const bool solo = group.get() == Py_None;
-    if (Ref costs = costs_at_once(front.get(), solo ? self->subject : group.get())) {
+    const bool alone = alone_runs(front.get(), loop.get(), expected_us);
+    Ref costs = alone ? Ref() : costs_at_once(front.get(), group.get() == Py_None ? self->subject : group.get());
+    if (alone || costs) {
       for (Py_ssize_t i = 0; i < all; ++i) {
         PyObject* constant = PyTuple_GET_ITEM(constants.get(), i);
         if (constant != Py_Ellipsis) values[i] = constant;
       }
       *ran = true;
-      return ran_at_once(front.get(), costs.get(), plan.get(), device.get(), values, all, self->last);
+      if (alone) add_inline(front.get(), expected_us);
+      Ref value(value_by_plan(plan.get(), device.get(), values, all, self->last));
+      if (value && costs) add_inline(front.get(), alone_us_of(costs.get()));
+      return value;
     }
   }
   Ref full(PyTuple_New(all));
