@@ -179,9 +179,8 @@ def _message(name: str, message: Any) -> dict[str, Any]:
             raise BadRequest(f"{name} needs parts of type text, got {brief(content)}", name)
         content = "".join(text(name, part["text"]) for part in parts)
     message = {key: text(name, part) for key, part in (known | {"content": content}).items()}
-    if (
-        message["role"] == "developer"
-    ):  # what newer clients call the system; templates know it by the old name
+    # What newer clients call the system: templates know it by its old name.
+    if message["role"] == "developer":
         message["role"] = "system"
     return message
 

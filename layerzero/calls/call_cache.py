@@ -145,9 +145,7 @@ class AwaitedCallCache(_CallCache):
         self._ways: tuple[Any, ...] | None = None
         super().__init__(op)
 
-    def serve(
-        self, last: Any, follow: Callable[..., Any], validate: Callable[[Args], Args] | None
-    ) -> None:
+    def serve(self, last: Any, follow: Callable[..., Any], validate: Callable[[Args], Args] | None) -> None:
         """Make compiled coroutines from here on: `last` notes a thread's last plan, `follow` takes what is
         not known or not queued at once, `validate` checks the values of a known call."""
         self._ways = (last, restore, follow, validate)
