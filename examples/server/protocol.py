@@ -64,7 +64,7 @@ class Constraint:
 class Ask:
     """One request: prompts as text or as token ids, or messages, and how to answer them.
 
-    `choices` is how many each prompt has; `service_tier` names the tier that answers, where one was asked for.
+    `choices` is how many each prompt has; `service_tier` is the tier, where one is asked for.
     """
 
     is_chat: bool

@@ -218,7 +218,7 @@ def test_choices_are_those_of_their_seeds(server: Running, client: openai.OpenAI
 
 
 def test_prompts_of_a_list_are_answered_as_each_alone(server: Running, client: openai.OpenAI) -> None:
-    """Choice k of prompt i has index i * n + k and that prompt's own text, streamed or not; counts are of all."""
+    """Choice k of prompt i has index i * n + k and the text of that prompt alone, streamed or not."""
     prompts: list[Any] = [PROMPT, list(range(400, 440)), "In the beginning"]
     alone = [client.completions.create(**asked(prompt=prompt, n=2, max_tokens=6)) for prompt in prompts]
     texts = [choice.text for one in alone for choice in one.choices]
@@ -240,7 +240,7 @@ def test_prompts_of_a_list_are_answered_as_each_alone(server: Running, client: o
 
 
 def test_a_chat_takes_what_clients_send_unasked(client: openai.OpenAI) -> None:
-    """`store`, `metadata` and a tier change no text; a developer's words are the system's; the tier is told."""
+    """`store`, `metadata` and a tier change no text; a developer speaks as the system; the tier is told."""
     chat: dict[str, Any] = {"model": "generate", "temperature": 0, "max_tokens": 8}
     words: list[Any] = [{"role": "system", "content": "Be brief."}, MESSAGES[-1]]
     plain = client.chat.completions.create(**chat, messages=words)

@@ -1,4 +1,4 @@
-"""An awaited op gives a coroutine like any other: compiled and in Python it behaves the same, case by case."""
+"""An awaited op gives a coroutine like any other: compiled and in Python it behaves the same."""
 
 from __future__ import annotations
 
@@ -242,14 +242,15 @@ async def told_by(name: str, ways: str, module: Any) -> Any:
             for _ in range(3):
                 await asyncio.gather(*(asyncio.create_task(make()) for _ in range(3)))
                 await make()
-            assert (type(call := make()).__name__ == "Call") is (module is not None)
+            call = make()
+            assert (type(call).__name__ == "Call") is (module is not None)
             call.close()
             return await CASES[name](make)
 
 
 @pytest.mark.parametrize("ways", ["alone", "in a line"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_call_behaves_as_pythons_own_coroutine(name: str, ways: str, compiled: Any) -> None:  # noqa: F811
+def test_a_call_behaves_as_pythons_own_coroutine(name: str, ways: str, compiled: Any) -> None:
     """Every case tells the same, compiled and in Python alone."""
     ours, pythons = (asyncio.run(told_by(name, ways, module)) for module in (compiled, None))
     assert ours == pythons
