@@ -86,7 +86,10 @@ bool in_line(Call* self, Ticket* ticket) {
     if (!checked) throw PythonError();
     put(ticket->args, checked.release());
   }
-  return queued(front.get(), ticket);
+  if (queued(front.get(), ticket)) return true;
+  Ref waits(PyObject_CallMethod(front.get(), "submit", "O", ticket));  // whose caller or place is new
+  if (!waits) throw PythonError();
+  return true;
 }
 
 // Its value, once the ticket has ended; the thread's last plan is noted and its modes are as they were.
