@@ -12,10 +12,10 @@ event loop and take turns within each round:
 - `by hand`: futures in a list for each weight, run together at the end of a turn of the loop, with torch's
   own kernels and nothing else: no checks, limits, modes, cancelling or errors.
 
-`of_one_by_one`, `of_in_turns` and `of_by_hand` are how many times less an awaited load takes than on the other
-side, taken round by round: wall time, for the Poisson load the mean time from when a request is due to its
-end. `cpu` has the same of the process's CPU time, which neighbours disturb less; a Poisson load's is no time of
-a request.
+`of_one_by_one`, `of_in_turns` and `of_by_hand` are how many times less an awaited load takes than on the
+other side, taken round by round: wall time; for the Poisson load the mean time from when a request is due to
+its end. `cpu` has the same of the CPU time, which neighbours disturb less; a Poisson load's is no time of a
+request.
 `at_once` is the share of awaited calls that ran in their callers' own steps, `mean_batch` how many of the
 others met.
 """

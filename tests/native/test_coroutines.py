@@ -6,10 +6,12 @@ import asyncio
 import contextvars
 import inspect
 import pickle
+import sys
 import traceback
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -226,26 +228,30 @@ async def is_led_by_another_awaitable(make: Make) -> Any:
     return await outcome(Around()), await outcome(asyncio.create_task(asks()))
 
 
-async def told_by(name: str, ways: str, module: Any) -> Any:
-    """What a case tells, of calls that are known: of one task that is alone, or of several in one line."""
+@asynccontextmanager
+async def known_calls(ways: str, module: Any) -> AsyncIterator[Make]:
+    """Makes calls that are known: of one task that is alone, or of several in one line."""
     FAST_PATH.use(module)
     limits = {"alone": 1e12, "in a line": 0.0}[ways]
-    with lz.start(
-        lz.Settings(warm="off", perfdb=None, inline_limit_us=1e12, max_inline_us=limits), scoped=False
-    ):
+    with lz.start(lz.Settings(warm="off", perfdb=None, inline_limit_us=1e12, max_inline_us=limits)):
         weight, row = torch.eye(WIDTH), torch.ones(1, WIDTH)
 
         def make(x: torch.Tensor = row, **more: Any) -> Any:
             return lz.linear(x, weight, **more)
 
-        with torch.no_grad():
-            for _ in range(3):
-                await asyncio.gather(*(asyncio.create_task(make()) for _ in range(3)))
-                await make()
-            call = make()
-            assert (type(call).__name__ == "Call") is (module is not None)
-            call.close()
-            return await CASES[name](make)
+        for _ in range(3):
+            await asyncio.gather(*(asyncio.create_task(make()) for _ in range(3)))
+            await make()
+        call = make()
+        assert (type(call).__name__ == "Call") is (module is not None)
+        call.close()
+        yield make
+
+
+async def told_by(name: str, ways: str, module: Any) -> Any:
+    """What a case tells."""
+    async with known_calls(ways, module) as make:
+        return await CASES[name](make)
 
 
 @pytest.mark.parametrize("ways", ["alone", "in a line"])
@@ -254,3 +260,32 @@ def test_a_call_behaves_as_pythons_own_coroutine(name: str, ways: str, compiled:
     """Every case tells the same, compiled and in Python alone."""
     ours, pythons = (asyncio.run(told_by(name, ways, module)) for module in (compiled, None))
     assert ours == pythons
+
+
+@pytest.mark.parametrize("ways", ["alone", "in a line"])
+def test_a_known_call_needs_no_coroutine_of_pythons(ways: str, compiled: Any) -> None:
+    """Neither of a task that is alone, nor of tasks that are new to the queue."""
+
+    async def followed() -> int:
+        frames: list[str] = []
+        async with known_calls(ways, compiled) as make:
+            ended = asyncio.Event()
+
+            async def stays() -> None:
+                await make()
+                await ended.wait()
+
+            # Two that have called and are still here: nobody is alone.
+            others = [] if ways == "alone" else [asyncio.create_task(stays()) for _ in range(2)]
+            for _ in range(9):
+                await asyncio.sleep(0)
+            sys.setprofile(lambda frame, event, _: frames.append(frame.f_code.co_name))
+            try:
+                await (asyncio.gather(*(asyncio.create_task(make()) for _ in range(3))) if others else make())
+            finally:
+                sys.setprofile(None)
+            ended.set()
+            await asyncio.gather(*others)
+        return frames.count("follow")
+
+    assert asyncio.run(followed()) == 0
