@@ -107,14 +107,20 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
         batching: str | None = None,
         **kwargs: Any,
     ) -> Coroutine[Any, Any, Any]:
-        known = cache.call
-        if known is not None and backend is None and priority == 1 and timeout is None and batching is None:
-            compiled: Coroutine[Any, Any, Any] = known(args, kwargs)
-            return compiled
+        compiled = cache.call
+        if (
+            compiled is not None
+            and backend is None
+            and priority == 1
+            and timeout is None
+            and batching is None
+        ):
+            coroutine: Coroutine[Any, Any, Any] = compiled(args, kwargs)
+            return coroutine
         return follow(None, args, kwargs, backend, priority, timeout, batching)
 
     async def follow(
-        found: PendingCall | None,
+        cached: PendingCall | None,
         args: Args,
         kwargs: dict[str, Any],
         backend: str | None = None,
@@ -122,9 +128,9 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
         timeout: float | None = None,  # noqa: ASYNC109  the batcher cancels queued calls by it
         batching: str | None = None,
     ) -> Any:
-        if found is None and backend is batching is None:
-            found = cache.find(args, kwargs)
-        subject: Any = target.describe(args, kwargs, backend, batching) if found is None else found
+        if cached is None and backend is batching is None:
+            cached = cache.find(args, kwargs)
+        subject: Any = target.describe(args, kwargs, backend, batching) if cached is None else cached
         # What a cache knows waits in a loop driver; a read-back is no cached call.
         driver: LoopDriver | None = subject.driver
         if driver is None:
@@ -136,7 +142,7 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
         ):
             driver.add_inline_us(subject.expected_us)
             return target.run_inline(subject)
-        if found is None:
+        if cached is None:
             if must_run_inline() is not None:
                 return target.run_inline(subject)
             pending = target.new_call(subject, args, kwargs, backend, batching)
@@ -144,14 +150,14 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
             if elsewhere or subject.device.spans is not None:
                 return await _submit(target, subject, pending, priority, timeout)
         else:
-            pending = found
+            pending = cached
         if priority != 1 or timeout is not None:
             set_priority(pending, driver, priority, timeout)
         elif _needs_no_queue(driver, pending) and (
             driver.inline.ready() or await driver.inline.share(pending)
         ):
             return driver.inline.run(pending, target.run_inline)
-        if validate is not None and found is not None:
+        if validate is not None and cached is not None:
             pending.args = validate(pending.args)
         _ = queue.try_submit(driver, pending) or driver.submit(pending)
         modes = pending.modes
