@@ -228,7 +228,8 @@ class Front(ABC):
 
         Other prompts begin when the first choice of all has been taken: until then nothing is answered.
         """
-        prompts = [await self._prompt(ask, given) for given in ask.prompts or [ask.messages]]
+        asked: list[Any] = [ask.messages] if ask.is_chat else ask.prompts
+        prompts = [await self._prompt(ask, given) for given in asked]
         limits = [self._max_tokens(prompt, ask) for prompt in prompts]
         grammar = await self.grammar(ask.constraint)
         copies = [grammar and grammar.copy() for _ in range(ask.answers)]

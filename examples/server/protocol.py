@@ -178,11 +178,11 @@ def _message(name: str, message: Any) -> dict[str, Any]:
         if any(part["type"] != "text" for part in parts):
             raise BadRequest(f"{name} needs parts of type text, got {brief(content)}", name)
         content = "".join(text(name, part["text"]) for part in parts)
-    message = {key: text(name, part) for key, part in (known | {"content": content}).items()}
+    texts = {key: text(name, part) for key, part in (known | {"content": content}).items()}
     # What newer clients call the system: templates know it by its old name.
-    if message["role"] == "developer":
-        message["role"] = "system"
-    return message
+    if texts["role"] == "developer":
+        texts["role"] = "system"
+    return texts
 
 
 def _metadata(name: str, value: Any) -> None:
