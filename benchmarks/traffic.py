@@ -2,17 +2,20 @@
 
     python benchmarks/traffic.py [--loads NAMES] [--widths N,N] [--callers N] [--quick] [--out FILE]
 
-Without arguments it writes `benchmarks/results/traffic.json`. The three sides run the same coroutines in one
+Without arguments it writes `benchmarks/results/traffic.json`. The four sides run the same coroutines in one
 event loop and take turns within each round:
 
 - `awaited`: `await lz.linear(...)`, every caller a task;
 - `one by one`: `lz.sync`, one request after another, a coroutine around each call (0.1 microseconds);
+- `in turns`: `lz.sync`, of all requests one call each in turns. What a request has read lies in no cache when
+  its turn comes again, as in the awaited load and not one by one: what is left of the difference is ours;
 - `by hand`: futures in a list for each weight, run together at the end of a turn of the loop, with torch's
   own kernels and nothing else: no checks, limits, modes, cancelling or errors.
 
-`of_one_by_one` and `of_by_hand` are how many times less an awaited load takes than on the other side, taken
-round by round: wall time, for the Poisson load the mean time from when a request is due to its end. `cpu` has
-the same of the process's CPU time, which neighbours disturb less; a Poisson load's is no time of a request.
+`of_one_by_one`, `of_in_turns` and `of_by_hand` are how many times less an awaited load takes than on the
+other side, taken round by round: wall time; for the Poisson load the mean time from when a request is due to
+its end. `cpu` has the same of the CPU time, which neighbours disturb less; a Poisson load's is no time of a
+request.
 `at_once` is the share of awaited calls that ran in their callers' own steps, `mean_batch` how many of the
 others met.
 """
@@ -34,14 +37,15 @@ from typing import Any
 import torch
 from harness import environment, show, write
 from torch import Tensor
-from traffic_loads import LOADS, Awaited, ByHand, Load, OneByOne, Ops, World, tokens
+from traffic_loads import LOADS, Awaited, ByHand, InTurns, Load, OneByOne, Ops, World, tokens
 
 import layerzero as lz
 from layerzero.native import FAST_PATH
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "traffic.json"
-AWAITED, ONE_BY_ONE, BY_HAND = "awaited", "one by one", "by hand"
+AWAITED, ONE_BY_ONE, IN_TURNS, BY_HAND = "awaited", "one by one", "in turns", "by hand"
+OVERS = {"of_one_by_one": ONE_BY_ONE, "of_in_turns": IN_TURNS, "of_by_hand": BY_HAND}
 RATE, SERVICE_S = 200.0, 0.0025  # Poisson: requests a second, and what one takes by itself
 POISSON = "poisson"
 
@@ -101,13 +105,12 @@ class Row:
             pairs = zip(seconds[other], seconds[AWAITED], strict=True)
             return round(statistics.median([theirs / ours for theirs, ours in pairs]), 3)
 
+        def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
+            return {name: over(other, seconds) for name, other in OVERS.items()}
+
         return {
-            "of_one_by_one": over(ONE_BY_ONE, self.seconds),
-            "of_by_hand": over(BY_HAND, self.seconds),
-            "cpu": {
-                "of_one_by_one": over(ONE_BY_ONE, self.cpu_s),
-                "of_by_hand": over(BY_HAND, self.cpu_s),
-            },
+            **ratios(self.seconds),
+            "cpu": ratios(self.cpu_s),
             "mean_batch": round(self.calls / max(self.batches, 1), 2),
             "at_once": round(self.at_once / max(self.at_once + self.calls, 1), 3),
             "ms": {side: round(statistics.median(own) * 1e3, 3) for side, own in self.seconds.items()},
@@ -119,7 +122,9 @@ async def measured(
     runtime: lz.Runtime, name: str, world: World, options: argparse.Namespace
 ) -> dict[str, Any]:
     """One load, the sides in turns; the first rounds, in which kernels load, do not count."""
-    sides: dict[str, Ops] = {AWAITED: Awaited(), ONE_BY_ONE: OneByOne(), BY_HAND: ByHand()}
+    sides: dict[str, Ops] = {
+        AWAITED: Awaited(), ONE_BY_ONE: OneByOne(), IN_TURNS: InTurns(), BY_HAND: ByHand()
+    }  # fmt: skip
     steps = 1
 
     async def run(side: str, turn: int) -> float:
@@ -137,7 +142,7 @@ async def measured(
         steps = max(1, round(options.seconds / alone))
     found = Row()
     for turn in range(-options.warm, options.rounds):
-        order = list(sides)[turn % 3 :] + list(sides)[: turn % 3]
+        order = list(sides)[turn % 4 :] + list(sides)[: turn % 4]
         for side in order:
             gc.collect()
             stats = runtime.device("cpu").loop_drivers.stats()
@@ -206,11 +211,11 @@ def main(arguments: list[str] | None = None) -> int:
             asyncio.run(everything(runtime, width))
     show(
         f"Awaited over the others, {options.callers} callers",
-        ("load", "width", "of one by one", "of by hand", "of both in CPU time", "mean batch"),
+        ("load", "width", "of one by one", "of in turns", "of by hand", "of all in CPU time", "mean batch"),
         [
             (
-                name, width, f"{r['of_one_by_one']:.2f}", f"{r['of_by_hand']:.2f}",
-                f"{r['cpu']['of_one_by_one']:.2f}, {r['cpu']['of_by_hand']:.2f}", f"{r['mean_batch']:.1f}",
+                name, width, *(f"{r[over]:.2f}" for over in OVERS),
+                ", ".join(f"{r['cpu'][over]:.2f}" for over in OVERS), f"{r['mean_batch']:.1f}",
             )
             for name, widths in record["loads"].items()
             for width, r in widths.items()

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 from layerzero._util import log
@@ -39,7 +40,7 @@ class _TaskFactory:
         self.users = 0
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
-        if asyncio.iscoroutine(coro):
+        if coro.__class__ is CoroutineType or asyncio.iscoroutine(coro):
             coro = TASK_MODES.isolate(coro)
         if self.previous is None:
             return asyncio.Task(coro, loop=loop, **options)

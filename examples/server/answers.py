@@ -77,7 +77,9 @@ class Usage:
 
 
 class Format(Protocol):
-    """How the answer of one endpoint is spelled."""
+    """How the answer of one endpoint is spelled; `head` is what each of its objects has."""
+
+    head: dict[str, Any]
 
     def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> dict[str, Any]:
         """The answer to a request that does not stream: the pieces of each choice."""

@@ -54,6 +54,8 @@ class Answer:
         self.service, self.ask = service, ask
         form = ChatFormat if ask.is_chat else CompletionFormat
         self.format: Format = form(service.name, service.tokenizer, ask.include_usage)
+        if ask.service_tier is not None:
+            self.format.head["service_tier"] = ask.service_tier
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +89,7 @@ class Answer:
 
     async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """All choices in one answer."""
-        choices: list[list[Piece]] = [[] for _ in range(self.ask.choices)]
+        choices: list[list[Piece]] = [[] for _ in range(self.ask.answers)]
 
         async def collect(piece: Piece) -> None:
             choices[piece.index].append(piece)

@@ -224,28 +224,34 @@ class Front(ABC):
         return usage
 
     async def _choices(self, ask: Ask, emit: Emit) -> Usage:
-        """All choices side by side; the others begin when the first's prompt is computed, and share it."""
-        prompt = await self._prompt(ask)
-        max_tokens = self._max_tokens(prompt, ask)
+        """All choices side by side; a prompt's others begin when its first has computed it, and share it.
+
+        Other prompts begin when the first choice of all has been taken: until then nothing is answered.
+        """
+        asked: list[Any] = [ask.messages] if ask.is_chat else ask.prompts
+        prompts = [await self._prompt(ask, given) for given in asked]
+        limits = [self._max_tokens(prompt, ask) for prompt in prompts]
         grammar = await self.grammar(ask.constraint)
-        copies = [grammar and grammar.copy() for _ in range(ask.choices)]
-        usage = Usage(prompt=len(prompt))
+        copies = [grammar and grammar.copy() for _ in range(ask.answers)]
+        usage = Usage(prompt=sum(map(len, prompts)))
+        begun = [anyio.Event() for _ in prompts]
 
-        async def first(piece: Piece) -> None:
-            await emit(piece)
-            begun.set()
+        async def choice(index: int) -> None:
+            number, later = divmod(index, ask.choices)
 
-        begun = anyio.Event()
+            async def begin(piece: Piece) -> None:
+                await emit(piece)
+                begun[number].set()
+
+            if index:
+                await begun[number if later else 0].wait()
+            given = prompts[number], limits[number], copies[index]
+            await self._choice(index, ask, *given, usage, emit if later else begin)
+
         try:
             async with anyio.create_task_group() as tasks:
-
-                async def later(index: int) -> None:
-                    await begun.wait()
-                    await self._choice(index, ask, prompt, max_tokens, copies[index], usage, emit)
-
-                for index in range(1, ask.choices):
-                    tasks.start_soon(later, index)
-                await self._choice(0, ask, prompt, max_tokens, copies[0], usage, first)
+                for index in range(ask.answers):
+                    tasks.start_soon(choice, index)
         except BaseExceptionGroup as group:
             raise _only(group) from None
         return usage
@@ -260,7 +266,9 @@ class Front(ABC):
         usage: Usage,
         emit: Emit,
     ) -> None:
-        sampling = replace(ask.sampling, seed=(ask.sampling.seed + _SEEDS + index) % (2 * _SEEDS) - _SEEDS)
+        # A prompt among others draws what it draws alone.
+        seed = ask.sampling.seed + index % ask.choices
+        sampling = replace(ask.sampling, seed=(seed + _SEEDS) % (2 * _SEEDS) - _SEEDS)
         text = ChoiceText(index, lz.IncrementalDetokenizer(self.tokenizer, ask.stop))
         choice = Choice(
             prompt, sampling, max_tokens, ask.user, ask.constraint, ask.ignore_eos, index > 0, grammar
@@ -282,21 +290,23 @@ class Front(ABC):
 
     # -- what a request asks, in the model's terms ------------------------------------------------------
 
-    async def _prompt(self, ask: Ask) -> list[int]:
-        """The tokens of a prompt; a long one is encoded beside the loop."""
+    async def _prompt(self, ask: Ask, given: str | list[Any]) -> list[int]:
+        """The tokens of a text, of ids or of messages; a long one is encoded beside the loop."""
         param = "messages" if ask.is_chat else "prompt"
         try:
             self.tokenizer.require(digest=ask.tokenizer)
         except lz.TokenizerMismatchError as mismatch:
             raise OtherTokenizer(str(mismatch), mismatch.problem.reason.value) from mismatch
-        if ask.ids is not None:
-            if not all(0 <= token < self.config.vocab_size for token in ask.ids):
+        if isinstance(given, str):
+            text = given
+        elif not ask.is_chat:
+            if not all(0 <= token < self.config.vocab_size for token in given):
                 raise BadRequest(f"prompt needs token ids in [0, {self.config.vocab_size})", param)
-            return ask.ids
-        if len(ask.messages) > MANY_MESSAGES:
-            text = await anyio.to_thread.run_sync(self._rendered, ask)
+            return given
+        elif len(given) > MANY_MESSAGES:
+            text = await anyio.to_thread.run_sync(self._rendered, given)
         else:
-            text = self._rendered(ask) if ask.is_chat else ask.text
+            text = self._rendered(given)
         if len(text) > self.max_prompt_characters:
             raise BadRequest(
                 f"{param} needs at most {self.max_prompt_characters} characters, got {len(text)}", param
@@ -312,9 +322,9 @@ class Front(ABC):
             raise BadRequest(f"{param} needs at least one token", param)
         return ids
 
-    def _rendered(self, ask: Ask) -> str:
+    def _rendered(self, messages: list[dict[str, Any]]) -> str:
         try:
-            return self.tokenizer.render(ask.messages)
+            return self.tokenizer.render(messages)
         except lz.ChatTemplateError as refused:
             raise BadRequest(str(refused), "messages") from refused
 

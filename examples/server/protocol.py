@@ -22,6 +22,7 @@ from server.fields import (
 )
 
 MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_BIASES = 16, 20, 1024
+MAX_ANSWERS = 128  # choices of all prompts of one request
 _SEED = 1 << 63
 # What a message of an answer has beside its text, and clients send back.
 _ANSWERED = {"refusal", "annotations", "audio", "function_call", "tool_calls"}
@@ -61,11 +62,13 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: a prompt as text, as token ids or as messages, and how to answer it."""
+    """One request: prompts as text or as token ids, or messages, and how to answer them.
+
+    `choices` is how many each prompt has; `service_tier` is the tier, where one is asked for.
+    """
 
     is_chat: bool
-    text: str
-    ids: list[int] | None
+    prompts: list[str | list[int]]
     messages: list[dict[str, Any]]
     sampling: Sampling
     max_tokens: int | None
@@ -77,6 +80,12 @@ class Ask:
     ignore_eos: bool
     user: str
     tokenizer: str | None = None  # the digest that the prompt's tokens are meant by
+    service_tier: str | None = None
+
+    @property
+    def answers(self) -> int:
+        """Choices of all prompts."""
+        return self.choices * max(1, len(self.prompts))
 
 
 _SAMPLING: dict[str, Reader] = {
@@ -136,15 +145,21 @@ def _schema(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
+def _prompts(name: str, value: Any) -> list[str | list[int]]:
+    """One prompt or a list of them."""
+    several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    if len(several) > MAX_ANSWERS:
+        raise BadRequest(f"{name} needs at most {MAX_ANSWERS} prompts, got {len(several)}", name)
+    return [_prompt(name, one) for one in several]
+
+
 def _prompt(name: str, value: Any) -> str | list[int]:
-    """One prompt, as text or as token ids; a list of one of those is that one."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
+    """One prompt, as text or as token ids."""
     if isinstance(value, str):
         return text(name, value)
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         return value
-    raise BadRequest(f"{name} needs one string or one list of token ids, got {brief(value)}", name)
+    raise BadRequest(f"{name} needs strings, or lists of token ids, got {brief(value)}", name)
 
 
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:
@@ -163,7 +178,27 @@ def _message(name: str, message: Any) -> dict[str, Any]:
         if any(part["type"] != "text" for part in parts):
             raise BadRequest(f"{name} needs parts of type text, got {brief(content)}", name)
         content = "".join(text(name, part["text"]) for part in parts)
-    return {key: text(name, part) for key, part in (known | {"content": content}).items()}
+    texts = {key: text(name, part) for key, part in (known | {"content": content}).items()}
+    # What newer clients call the system: templates know it by its old name.
+    if texts["role"] == "developer":
+        texts["role"] = "system"
+    return texts
+
+
+def _metadata(name: str, value: Any) -> None:
+    """At most 16 pairs of short strings, which belong to a stored answer: nothing is stored here."""
+    if not isinstance(value, dict) or len(value) > 16:
+        raise BadRequest(f"{name} needs an object of at most 16 strings, got {brief(value)}", name)
+    for key, string in value.items():
+        if len(text(name, key)) > 64 or len(text(name, string)) > 512:
+            raise BadRequest(f"{name} needs keys of 64 characters and values of 512, got {brief(key)}", name)
+
+
+def _tier(name: str, value: Any) -> str:
+    """The one tier that there is, by its name or left to the server."""
+    if value not in ("auto", "default"):
+        raise BadRequest(f"{name} needs auto or default, got {brief(value)}", name)
+    return "default"
 
 
 _COMMON: dict[str, Reader] = {
@@ -183,7 +218,7 @@ _COMMON: dict[str, Reader] = {
 }
 _COMPLETION: dict[str, Reader] = {
     **_COMMON,
-    "prompt": _prompt,
+    "prompt": _prompts,
     "logprobs": integer(0, MAX_TOP_LOGPROBS),
     "best_of": nothing(1),
     "echo": nothing(False),
@@ -197,6 +232,9 @@ _CHAT: dict[str, Reader] = {
     "top_logprobs": integer(0, MAX_TOP_LOGPROBS),
     "tools": nothing([]),
     "tool_choice": nothing("none"),
+    "store": nothing(False),
+    "metadata": _metadata,
+    "service_tier": _tier,
 }
 
 
@@ -221,16 +259,21 @@ def read(body: bytes, served: str, *, chat: bool = False) -> Ask:
     stream = values.get("stream", False)
     if fields.get("stream_options") and not stream:
         raise BadRequest("stream_options needs stream to be true", "stream_options")
+    choices = values.get("n", 1)
+    if not chat and len(prompt) * choices > MAX_ANSWERS:
+        raise BadRequest(
+            f"prompt needs at most {MAX_ANSWERS} choices, n of each, got {len(prompt)} and {choices}",
+            "prompt",
+        )
     if "response_format" in values and "structured_outputs" in values:
         raise BadRequest("structured_outputs needs to be without response_format", "structured_outputs")
     return Ask(
         is_chat=chat,
-        text=prompt if isinstance(prompt, str) else "",
-        ids=prompt if not chat and isinstance(prompt, list) else None,
+        prompts=[] if chat else prompt,
         messages=prompt if chat else [],
         sampling=_sampling(values, chat),
         max_tokens=_max_tokens(values, chat),
-        choices=values.get("n", 1),
+        choices=choices,
         stop=values.get("stop", ()),
         constraint=values.get("response_format") or values.get("structured_outputs"),
         stream=stream,
@@ -238,6 +281,7 @@ def read(body: bytes, served: str, *, chat: bool = False) -> Ask:
         ignore_eos=values.get("ignore_eos", False),
         user=values.get("user", ""),
         tokenizer=values.get("tokenizer"),
+        service_tier=values.get("service_tier"),
     )
 
 

@@ -3,13 +3,16 @@
 A call is found in its target's cache, or described by the target. A caller that is alone runs it on its own
 thread; every other call becomes a `PendingCall` in the queue of its event loop's driver, and the caller goes
 on under its own modes when the call has ended. The compiled `Call` (native/calls.h) is the same path for a
-call of a batched function that its cache knows; whatever else it meets, it hands to this one.
+call that its cache knows; whatever else it meets, it hands to this one.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, Protocol
+from types import FunctionType
+from typing import Any, NamedTuple, Protocol, cast
 
 from layerzero.calls.blocking import LAST
 from layerzero.ops.checks import need_number
@@ -43,11 +46,13 @@ class Described(NamedTuple):
 
 
 class Cache(Protocol):
-    """What knows calls: `find(args, kwargs, last)` returns a pending call with its driver, or None.
+    """What knows calls: `find(args, kwargs)` returns a pending call with its driver, or None.
 
-    Where `last` is not None, a call that needs no queue may run: its plan is noted there, its value comes as
-    a tuple of one.
+    `call(args, kwargs)` returns the compiled coroutine of a call; it is None where there is none.
     """
+
+    @property
+    def call(self) -> Callable[..., Any] | None: ...
 
     @property
     def find(self) -> Callable[..., Any]: ...
@@ -81,26 +86,51 @@ class Target(Protocol):
         ...
 
 
+class Awaitable(NamedTuple):
+    """How a target is awaited: `call` as people call it, `follow` for a pending call or plain arguments."""
+
+    call: Callable[..., Coroutine[Any, Any, Any]]
+    follow: Callable[..., Coroutine[Any, Any, Any]]
+
+
 def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
     target: Target, cache: Cache, validate: Callable[[Args], Args] | None = None
-) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """The coroutine function that awaits `target`; `validate` checks the values of calls from the cache."""
+) -> Awaitable:
+    """What awaits `target`; `validate` checks the values of calls from the cache."""
     last, queue = LAST, FAST_QUEUE
 
-    async def call(
+    def call(
         *args: Any,
+        backend: str | None = None,
+        priority: int = 1,
+        timeout: float | None = None,
+        batching: str | None = None,
+        **kwargs: Any,
+    ) -> Coroutine[Any, Any, Any]:
+        compiled = cache.call
+        if (
+            compiled is not None
+            and backend is None
+            and priority == 1
+            and timeout is None
+            and batching is None
+        ):
+            coroutine: Coroutine[Any, Any, Any] = compiled(args, kwargs)
+            return coroutine
+        return follow(None, args, kwargs, backend, priority, timeout, batching)
+
+    async def follow(
+        cached: PendingCall | None,
+        args: Args,
+        kwargs: dict[str, Any],
         backend: str | None = None,
         priority: int = 1,
         timeout: float | None = None,  # noqa: ASYNC109  the batcher cancels queued calls by it
         batching: str | None = None,
-        **kwargs: Any,
     ) -> Any:
-        plain = priority == 1 and timeout is None
-        unnamed = backend is batching is None
-        cached: Any = cache.find(args, kwargs, last if plain else None) if unnamed else None
-        if cached.__class__ is tuple:
-            return cached[0]  # it needed no queue
-        subject = target.describe(args, kwargs, backend, batching) if cached is None else cached
+        if cached is None and backend is batching is None:
+            cached = cache.find(args, kwargs)
+        subject: Any = target.describe(args, kwargs, backend, batching) if cached is None else cached
         # What a cache knows waits in a loop driver; a read-back is no cached call.
         driver: LoopDriver | None = subject.driver
         if driver is None:
@@ -112,7 +142,7 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
         ):
             driver.add_inline_us(subject.expected_us)
             return target.run_inline(subject)
-        if isinstance(subject, Described):
+        if cached is None:
             if must_run_inline() is not None:
                 return target.run_inline(subject)
             pending = target.new_call(subject, args, kwargs, backend, batching)
@@ -120,14 +150,14 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
             if elsewhere or subject.device.spans is not None:
                 return await _submit(target, subject, pending, priority, timeout)
         else:
-            pending = subject
-        if not plain:
+            pending = cached
+        if priority != 1 or timeout is not None:
             set_priority(pending, driver, priority, timeout)
         elif _needs_no_queue(driver, pending) and (
             driver.inline.ready() or await driver.inline.share(pending)
         ):
             return driver.inline.run(pending, target.run_inline)
-        if validate is not None and pending is subject:
+        if validate is not None and cached is not None:
             pending.args = validate(pending.args)
         _ = queue.try_submit(driver, pending) or driver.submit(pending)
         modes = pending.modes
@@ -138,6 +168,16 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
             restore(modes)
         return result
 
+    follow.__name__ = follow.__qualname__ = target.name
+    return Awaitable(cast(Any, _marked(cast(FunctionType, call))), follow)
+
+
+def _marked(call: FunctionType) -> FunctionType:
+    """`call`, which returns coroutines, as `inspect.iscoroutinefunction` knows such functions."""
+    if sys.version_info >= (3, 12):
+        return inspect.markcoroutinefunction(call)
+    # Nothing can be said of a function before; `types.coroutine` changes flags alike.
+    call.__code__ = call.__code__.replace(co_flags=call.__code__.co_flags | inspect.CO_COROUTINE)
     return call
 
 

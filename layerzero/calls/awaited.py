@@ -42,7 +42,9 @@ def awaitable(op: Op) -> Callable[..., Any]:
     """
     target = AwaitedOp(op)
     validate = None if op.validate_values_per_batch else op.validate_values
-    return with_signature_of(awaitable_call(target, target.cache, validate), op, WAITING_DOC)
+    call, follow = awaitable_call(target, target.cache, validate)
+    target.cache.serve(LAST, follow, validate)
+    return with_signature_of(call, op, WAITING_DOC)
 
 
 WAITING_DOC = """    Waiting: backend is a kernel's id or a backend's name, for this call alone.

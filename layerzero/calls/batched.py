@@ -59,6 +59,8 @@ class Batched(Generic[R]):
     its own batches, microseconds a row.
     """
 
+    call = None  # `__call__` asks the compiled cache itself
+
     def __init__(self, fn: Callable[..., Any], *, pure: bool, name: str, device: torch.device | None) -> None:
         owner = fn.__self__ if isinstance(fn, MethodType) else None
         self._owner = weakref.ref(owner) if owner is not None else None
@@ -74,13 +76,15 @@ class Batched(Generic[R]):
         self._batch_keys: dict[Hashable, BatchKey] = {}
         self._scoped: MutableMapping[Hashable, _Scoped] = weakref.WeakValueDictionary()
         self.entries: Any = None  # the compiled cache of its calls
-        self._await = awaitable_call(self, self)
+        self._await, self._follow = awaitable_call(self, self)
         self.install_cache(FAST_PATH.module)
         _ALL.add(self)
 
     def install_cache(self, module: Any) -> None:
         """Remember kinds of calls in the compiled twin, or with None go without."""
-        self.entries = None if module is None else module.FunctionCache(self, ACTIVE, SCOPE, LAST, restore)
+        self.entries = (
+            None if module is None else module.FunctionCache(self, ACTIVE, SCOPE, LAST, restore, self._follow)
+        )
         self.find = find_nothing if self.entries is None else self.entries.find
 
     def clear_cache(self) -> None:
@@ -107,10 +111,6 @@ class Batched(Generic[R]):
             return self._await(*args, priority=priority, timeout=timeout, batching=batching)
         call: Awaitable[R] = self.entries.call(args)
         return call
-
-    def _call_async(self, args: Args) -> Awaitable[R]:
-        """A call that the compiled `Call` hands back."""
-        return self._await(*args)
 
     # -- on the await path -------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from layerzero.native import FAST_PATH, UNUSED
 from layerzero.ops.op import Args, Op
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PendingCall
+from layerzero.scheduler.modes.torch_modes import restore
 from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.modes import REHEARSAL
@@ -128,7 +129,7 @@ class BlockingCallCache(_CallCache):
                 device.loader.run_later(FAST_PATH.start)
 
 
-def find_nothing(args: Args, kwargs: dict[str, Any], last: Any = None) -> PendingCall | None:
+def find_nothing(args: Args, kwargs: dict[str, Any]) -> PendingCall | None:
     """A cache's `find` while nothing compiled is there to answer."""
     return None
 
@@ -136,21 +137,29 @@ def find_nothing(args: Args, kwargs: dict[str, Any], last: Any = None) -> Pendin
 class AwaitedCallCache(_CallCache):
     """One op's memo while the compiled twin is there, else None."""
 
-    __slots__ = ("find",)
+    __slots__ = ("_ways", "call", "find")
 
     def __init__(self, op: Op) -> None:
         self.find: Callable[..., Any] = find_nothing
+        self.call: Callable[..., Any] | None = None
+        self._ways: tuple[Any, ...] | None = None
         super().__init__(op)
+
+    def serve(self, last: Any, follow: Callable[..., Any], validate: Callable[[Args], Args] | None) -> None:
+        """Make compiled coroutines from here on: `last` notes a thread's last plan, `follow` takes what is
+        not known or not queued at once, `validate` checks the values of a known call."""
+        self._ways = (last, restore, follow, validate)
+        self.install(FAST_PATH.module)
 
     def install(self, module: Any) -> None:
         """Begin a memo of the compiled twin, or go without."""
         parameters = _parameters(self._op)
-        if module is None or parameters is None:
+        if module is None or parameters is None or self._ways is None:
             self._answer_by(None)
-            self.find = find_nothing
+            self.find, self.call = find_nothing, None
             return
-        self._answer_by(module.CallCache(self._op, *parameters, ACTIVE, SCOPE, REHEARSAL))
-        self.find = self.entries.find
+        self._answer_by(module.CallCache(self._op, *parameters, ACTIVE, SCOPE, REHEARSAL, *self._ways))
+        self.find, self.call = self.entries.find, self.entries.call
 
     def remember(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], full: Args, device: ScheduledDevice, plan: Plan,

@@ -26,10 +26,12 @@ bool shares(PyObject* front, PyObject* inline_runs, PyObject* key, PyObject* cos
   return joins.get() == Py_True;
 }
 
-void add_to(const Attribute& attribute, PyObject* object, double more) {
-  Ref sum(PyFloat_FromDouble(PyFloat_AsDouble(attribute.of(object).get()) + more));
+// Count microseconds of work done inline since the loop's last turn. Throws: PythonError.
+void add_inline(PyObject* front, double us) {
+  Ref inline_runs = in_front.inline_runs.of(front);
+  Ref sum(PyFloat_FromDouble(PyFloat_AsDouble(in_inline.used_us.of(inline_runs.get()).get()) + us));
   if (!sum || PyErr_Occurred()) throw PythonError();
-  attribute.set(object, sum.get());
+  in_inline.used_us.set(inline_runs.get(), sum.get());
 }
 
 // The value of a call, its plan noted; as `AwaitedOp.run_inline`.
@@ -69,11 +71,17 @@ Ref costs_at_once(PyObject* front, PyObject* key) {
   return costs;
 }
 
-// (value,) of a call that has run at once.
-PyObject* ran_at_once(PyObject* front, PyObject* costs, PyObject* plan, PyObject* device, PyObject* const* values,
-                      Py_ssize_t count, PyObject* last) {
-  Ref value(value_by_plan(plan, device, values, count, last));
-  if (!value) return nullptr;
-  add_to(in_inline.used_us, in_front.inline_runs.of(front).get(), PyFloat_AsDouble(in_costs.alone_us.of(costs).get()));
-  return PyTuple_Pack(1, value.get());
+// Whether the task that asks is alone here and may run a call of so many microseconds; as `LoopDriver.may_inline`.
+// Throws: PythonError.
+bool alone_runs(PyObject* front, PyObject* loop, double expected_us) {
+  if (!has(in_front.lane, front)) return false;
+  Ref alone = in_front.alone.of(front);
+  if (alone.get() == Py_None || !(expected_us < PyFloat_AsDouble(in_front.inline_limit.of(front).get()))) return false;
+  Ref inline_runs = in_front.inline_runs.of(front);
+  const double used_us = PyFloat_AsDouble(in_inline.used_us.of(inline_runs.get()).get());
+  const bool room = used_us < PyFloat_AsDouble(in_inline.max_us.of(inline_runs.get()).get());
+  if (PyErr_Occurred()) throw PythonError();
+  return room && task_of(loop).get() == alone.get();
 }
+
+double alone_us_of(PyObject* costs) { return PyFloat_AsDouble(in_costs.alone_us.of(costs).get()); }

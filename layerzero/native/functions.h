@@ -10,17 +10,14 @@ struct Kind {
 
 enum Home { DEVICES, DEVICE, FRONTS, HOMES };
 
-struct Kinds {
-  PyObject_HEAD
-  PyObject *function, *active, *scope;
-  PyObject *last, *restore;  // what notes a thread's last plan, and what puts modes back in force
-  Ref* home;                 // devices, device, fronts
-  Loop* last_loop;           // the loop that asked last
+struct Kinds : Awaited {
+  Ref* home;        // devices, device, fronts
+  Loop* last_loop;  // the loop that asked last
   Table<Kind>* known;
 
   template <typename F>
   void each(F&& visit) {
-    all_of(visit, function, active, scope, last, restore);
+    all_of(visit, subject, active, scope, last, restore, follow);
   }
   template <typename F>
   void inside(F&& visit) const {
@@ -39,7 +36,8 @@ struct Kinds {
   }
   void drop() {
     forget();
-    Py_CLEAR(function);
+    Py_CLEAR(subject);
+    Py_CLEAR(follow);
   }
   void end() {
     delete known;
@@ -116,7 +114,7 @@ Ref ticket_of(Kinds* self, PyObject* args, int modes, Ref front, double us_per_r
   Ref device = Ref::to(self->home[DEVICE].get());
   Ticket* ticket = blank_ticket();
   if (ticket == nullptr) return Ref();
-  ticket->op = Ref::to(self->function).release();
+  ticket->op = Ref::to(self->subject).release();
   ticket->args = Ref::to(args).release();
   ticket->group = group.release();
   ticket->modes = around.release();
@@ -133,20 +131,24 @@ Ref ticket_of(Kinds* self, PyObject* args, int modes, Ref front, double us_per_r
 
 // The mean time of a row, which the function measures at each run; negative with an error set.
 double us_per_row_of(Kinds* self) {
-  Ref us(PyObject_GetAttr(self->function, known.us_per_row));
+  Ref us(PyObject_GetAttr(self->subject, known.us_per_row));
   return us ? PyFloat_AsDouble(us.get()) : -1.0;
 }
 
-// find(args, keywords[, last]): the ticket of a call whose kind is known, its front in it; None for any other.
+// The ticket of a call whose kind is known, its front in it; empty for any other. An error is set or not.
+Ref found(Kinds* self, PyObject* args) {
+  int modes = -1;
+  Ref front = front_here(self, modes);
+  if (!front) return Ref();
+  const double us_per_row = us_per_row_of(self);
+  return PyErr_Occurred() ? Ref() : ticket_of(self, args, modes, std::move(front), us_per_row);
+}
+
+// find(args, keywords): that ticket, or None.
 PyObject* kinds_find(Kinds* self, PyObject* const* given, Py_ssize_t count) {
-  if (count < 2 || count > 3 || !PyTuple_CheckExact(given[0]) || !PyDict_CheckExact(given[1]) || PyDict_GET_SIZE(given[1])) return none();
+  if (count != 2 || !PyTuple_CheckExact(given[0]) || !PyDict_CheckExact(given[1]) || PyDict_GET_SIZE(given[1])) return none();
   return guarded([&]() -> PyObject* {
-    int modes = -1;
-    Ref front = front_here(self, modes);
-    if (!front) return PyErr_Occurred() ? nullptr : none();
-    const double us_per_row = us_per_row_of(self);
-    if (PyErr_Occurred()) return nullptr;
-    Ref ticket = ticket_of(self, given[0], modes, std::move(front), us_per_row);
+    Ref ticket = found(self, given[0]);
     if (!ticket) return PyErr_Occurred() ? nullptr : none();
     return ticket.release();
   });
@@ -187,9 +189,9 @@ PyObject* kinds_forget(Kinds* self, PyObject*) {
 }
 
 PyObject* kinds_new(PyTypeObject* type, PyObject* given, PyObject*) {
-  PyObject *function, *active, *scope, *last, *restore;
-  if (!PyArg_ParseTuple(given, "OOOOO", &function, &active, &scope, &last, &restore)) return nullptr;
-  auto* self = made<Kinds>(type, {function, active, scope, last, restore});
+  PyObject *function, *active, *scope, *last, *restore, *follow;
+  if (!PyArg_ParseTuple(given, "OOOOOO", &function, &active, &scope, &last, &restore, &follow)) return nullptr;
+  auto* self = made<Kinds>(type, {function, active, scope, last, restore, follow});
   if (self == nullptr) return nullptr;
   self->home = new Ref[HOMES];
   self->last_loop = new Loop();

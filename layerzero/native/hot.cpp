@@ -160,7 +160,7 @@ PyObject* next_of(T* self) {
 
 // Names and constants that are made once.
 struct Known {
-  PyObject *devices, *snapshot, *context, *wake, *call_soon, *on, *empty, *plan, *us_per_row, *call;
+  PyObject *devices, *snapshot, *context, *wake, *call_soon, *on, *empty, *plan, *us_per_row, *call, *name;
   PyObject *running_loop, *thread_id;
   PyObject *forward, *current_level;  // the names of torch.autograd.forward_ad, and the one that says its level
   PyObject *task, *ended;  // asyncio's class, and a future with a result
@@ -821,16 +821,23 @@ struct Remembered {
   Table<Entry> entries;
 };
 
-struct Memo {
+// What the two caches of awaited calls have alike: what `Call` (calls.h) needs of one.
+struct Awaited {
   PyObject_HEAD
-  PyObject *op, *names, *defaults, *active, *scope, *rehearsal;
+  PyObject *subject, *active, *scope;  // the op, or the batched function
+  PyObject *last, *restore;            // what notes a thread's last plan, and what puts modes back in force
+  PyObject* follow;                    // Python's coroutine function of a call: of a ticket that is found, or from anew
+};
+
+struct Memo : Awaited {
+  PyObject *names, *defaults, *rehearsal, *validate;
   Py_ssize_t positional;
   unsigned long long hits;  // calls it has found
   Remembered* kept;
 
   template <typename F>
   void each(F&& visit) {
-    all_of(visit, op, names, defaults, active, scope, rehearsal);
+    all_of(visit, subject, active, scope, last, restore, follow, names, defaults, rehearsal, validate);
   }
   template <typename F>
   void inside(F&& visit) const {
@@ -992,28 +999,30 @@ int modes_of_call(const Self* self) {
 
 // at_once.h
 Ref costs_at_once(PyObject* front, PyObject* key);
-PyObject* ran_at_once(PyObject* front, PyObject* costs, PyObject* plan, PyObject* device, PyObject* const* values,
-                      Py_ssize_t count, PyObject* last);
+double alone_us_of(PyObject* costs);
+bool alone_runs(PyObject* front, PyObject* loop, double expected_us);
+void add_inline(PyObject* front, double us);
+PyObject* value_by_plan(PyObject* plan, PyObject* device, PyObject* const* values, Py_ssize_t count, PyObject* last);
 
-PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
-  if (count < 2 || count > 3 || self->kept->entries.empty()) return none();
-  PyObject* args = given[0];
-  PyObject* kwargs = given[1];
+// The ticket of a call that is known; empty for any other, an error is set or not. Where `ran` is given, a call that needs no
+// queue runs, `ran` is set, and it is the value.
+Ref found(Memo* self, PyObject* args, PyObject* kwargs, bool* ran) {
+  if (self->kept->entries.empty()) return Ref();
   const int modes = modes_of_call(self);
-  if (modes < 0) return PyErr_Occurred() ? nullptr : none();
+  if (modes < 0) return Ref();
   if (!valid(self->kept, self->active)) {
     self->drop();
-    return none();
+    return Ref();
   }
   Ref loop = loop_here(self->kept->last_loop);
-  if (!loop) return PyErr_Occurred() ? nullptr : none();  // Python says what that needs
+  if (!loop) return Ref();  // Python says what that needs
   Ref front = Ref::to(PyDict_GetItemWithError(self->kept->fronts.get(), loop.get()));
-  if (!front) return PyErr_Occurred() ? nullptr : none();
+  if (!front) return Ref();
   PyObject* values[MAX_PARAMETERS];
   Key key;
-  if (!bind(self, args, kwargs, values) || !make_key(self, modes | switches_here(), values, key)) return none();
+  if (!bind(self, args, kwargs, values) || !make_key(self, modes | switches_here(), values, key)) return Ref();
   const auto found = self->kept->entries.find(key.view());
-  if (found == self->kept->entries.end()) return none();
+  if (found == self->kept->entries.end()) return Ref();
   // References of our own before anything is made: a collection may run code that forgets the entry.
   const Entry& entry = found->second;
   Ref plan = Ref::to(entry.plan.get()), group = Ref::to(entry.group.get()), around = Ref::to(entry.modes.get());
@@ -1021,28 +1030,33 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
   const double expected_us = entry.expected_us;
   const long long tokens = entry.tokens, bytes = entry.bytes;
   const int place = entry.place;
-  if (!usual(self, place)) return none();
+  if (!usual(self, place)) return Ref();
   ++self->hits;
   const Py_ssize_t all = PyTuple_GET_SIZE(self->names);
-  if (count == 3 && given[2] != Py_None && place == HOST) {
-    const bool solo = group.get() == Py_None;
-    if (Ref costs = costs_at_once(front.get(), solo ? self->op : group.get())) {
+  if (ran != nullptr && place == HOST) {
+    const bool alone = alone_runs(front.get(), loop.get(), expected_us);
+    Ref costs = alone ? Ref() : costs_at_once(front.get(), group.get() == Py_None ? self->subject : group.get());
+    if (alone || costs) {
       for (Py_ssize_t i = 0; i < all; ++i) {
         PyObject* constant = PyTuple_GET_ITEM(constants.get(), i);
         if (constant != Py_Ellipsis) values[i] = constant;
       }
-      return ran_at_once(front.get(), costs.get(), plan.get(), device.get(), values, all, given[2]);
+      *ran = true;
+      if (alone) add_inline(front.get(), expected_us);
+      Ref value(value_by_plan(plan.get(), device.get(), values, all, self->last));
+      if (value && costs) add_inline(front.get(), alone_us_of(costs.get()));
+      return value;
     }
   }
   Ref full(PyTuple_New(all));
-  if (!full) return nullptr;
+  if (!full) return Ref();
   for (Py_ssize_t i = 0; i < all; ++i) {
     PyObject* constant = PyTuple_GET_ITEM(constants.get(), i);
     PyTuple_SET_ITEM(full.get(), i, Ref::to(constant == Py_Ellipsis ? values[i] : constant).release());
   }
   Ticket* ticket = blank_ticket();
-  if (ticket == nullptr) return nullptr;
-  ticket->op = Ref::to(self->op).release();
+  if (ticket == nullptr) return Ref();
+  ticket->op = Ref::to(self->subject).release();
   ticket->args = full.release();
   ticket->group = group.release();
   ticket->modes = around.release();
@@ -1056,14 +1070,20 @@ PyObject* found_ticket(Memo* self, PyObject* const* given, Py_ssize_t count) {
   ticket->surroundings = modes;
   ticket->place = place;
   PyObject_GC_Track(ticket);
-  return reinterpret_cast<PyObject*>(ticket);
+  return Ref(reinterpret_cast<PyObject*>(ticket));
 }
 
-// find(args, kwargs): the ticket of a call that is known, with its front; None for any other. With a third argument, where a
-// thread's last plan is noted unless it is None, a call that needs no queue runs: (value,).
+// find(args, kwargs): the ticket of a call that is known, with its front; None for any other.
 PyObject* memo_find(Memo* self, PyObject* const* given, Py_ssize_t count) {
-  return guarded([&] { return found_ticket(self, given, count); });
+  if (count != 2) return none();
+  return guarded([&]() -> PyObject* {
+    Ref ticket = found(self, given[0], given[1], nullptr);
+    if (!ticket) return PyErr_Occurred() ? nullptr : none();
+    return ticket.release();
+  });
 }
+
+PyObject* memo_call(Memo* self, PyObject* const* given, Py_ssize_t count);
 
 // remember(args, kwargs, full, shared, (devices, device, snapshot, fronts), plan, group, modes, tokens, bytes,
 // expected_us): whether `find` will know such a call.
@@ -1119,14 +1139,14 @@ PyObject* memo_forget(Memo* self, PyObject*) {
 }
 
 PyObject* memo_new(PyTypeObject* type, PyObject* given, PyObject*) {
-  PyObject *op, *names, *defaults, *active, *scope, *rehearsal;
+  PyObject *op, *names, *defaults, *active, *scope, *rehearsal, *last, *restore, *follow, *validate;
   Py_ssize_t positional;
-  if (!PyArg_ParseTuple(given, "OO!O!nOOO", &op, &PyTuple_Type, &names, &PyTuple_Type, &defaults, &positional, &active,
-                        &scope, &rehearsal))
+  if (!PyArg_ParseTuple(given, "OO!O!nOOOOOOO", &op, &PyTuple_Type, &names, &PyTuple_Type, &defaults, &positional, &active,
+                        &scope, &rehearsal, &last, &restore, &follow, &validate))
     return nullptr;
   Ref own(interned(names, defaults));
   if (!own) return nullptr;
-  auto* self = made<Memo>(type, {op, own.get(), defaults, active, scope, rehearsal});
+  auto* self = made<Memo>(type, {op, active, scope, last, restore, follow, own.get(), defaults, rehearsal, validate});
   if (self == nullptr) return nullptr;
   self->positional = positional;
   self->hits = 0;
@@ -1138,19 +1158,19 @@ PyObject* memo_new(PyTypeObject* type, PyObject* given, PyObject*) {
 PyObject* memo_size(Memo* self, void*) { return PyLong_FromSize_t(self->kept->entries.size()); }
 
 PyMethodDef memo_methods[] = {
-    method("find", memo_find, METH_FASTCALL, "The ticket of a known call, (value,) of one that ran at once, or None."),
+    method("call", memo_call, METH_FASTCALL, "What awaits the op with these arguments."),
+    method("find", memo_find, METH_FASTCALL, "The ticket of a known call, or None."),
     method("remember", memo_remember, METH_VARARGS, "Whether `find` will know such a call."),
     method("forget", memo_forget, METH_NOARGS, "Drop everything."),
     {nullptr, nullptr, 0, nullptr}};
+PyObject* memo_hits(Memo* self, void*) { return PyLong_FromUnsignedLongLong(self->hits); }
 PyGetSetDef memo_getset[] = {{"size", reinterpret_cast<getter>(memo_size), nullptr, "Calls it knows.", nullptr},
+                             {"hits", reinterpret_cast<getter>(memo_hits), nullptr, "How often it was asked for one it knew.", nullptr},
                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
-PyMemberDef memo_members[] = {
-    {"hits", T_ULONGLONG, offsetof(Memo, hits), READONLY, "How often it was asked for one it knew."}, {nullptr, 0, 0, 0, nullptr}};
 
 PyTypeObject* memo_class() {
   return class_of<Memo>("layerzero.native.CallCache", "What is known about the calls of one op.",
-                        {slot(Py_tp_new, memo_new), slot(Py_tp_methods, memo_methods), slot(Py_tp_getset, memo_getset),
-                         slot(Py_tp_members, memo_members)});
+                        {slot(Py_tp_new, memo_new), slot(Py_tp_methods, memo_methods), slot(Py_tp_getset, memo_getset)});
 }
 
 // -- batched functions, and the way into the queue ----------------------------------------------------------
@@ -1198,7 +1218,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "layerzero_hot", nullptr, -1, f
 PyMODINIT_FUNC PyInit_layerzero_hot() {
   const std::pair<PyObject**, const char*> names[] = {
       {&known.devices, "devices"}, {&known.snapshot, "snapshot"}, {&known.context, "context"}, {&known.on, "on"},
-      {&known.wake, "wake"}, {&known.call_soon, "call_soon"}, {&known.plan, "plan"}, {&known.call, "call"},
+      {&known.wake, "wake"}, {&known.call_soon, "call_soon"}, {&known.plan, "plan"}, {&known.call, "call"}, {&known.name, "name"},
       {&known.us_per_row, "us_per_row"}, {&known.current_level, "_current_level"}, {&known.thread_id, "_thread_id"}};
   for (const auto& [name, text] : names)
     if ((*name = PyUnicode_InternFromString(text)) == nullptr) return nullptr;

@@ -37,11 +37,11 @@ struct Attribute {
 };
 
 struct FrontAttributes {
-  Attribute ahead, alone, ambient_grad, at_once, armed, callers, inline_runs, lane, loop, now, runs, stepping;
+  Attribute ahead, alone, ambient_grad, at_once, armed, callers, inline_limit, inline_runs, lane, loop, now, runs, stepping;
 } in_front;
 struct LaneAttributes { Attribute backlog, caps, draining, in_flight, queued, queued_bytes, stats, sweep, turn_owed, urgent; } in_lane;
 struct GroupAttributes { Attribute busy, bytes, count, lines, slots, tokens; } in_group;
-struct InlineAttributes { Attribute inflight, limit_us, used_us; } in_inline;
+struct InlineAttributes { Attribute inflight, limit_us, max_us, used_us; } in_inline;
 struct CostsAttributes { Attribute alone_us, callers, until_anew, untimed; } in_costs;
 struct OtherAttributes {
   Attribute caller_last, caller_slot, caps_bytes, caps_items, ran_at_once, slot_count, submitted, sweep_arrived, sweep_groups,
@@ -73,7 +73,8 @@ PyObject* attributes(PyObject*, PyObject* given) {
       {front, "ambient_grad", in_front.ambient_grad}, {front, "at_once", in_front.at_once}, {front, "_callers", in_front.callers},
       {front, "batcher", in_front.lane}, {front, "loop", in_front.loop}, {front, "_now_s", in_front.now},
       {front, "stepping", in_front.stepping}, {front, "inline", in_front.inline_runs}, {front, "_runs", in_front.runs},
-      {inlined, "used_us", in_inline.used_us}, {inlined, "limit_us", in_inline.limit_us}, {runs, "inflight", in_inline.inflight},
+      {inlined, "used_us", in_inline.used_us}, {inlined, "limit_us", in_inline.limit_us}, {inlined, "max_us", in_inline.max_us},
+      {front, "inline_limit_us", in_front.inline_limit}, {runs, "inflight", in_inline.inflight},
       {costs, "alone_us", in_costs.alone_us}, {costs, "callers", in_costs.callers}, {costs, "untimed", in_costs.untimed},
       {costs, "until_anew", in_costs.until_anew}, {stats, "at_once", in_rest.ran_at_once},
       {lane, "_waiting_for_room", in_lane.backlog}, {lane, "limits", in_lane.caps}, {lane, "draining", in_lane.draining},
@@ -122,12 +123,17 @@ void insert(const Ref& dict, PyObject* key) {
   if (PyDict_SetItem(dict.get(), key, Py_None)) throw PythonError();
 }
 
+Ref task_of(PyObject* loop) {
+  Ref task = tasks != nullptr ? looked_up(tasks, loop) : Ref(PyObject_CallOneArg(current_task, loop));
+  if (PyErr_Occurred()) throw PythonError();
+  return task;
+}
+
 // The caller that submits now: the coroutine being stepped, else the current task if the front knows it.
 Ref caller_of(PyObject* front, PyObject* loop) {
   Ref stepping = in_front.stepping.of(front);
   if (stepping.get() != Py_None) return stepping;
-  Ref task = tasks != nullptr ? looked_up(tasks, loop) : Ref(PyObject_CallOneArg(current_task, loop));
-  if (PyErr_Occurred()) throw PythonError();
+  Ref task = task_of(loop);
   return task ? looked_up(in_front.callers.of(front).get(), task.get()) : Ref();
 }
 

@@ -102,7 +102,7 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
     [
         ({"model": None}, "model"),
         ({"model": 9}, "model"),
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
         ({"prompt": [5000]}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),

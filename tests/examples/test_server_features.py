@@ -217,6 +217,44 @@ def test_choices_are_those_of_their_seeds(server: Running, client: openai.OpenAI
     assert server.settled() == NOTHING
 
 
+def test_prompts_of_a_list_are_answered_as_each_alone(server: Running, client: openai.OpenAI) -> None:
+    """Choice k of prompt i has index i * n + k and the text of that prompt alone, streamed or not."""
+    prompts: list[Any] = [PROMPT, list(range(400, 440)), "In the beginning"]
+    alone = [client.completions.create(**asked(prompt=prompt, n=2, max_tokens=6)) for prompt in prompts]
+    texts = [choice.text for one in alone for choice in one.choices]
+    many: Any = asked(prompt=[PROMPT, prompts[1], prompts[2]], n=2, max_tokens=6)
+    whole = client.completions.create(**many)
+    assert [(choice.index, choice.text) for choice in whole.choices] == list(enumerate(texts))
+    assert whole.usage and whole.usage.prompt_tokens == sum(
+        one.usage.prompt_tokens for one in alone if one.usage
+    )
+    assert whole.usage.completion_tokens == 36
+    streamed = [""] * 6
+    for event in client.completions.create(**many, stream=True):
+        streamed[event.choices[0].index] += event.choices[0].text
+    assert streamed == texts
+    too_long = [PROMPT, [5] * 5000]
+    with pytest.raises(openai.BadRequestError, match="prompt"):
+        client.completions.create(**asked(prompt=too_long, max_tokens=6))
+    assert server.settled() == NOTHING
+
+
+def test_a_chat_takes_what_clients_send_unasked(client: openai.OpenAI) -> None:
+    """`store`, `metadata` and a tier change no text; a developer speaks as the system; the tier is told."""
+    chat: dict[str, Any] = {"model": "generate", "temperature": 0, "max_tokens": 8}
+    words: list[Any] = [{"role": "system", "content": "Be brief."}, MESSAGES[-1]]
+    plain = client.chat.completions.create(**chat, messages=words)
+    assert plain.service_tier is None
+    words[0] = {"role": "developer", "content": "Be brief."}
+    more: dict[str, Any] = {"store": False, "metadata": {"run": "7"}, "service_tier": "auto"}
+    whole = client.chat.completions.create(**chat, **more, messages=words)
+    assert whole.choices[0].message.content == plain.choices[0].message.content
+    events = list(client.chat.completions.create(**chat, **more, messages=words, stream=True))
+    assert {whole.service_tier, *(event.service_tier for event in events)} == {"default"}
+    with pytest.raises(openai.BadRequestError, match="store"):
+        client.chat.completions.create(**chat, messages=words, store=True)
+
+
 def test_the_last_seed_has_a_successor(server: Running, client: openai.OpenAI) -> None:
     """Seeds of further choices wrap at 64 bits."""
     choices = client.completions.create(**asked(n=2, seed=(1 << 63) - 1, max_tokens=6)).choices

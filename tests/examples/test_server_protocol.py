@@ -45,6 +45,26 @@ def test_what_is_asked_arrives() -> None:
         assert ask.constraint == Constraint("structured_outputs", regex="a+")
 
 
+def test_what_clients_send_without_being_asked_is_taken() -> None:
+    """Nothing is stored, and there is one tier; a developer is what a template calls the system."""
+    ask = asked(
+        True, store=False, metadata={"a": "b"}, service_tier="auto",
+        messages=[{"role": "developer", "content": "a"}, {"role": "user", "content": "developer"}],
+    )  # fmt: skip
+    assert [message["role"] for message in ask.messages] == ["system", "user"]
+    assert ask.service_tier == "default" and asked(True, metadata=None, store=None).service_tier is None
+
+
+def test_a_list_of_prompts_is_several() -> None:
+    """Texts and lists of ids, mixed or not; a list of ids alone is one prompt."""
+    for prompt, prompts in (
+        (["a", "b"], ["a", "b"]), ([[1, 2], [3]], [[1, 2], [3]]), (["a", [3]], ["a", [3]]),
+        ("a", ["a"]), ([1, 2], [[1, 2]]), ([[1, 2]], [[1, 2]]),
+    ):  # fmt: skip
+        ask = asked(prompt=prompt, n=3)
+        assert (ask.prompts, ask.choices, ask.answers) == (prompts, 3, 3 * len(prompts))
+
+
 def test_what_is_not_asked_is_the_apis_default() -> None:
     """16 tokens for a completion and no bound for a chat; nothing else is asked; seeds differ."""
     ask, chat = asked(), asked(True)
@@ -122,12 +142,16 @@ BOTH: list[tuple[dict[str, Any], str]] = [
         "structured_outputs",
     ),
     ({"beam": 4}, "beam"),
-    ({"store": False}, "store"),
 ]
 COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
-    ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": ["a", 5]}, "prompt"),
+    ({"prompt": ["a", [5]], "n": "2"}, "n"),
+    ({"prompt": [[5], []]}, "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"prompt": ["a"] * 9, "n": 15}, "prompt"),
     ({"prompt": [True]}, "prompt"),
+    ({"store": False}, "store"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
@@ -153,6 +177,15 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 3, "max_completion_tokens": 3}, "max_completion_tokens"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
+    ({"store": True}, "store"),
+    ({"store": 0}, "store"),
+    ({"metadata": ["a"]}, "metadata"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"metadata": {"a" * 65: "b"}}, "metadata"),
+    ({"metadata": {"a": "b" * 513}}, "metadata"),
+    ({"metadata": {str(key): "b" for key in range(17)}}, "metadata"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"service_tier": ["auto"]}, "service_tier"),
     ({"prompt": "a"}, "prompt"),
 ]
 REFUSED = [(chat, *row) for chat in (False, True) for row in (*BOTH, *(CHAT if chat else COMPLETION))]
@@ -190,6 +223,7 @@ VALUES = st.recursive(
 NAMES = [
     "temperature", "top_k", "logit_bias", "seed", "n", "stop", "stream", "stream_options", "response_format",
     "structured_outputs", "user", "prompt", "messages", "logprobs", "top_logprobs", "max_tokens", "tools",
+    "store", "metadata", "service_tier",
 ]  # fmt: skip
 
 

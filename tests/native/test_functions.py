@@ -261,7 +261,7 @@ async def test_a_known_call_is_a_coroutine_like_any_other() -> None:
         closed.close()
         with pytest.raises(RuntimeError, match="already awaited"):
             closed.send(None)
-        with pytest.warns(RuntimeWarning, match="<batched Model.double> was never awaited"):
+        with pytest.warns(RuntimeWarning, match="coroutine .Model.double. was never awaited"):
             call(x, "a")
 
 
