@@ -24,7 +24,10 @@ EACH = [pytest.param(f, marks=() if f in FEW else pytest.mark.slow) for f in mod
 OWN_ATTENTION = frozenset({"deberta", "deberta_first"})
 LAYERS = 2
 # Of each part, the operator that a graph of a model with a gradient and labels holds, and how often.
-OPERATORS = {"attention": ("attention", LAYERS), "rope": ("rope", LAYERS), "loss": ("cross_entropy", 1)}
+OPERATORS = {
+    "attention": ("attention", LAYERS), "norm": ("rms_norm", 2 * LAYERS + 1), "rope": ("rope", LAYERS),
+    "loss": ("cross_entropy", 1),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +38,11 @@ def compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled(model: Any) -> tuple[Any, CompileCounterWithBackend]:
+def compiled(model: Any, **options: Any) -> tuple[Any, CompileCounterWithBackend]:
     """The model compiled whole, and what counts its graphs; a break raises."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
-    return torch.compile(model, fullgraph=True, backend=counter), counter
+    return torch.compile(model, fullgraph=True, backend=counter, **options), counter
 
 
 def operators(counter: CompileCounterWithBackend) -> Counter[str]:
@@ -50,7 +53,7 @@ def operators(counter: CompileCounterWithBackend) -> Counter[str]:
 
 @pytest.mark.parametrize("family", EACH)
 def test_a_patched_model_is_one_graph_with_the_numbers_of_the_model(family: str) -> None:
-    """Every part patched; attention, rotations and feed-forward blocks are our operators."""
+    """Every part patched; attention, norms, rotations and feed-forward blocks are our operators."""
     model = models.build(family)
     plain = models.answer(model, family)
     table = lz.patch_table(lz.patch(model))
@@ -62,6 +65,7 @@ def test_a_patched_model_is_one_graph_with_the_numbers_of_the_model(family: str)
     assert counter.frame_count == 1
     found = operators(counter)
     assert bool(found["attention"]) is (family not in OWN_ATTENTION)
+    assert bool(found["rms_norm"] or found["layer_norm"]) is bool(table.ops("norm"))
     # DeepSeek's rotation that is the op's is not the one that its configuration asks for.
     assert found["rope"] == (LAYERS if table.ops("rope") and family != "deepseek_v3" else 0)
     # Falcon's projections are a class of its own, which no graph can try.
@@ -109,16 +113,38 @@ def plain_graphs() -> tuple[int, list[Tensor]]:
 def test_parts_compile_whole_and_as_seldom_as_without_them(
     parts: str, plain_graphs: tuple[int, list[Tensor]]
 ) -> None:
-    """No graph more than the model without a patch has; in the first, of fixed sizes, they are operators."""
+    """No graph more than the model without a patch has; in each, of fixed sizes or not, they are operators."""
     wanted, plain = plain_graphs
     model = models.build("llama")
     lz.patch(model, parts=parts.split())
     got, outs = graphs(model)
     assert got.frame_count <= wanted
-    got.graphs[1:] = []
-    assert operators(got) == dict(OPERATORS[part] for part in parts.split() if part in OPERATORS)
+    held = [OPERATORS[part] for part in parts.split() if part in OPERATORS]
+    assert operators(got) == {name: count * got.frame_count for name, count in held}
     for ours, theirs in zip(outs, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma3"))]
+)
+def test_lengths_that_are_symbols_share_one_graph_of_operators(family: str) -> None:
+    """For all batches and lengths, with the numbers and the gradients of the model as it is, run eagerly."""
+    # Gemma compares its window with the length, so that shorter ones have a graph of their own.
+    sizes = {"num_hidden_layers": 1} | ({"sliding_window": 32} if family == "gemma3" else {})
+    model, plain = (models.build(family, **sizes).train() for _ in range(2))
+    run, counter = compiled(lz.patch(model, ["norm", "rope", "loss"]), dynamic=True)
+    for rows, tokens in ((2, 4), (3, 7), (5, 9)):
+        ids = torch.arange(rows * tokens).view(rows, tokens) + 3
+        got, wanted = (called(input_ids=ids, labels=ids) for called in (run, plain))
+        torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+        for output in (got, wanted):
+            output.loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+    held = operators(counter)
+    assert held["rms_norm"] and held["rope"] == held["cross_entropy"] == 1
 
 
 def test_parts_that_train_in_a_graph_have_the_gradients_of_the_model() -> None:

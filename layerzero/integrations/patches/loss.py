@@ -17,7 +17,6 @@ from layerzero.integrations.patches.substitute import (
     Substitute,
     autocast_dtype,
     has_hooks,
-    is_left_alone,
 )
 
 # The head whose model computes its loss right now.
@@ -169,7 +168,7 @@ class CausalLoss:
     def __call__(self, logits: Any, labels: Any, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
         """As `ForCausalLMLoss`: the mean over the targets, or their sum by `num_items_in_batch`."""
         waiting = logits if type(logits) is LogitsLater and logits.computed is None else None
-        traced = torch.compiler.is_compiling() and type(logits) is Tensor and not is_left_alone(logits)
+        traced = torch.compiler.is_compiling() and type(logits) is Tensor
         if not self.enabled or (waiting is None and not traced) or args or logits.shape[-1] != vocab_size:
             return self.original(logits, labels, vocab_size, *args, **kwargs)
         ignored = kwargs.get("ignore_index", -100)
