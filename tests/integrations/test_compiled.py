@@ -16,6 +16,7 @@ import layerzero as lz
 from layerzero.integrations.patches import mlp, rope
 from layerzero.integrations.patches.substitute import PARTS
 from layerzero.runtime import current
+from tests.calls.test_inline_guards import Graphs
 from tests.integrations import models
 
 FEW = ("llama", "gemma2", "bert", "t5")
@@ -147,6 +148,38 @@ def test_lengths_that_are_symbols_share_one_graph_of_operators(family: str) -> N
     assert held["rms_norm"] and held["rope"] == held["cross_entropy"] == 1
 
 
+@pytest.mark.parametrize("reads_logits", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_step_compiled_whole_has_the_fused_loss(reads_logits: bool) -> None:
+    """Torch's compiler gets the head's product once, and the gradients are those of the model as it is."""
+    ids = models.text(9, 9)["input_ids"]
+    labels = ids.masked_fill(ids % 3 == 0, -100)
+    model, plain = (models.build("llama", num_hidden_layers=1).train() for _ in range(2))
+
+    def step(model: Any) -> Tensor:
+        output = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(5))
+        loss: Tensor = output.loss + output.logits.square().mean() if reads_logits else output.loss
+        return loss
+
+    graphs, before = Graphs(lowered=True), held("linear_cross_entropy")
+    got = torch.compile(step, fullgraph=True, backend=graphs)(lz.patch(model, ["loss"]))
+    wanted = step(plain)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    for loss in (got, wanted):
+        loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    assert held("linear_cross_entropy") > before
+    assert graphs.calls[0].count("aten.mm.default") == 8  # of the attention four, of the block three, the head's
+
+
+def held(op: str) -> float:
+    """How many calls of an op graphs hold in torch's operators."""
+    counts = current().counters.snapshot().items()
+    return sum(
+        n for series, n in counts if series.name == "compiled_calls_inlined" and f"'{op}'" in str(series)
+    )
+
+
 def test_parts_that_train_in_a_graph_have_the_gradients_of_the_model() -> None:
     """Rotations and the loss in torch's operators, as the kernels of torch that a graph holds."""
     ids = models.text(9, 9)["input_ids"]
@@ -160,12 +193,6 @@ def test_parts_that_train_in_a_graph_have_the_gradients_of_the_model() -> None:
         loss: Tensor = run(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(5)).loss
         loss.backward()
         return {"loss": loss.detach()} | {name: value.grad for name, value in model.named_parameters()}
-
-    def held(op: str) -> float:
-        counts = current().counters.snapshot().items()
-        return sum(
-            n for series, n in counts if series.name == "compiled_calls_inlined" and f"'{op}'" in str(series)
-        )
 
     ops = ("rope", "cross_entropy")
     plain, before = gradients(False), [held(op) for op in ops]
