@@ -42,7 +42,15 @@ _TRACEABLE = frozenset(
 )  # fmt: skip
 # Of them, those whose kernels of torch take every size, and that one is right for all where it is for one.
 _OF_ANY_SIZE = frozenset(
-    {"add_layer_norm", "add_rms_norm", "cross_entropy", "layer_norm", "linear_cross_entropy", "rms_norm", "rope"}
+    {
+        "add_layer_norm",
+        "add_rms_norm",
+        "cross_entropy",
+        "layer_norm",
+        "linear_cross_entropy",
+        "rms_norm",
+        "rope",
+    }
 )
 # Of one function, for so many sizes: another choice doubles them, and torch's limit is 8.
 _MAX_GRAPHS = 3

@@ -236,7 +236,12 @@ def test_a_product_of_symbolic_sizes_is_chosen_when_the_graph_runs() -> None:
 
 def test_rotations_are_torchs_operators_whatever_is_faster_alone(runtime: lz.Runtime) -> None:
     """Fused they cost less than a call from the graph; and in the place of compiled code, too."""
-    q, *operands = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8), torch.arange(5)[None], *torch.rand(2, 5, 4)
+    q, *operands = (
+        torch.randn(1, 5, 2, 8),
+        torch.randn(1, 5, 2, 8),
+        torch.arange(5)[None],
+        *torch.rand(2, 5, 4),
+    )
     runtime.device("cpu").loader.load_now("native.rope.rows")
     graphs = Graphs()
     run = compiled(graphs, lambda q: lz.sync.rope(q, *operands)[0])
