@@ -37,8 +37,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm": ("GlmForCausalLM", "GlmConfig", {**_GROUPED, "head_dim": 8, "pad_token_id": 0}),
     "cohere": ("CohereForCausalLM", "CohereConfig", _GROUPED),
     "granite_swa": ("GraniteSWAForCausalLM", "GraniteSWAConfig", {
-        **_GROUPED, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"], "bos_token_id": 1,
-        "eos_token_id": 2}),
+        **_GROUPED, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],
+        "bos_token_id": 1, "eos_token_id": 2}),
     "mimo_v2_flash": ("MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", {
         **_GROUPED, "head_dim": 16, "v_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],

@@ -73,6 +73,26 @@ def test_a_patched_model_is_one_graph_with_the_numbers_of_the_model(family: str)
     assert bool(found["linear"] or found["mlp"]) is (bool(table.ops("mlp")) and family != "falcon")
 
 
+def test_a_block_on_our_ops_is_guarded_by_few_more_guards_than_its_own() -> None:
+    """Each is checked before each run: of a token, that is a part."""
+    block, counts = models.build("llama").model.layers[0].mlp, []
+    instead = mlp.substitute(block)
+    assert not isinstance(instead, str)
+    for change in (instead.remove, instead.install):
+        change()
+        instead.enabled = True
+        torch._dynamo.reset()
+        guards: list[Any] = []
+        options: Any = {
+            "guard_filter_fn": lambda found, kept=guards: kept.extend(found) or [True] * len(found)
+        }
+        run: Any = torch.compile(block, fullgraph=True, backend="eager", options=options)
+        with torch.no_grad():
+            run(torch.randn(3, 32))
+        counts.append(len(guards))
+    assert counts[0] < counts[1] <= counts[0] + 27
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_block_with_symbolic_sizes_stays_the_model_s_own(dynamic: bool) -> None:
     """Its op would be a call from the graph, which Inductor fuses nothing with."""
