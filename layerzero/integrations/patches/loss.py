@@ -116,7 +116,7 @@ class CausalForward(Substitute):
             _TRAINING.reset(token)
 
     def _in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In the graph of a whole step the loss gets what the head got; logits that nobody reads fall out."""
+        """In the graph of a whole step the loss gets what the head got; logits that are not read fall out."""
         if not _is_part_of_a_step():
             return self.original(*args, **kwargs)
         self.head.projected = self.loss.projected = []
