@@ -177,7 +177,7 @@ def test_lengths_that_are_symbols_share_one_graph_of_operators(family: str) -> N
     ],
 )
 def test_a_step_compiled_whole_has_the_fused_loss(family: str, reads_logits: bool) -> None:
-    """The gradients are those of the model as it is, and logits that nobody reads are not computed beside it.
+    """The gradients are those of the model as it is, and logits that are not read are not computed beside it.
 
     Gemma caps its logits, so that what its head gives is not what its loss is of.
     """
