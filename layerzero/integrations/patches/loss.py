@@ -204,7 +204,7 @@ class CausalLoss:
         """As `ForCausalLMLoss`: the mean over the targets, or their sum by `num_items_in_batch`."""
         waiting = logits if type(logits) is LogitsLater and logits.computed is None else None
         traced = torch.compiler.is_compiling() and type(logits) is Tensor
-        projected = self.projected if traced and self.projected else (None, None)
+        projected: Any = self.projected if traced and self.projected else (None, None)
         if not self.enabled or (waiting is None and not traced) or args or logits.shape[-1] != vocab_size:
             return self.original(logits, labels, vocab_size, *args, **kwargs)
         ignored = kwargs.get("ignore_index", -100)
