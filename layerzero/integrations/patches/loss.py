@@ -105,10 +105,10 @@ class CausalForward(Substitute):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        if not self.enabled or not self.module.training or kwargs.get("labels") is None:
-            return self.original(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._in_graph(args, kwargs)
+        if not self.enabled or not self.module.training or kwargs.get("labels") is None:
+            return self.original(*args, **kwargs)
         token = _TRAINING.set(self.head.module)
         try:
             return self.original(*args, **kwargs)
@@ -117,7 +117,9 @@ class CausalForward(Substitute):
 
     def _in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In the graph of a whole step the loss gets what the head got; logits that are not read fall out."""
-        if not _is_part_of_a_step():
+        # In this order: labels that are looked at here make one graph more of a model alone.
+        trains = _is_part_of_a_step() and self.enabled and self.module.training
+        if not trains or kwargs.get("labels") is None:
             return self.original(*args, **kwargs)
         self.head.projected = self.loss.projected = []
         output = self.original(*args, **kwargs)
