@@ -40,6 +40,18 @@ _TRACEABLE = frozenset(
         "linear_cross_entropy", "mlp", "rms_norm", "rope",
     }
 )  # fmt: skip
+# Of them, those whose kernels of torch take every size, and that one is right for all where it is for one.
+_OF_ANY_SIZE = frozenset(
+    {
+        "add_layer_norm",
+        "add_rms_norm",
+        "cross_entropy",
+        "layer_norm",
+        "linear_cross_entropy",
+        "rms_norm",
+        "rope",
+    }
+)
 # Of one function, for so many sizes: another choice doubles them, and torch's limit is 8.
 _MAX_GRAPHS = 3
 _compiling: Any = _guards.CompileContext
@@ -49,12 +61,13 @@ _SERIAL = count()
 
 
 class _Held(NamedTuple):
-    """A call in a graph: the kernel in it, and what the choice followed from."""
+    """A call in a graph: the kernel in it, what the choice followed from, and whether it is for all sizes."""
 
     op: str
     request: CallSpec
     kernel: str
     fingerprint: Any
+    any_size: bool
 
 
 class _Seen(NamedTuple):
@@ -76,12 +89,12 @@ class FunctionChoices:
         self._seen: _Seen | None = None
         self._switched = False  # whether torch's switches for attention count
 
-    def hold(self, op: Op, selection: Selection, kernel: str) -> None:
-        """Add a call that a graph holds."""
+    def hold(self, op: Op, selection: Selection, kernel: str, any_size: bool) -> None:
+        """Add a call that a graph holds, of these sizes or of any."""
         request = selection.request
         table = current().device(request.device).table(op)
         table.may_be_captured = True  # its kernel is no call of ours in a graph of torch's
-        call = _Held(op.name, request, kernel, table.fingerprint)
+        call = _Held(op.name, request, kernel, table.fingerprint, any_size)
         if call not in self._held:  # as many layers make the same one
             self._held.append(call)
         self._switched = self._switched or "attention" in op.name
@@ -123,6 +136,8 @@ def _moved(call: _Held) -> tuple[_Held, str] | None:
     device = current().device(call.request.device)
     if _is_watched(device):
         return call, "every call is watched"
+    if call.any_size and not _suits_all_sizes(op, device):
+        return call, "a rule asks for the size"
     table = device.table(op)
     table.may_be_captured = True
     if table.fingerprint == call.fingerprint:
@@ -140,6 +155,11 @@ def _is_watched(device: ScheduledDevice) -> bool:
         or settings.spans or settings.timeline or settings.isolate or not settings.max_keys
         or settings.inference is not None or settings.determinism == "strict" or settings.graph_strict
     )  # fmt: skip
+
+
+def _suits_all_sizes(op: Op, device: ScheduledDevice) -> bool:
+    """Whether one kernel of torch may serve a graph of every size: no rule of a policy asks for the size."""
+    return op.name in _OF_ANY_SIZE and not device.snapshot.policy.conditions(op.name)
 
 
 class GraphGuard:
@@ -163,19 +183,23 @@ class GraphGuard:
         return self._function.holds() is self.inlines or _compile_id() == self._compile_id
 
     def inline(self, op: Op, full: Args) -> Any:
-        """The call in torch's operators where the sizes are fixed and nothing else watches it."""
+        """The call in torch's operators, where nothing else watches it, by the kernel that is chosen.
+
+        Sizes that are symbols must not decide: what is chosen for those of now is in the graph for all.
+        """
         if op.name not in _TRACEABLE or _drops(op, full):
             return NotImplemented
-        if _has_symbols(full) or _is_watched(context_device(full)):
+        device, any_size = context_device(full), _has_symbols(full)
+        if _is_watched(device) or (any_size and not _suits_all_sizes(op, device)):
             return NotImplemented
         inlined = self._choices.inline(op, full)
         if inlined.selection is not None:
-            self._hold(op, inlined.selection, inlined.kernel)
+            self._hold(op, inlined.selection, inlined.kernel, any_size)
         return inlined.result
 
-    def _hold(self, op: Op, selection: Selection, kernel: str) -> None:
+    def _hold(self, op: Op, selection: Selection, kernel: str, any_size: bool) -> None:
         """Have the guard end with this choice."""
-        self._function.hold(op, selection, kernel)
+        self._function.hold(op, selection, kernel, any_size)
         if not self._holds:
             self._holds = True
             self._function.graphs += 1

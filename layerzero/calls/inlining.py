@@ -121,7 +121,8 @@ def _in_its_place(op: Op, selection: Selection) -> Kernel | None:
         return None
     registry = context_runtime().device(selection.request.device).registry
     kernels = (registry.get(kernel_id) for kernel_id in selection.order)
-    kernel = next((k for k in kernels if k is not None and k.backend == "torch" and is_torch(k)), None)
+    backends = _IN_TORCH if op.name in _FUSABLE else {"torch"}
+    kernel = next((k for k in kernels if k is not None and k.backend in backends and is_torch(k)), None)
     if kernel is None or op.name in _FUSABLE:
         return kernel
     beside = selection.candidate(kernel.id).accepted

@@ -14,6 +14,8 @@ from torch import Tensor
 import layerzero as lz
 from benchmarks import compiled as compiled_benchmark
 from layerzero.runtime import ACTIVE
+from layerzero.selection.policy.policy import Policy
+from layerzero.selection.policy.rules import make_rule
 
 VIEWS = frozenset({"aten.permute.default", "aten.view.default"})
 TORCHS, OTHER = "torch.rms_norm.native", "reference.rms_norm"
@@ -205,16 +207,48 @@ def test_a_model_on_our_ops_is_the_program_that_it_is_on_torchs(shape: tuple[int
         assert program("runtime") == plain
 
 
-def test_symbolic_sizes_choose_when_the_graph_runs() -> None:
-    """One graph for all of them, which no change of the choice compiles anew."""
+def test_symbolic_sizes_hold_one_kernel_until_a_choice_may_depend_on_the_size(runtime: lz.Runtime) -> None:
+    """One graph for all sizes, and one for whatever is chosen otherwise; a rule about sizes needs calls."""
     graphs = Graphs()
     run = compiled(graphs, dynamic=True)
     for rows in range(2, 6):
         run(torch.randn(rows, 8), WEIGHT)
-    assert chosen(run) == TORCHS
-    lz.lock("rms_norm", OTHER)
-    assert chosen(run) == OTHER
+    assert chosen(run) is None
+    for rule in (
+        make_rule("lock", OTHER, op="rms_norm"),
+        make_rule("deny", TORCHS, op="rms_norm", when="C > 1000"),
+    ):
+        runtime.set_program_policy(Policy((rule,)))
+        assert chosen(run) is not None
+        lz.reset_policy()
+        assert chosen(run) is None
+    assert graphs.opaque == [False, True]
+
+
+def test_a_product_of_symbolic_sizes_is_chosen_when_the_graph_runs() -> None:
+    """Its fastest kernel is another one for other sizes."""
+    graphs = Graphs()
+    run = compiled(graphs, lz.sync.linear, dynamic=True)
+    for rows in range(2, 4):
+        run(torch.randn(rows, 8), torch.eye(8))
     assert graphs.opaque == [True]
+
+
+def test_rotations_are_torchs_operators_whatever_is_faster_alone(runtime: lz.Runtime) -> None:
+    """Fused they cost less than a call from the graph; and in the place of compiled code, too."""
+    q, *operands = (
+        torch.randn(1, 5, 2, 8),
+        torch.randn(1, 5, 2, 8),
+        torch.arange(5)[None],
+        *torch.rand(2, 5, 4),
+    )
+    runtime.device("cpu").loader.load_now("native.rope.rows")
+    graphs = Graphs()
+    run = compiled(graphs, lambda q: lz.sync.rope(q, *operands)[0])
+    torch.testing.assert_close(run(q), lz.sync.rope(q, *operands)[0])
+    last = lz.last_selection()
+    assert last is not None and last.kernel == "native.rope.rows"
+    assert graphs.opaque == [False]
 
 
 def test_an_export_holds_the_operator() -> None:

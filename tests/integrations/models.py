@@ -36,6 +36,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_GROUPED, "pad_token_id": 0}),
     "glm": ("GlmForCausalLM", "GlmConfig", {**_GROUPED, "head_dim": 8, "pad_token_id": 0}),
     "cohere": ("CohereForCausalLM", "CohereConfig", _GROUPED),
+    "granite_swa": ("GraniteSWAForCausalLM", "GraniteSWAConfig", {
+        **_GROUPED, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],
+        "bos_token_id": 1, "eos_token_id": 2}),
+    "mimo_v2_flash": ("MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", {
+        **_GROUPED, "head_dim": 16, "v_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+                            for kind in ("full_attention", "sliding_attention")}}),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4,
                                                "n_positions": 64}),
     "opt": ("OPTForCausalLM", "OPTConfig", {**_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}),

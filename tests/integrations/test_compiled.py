@@ -16,6 +16,7 @@ import layerzero as lz
 from layerzero.integrations.patches import mlp, rope
 from layerzero.integrations.patches.substitute import PARTS
 from layerzero.runtime import current
+from tests.calls.test_inline_guards import Graphs
 from tests.integrations import models
 
 FEW = ("llama", "gemma2", "bert", "t5")
@@ -24,7 +25,10 @@ EACH = [pytest.param(f, marks=() if f in FEW else pytest.mark.slow) for f in mod
 OWN_ATTENTION = frozenset({"deberta", "deberta_first"})
 LAYERS = 2
 # Of each part, the operator that a graph of a model with a gradient and labels holds, and how often.
-OPERATORS = {"attention": ("attention", LAYERS), "rope": ("rope", LAYERS), "loss": ("cross_entropy", 1)}
+OPERATORS = {
+    "attention": ("attention", LAYERS), "norm": ("rms_norm", 2 * LAYERS + 1), "rope": ("rope", LAYERS),
+    "loss": ("cross_entropy", 1),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +39,11 @@ def compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled(model: Any) -> tuple[Any, CompileCounterWithBackend]:
+def compiled(model: Any, **options: Any) -> tuple[Any, CompileCounterWithBackend]:
     """The model compiled whole, and what counts its graphs; a break raises."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
-    return torch.compile(model, fullgraph=True, backend=counter), counter
+    return torch.compile(model, fullgraph=True, backend=counter, **options), counter
 
 
 def operators(counter: CompileCounterWithBackend) -> Counter[str]:
@@ -50,7 +54,7 @@ def operators(counter: CompileCounterWithBackend) -> Counter[str]:
 
 @pytest.mark.parametrize("family", EACH)
 def test_a_patched_model_is_one_graph_with_the_numbers_of_the_model(family: str) -> None:
-    """Every part patched; attention, rotations and feed-forward blocks are our operators."""
+    """Every part patched; attention, norms, rotations and feed-forward blocks are our operators."""
     model = models.build(family)
     plain = models.answer(model, family)
     table = lz.patch_table(lz.patch(model))
@@ -62,10 +66,31 @@ def test_a_patched_model_is_one_graph_with_the_numbers_of_the_model(family: str)
     assert counter.frame_count == 1
     found = operators(counter)
     assert bool(found["attention"]) is (family not in OWN_ATTENTION)
+    assert bool(found["rms_norm"] or found["layer_norm"]) is bool(table.ops("norm"))
     # DeepSeek's rotation that is the op's is not the one that its configuration asks for.
     assert found["rope"] == (LAYERS if table.ops("rope") and family != "deepseek_v3" else 0)
     # Falcon's projections are a class of its own, which no graph can try.
     assert bool(found["linear"] or found["mlp"]) is (bool(table.ops("mlp")) and family != "falcon")
+
+
+def test_a_block_on_our_ops_is_guarded_by_few_more_guards_than_its_own() -> None:
+    """Each is checked before each run: of a token, that is a part."""
+    block, counts = models.build("llama").model.layers[0].mlp, []
+    instead = mlp.substitute(block)
+    assert not isinstance(instead, str)
+    for change in (instead.remove, instead.install):
+        change()
+        instead.enabled = True
+        torch._dynamo.reset()
+        guards: list[Any] = []
+        options: Any = {
+            "guard_filter_fn": lambda found, kept=guards: kept.extend(found) or [True] * len(found)
+        }
+        run: Any = torch.compile(block, fullgraph=True, backend="eager", options=options)
+        with torch.no_grad():
+            run(torch.randn(3, 32))
+        counts.append(len(guards))
+    assert counts[0] < counts[1] <= counts[0] + 27
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -109,16 +134,81 @@ def plain_graphs() -> tuple[int, list[Tensor]]:
 def test_parts_compile_whole_and_as_seldom_as_without_them(
     parts: str, plain_graphs: tuple[int, list[Tensor]]
 ) -> None:
-    """No graph more than the model without a patch has; in the first, of fixed sizes, they are operators."""
+    """No graph more than the model without a patch has; in each, whatever its sizes, they are operators."""
     wanted, plain = plain_graphs
     model = models.build("llama")
     lz.patch(model, parts=parts.split())
     got, outs = graphs(model)
     assert got.frame_count <= wanted
-    got.graphs[1:] = []
-    assert operators(got) == dict(OPERATORS[part] for part in parts.split() if part in OPERATORS)
+    held = [OPERATORS[part] for part in parts.split() if part in OPERATORS]
+    assert operators(got) == {name: count * got.frame_count for name, count in held}
     for ours, theirs in zip(outs, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma3"))]
+)
+def test_lengths_that_are_symbols_share_one_graph_of_operators(family: str) -> None:
+    """For all batches and lengths, with the numbers and the gradients of the model as it is, run eagerly."""
+    # Gemma compares its window with the length, so that shorter ones have a graph of their own.
+    sizes = {"num_hidden_layers": 1} | ({"sliding_window": 32} if family == "gemma3" else {})
+    model, plain = (models.build(family, **sizes).train() for _ in range(2))
+    run, counter = compiled(lz.patch(model, ["norm", "rope", "loss"]), dynamic=True)
+    for rows, tokens in ((2, 4), (3, 7), (5, 9)):
+        ids = torch.arange(rows * tokens).view(rows, tokens) + 3
+        got, wanted = (called(input_ids=ids, labels=ids) for called in (run, plain))
+        torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-4, atol=1e-5)
+        for output in (got, wanted):
+            output.loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+    held = operators(counter)
+    assert held["rms_norm"] and held["rope"] == held["cross_entropy"] == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "reads_logits"),
+    [
+        ("llama", False),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("gemma2", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_compiled_whole_has_the_fused_loss(family: str, reads_logits: bool) -> None:
+    """The gradients are those of the model as it is, and logits that are not read are not computed beside it.
+
+    Gemma caps its logits, so that what its head gives is not what its loss is of.
+    """
+    ids = models.text(9, 9)["input_ids"]
+    labels = ids.masked_fill(ids % 3 == 0, -100)
+    model, plain = (models.build(family, num_hidden_layers=1).train() for _ in range(2))
+
+    def step(model: Any) -> Tensor:
+        output = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(5))
+        loss: Tensor = output.loss + output.logits.square().mean() if reads_logits else output.loss
+        return loss
+
+    graphs, before = Graphs(lowered=True), held("linear_cross_entropy")
+    got = torch.compile(step, fullgraph=True, backend=graphs)(lz.patch(model, ["loss"]))
+    wanted = step(plain)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    for loss in (got, wanted):
+        loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    assert (held("linear_cross_entropy") > before) is (family == "llama")
+    # Attention four, the block three, the head one, and one more where its logits are read as well.
+    assert graphs.calls[0].count("aten.mm.default") == 8 + reads_logits
+
+
+def held(op: str) -> float:
+    """How many calls of an op graphs hold in torch's operators."""
+    counts = current().counters.snapshot().items()
+    return sum(
+        n for series, n in counts if series.name == "compiled_calls_inlined" and f"'{op}'" in str(series)
+    )
 
 
 def test_parts_that_train_in_a_graph_have_the_gradients_of_the_model() -> None:
@@ -134,12 +224,6 @@ def test_parts_that_train_in_a_graph_have_the_gradients_of_the_model() -> None:
         loss: Tensor = run(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(5)).loss
         loss.backward()
         return {"loss": loss.detach()} | {name: value.grad for name, value in model.named_parameters()}
-
-    def held(op: str) -> float:
-        counts = current().counters.snapshot().items()
-        return sum(
-            n for series, n in counts if series.name == "compiled_calls_inlined" and f"'{op}'" in str(series)
-        )
 
     ops = ("rope", "cross_entropy")
     plain, before = gradients(False), [held(op) for op in ops]

@@ -29,6 +29,8 @@ SERVED: dict[str, dict[str, int]] = {
     "phi3": {"attention": 2, "rms_norm": 5, "rope": 2, "mlp": 2},
     "glm": {"attention": 2, "rms_norm": 5, "rope": 2, "mlp": 2},
     "cohere": {"attention": 2, "layer_norm": 3, "rope": 2, "mlp": 2},
+    "granite_swa": {"attention": 2, "rms_norm": 5, "rope": 2, "mlp": 2},
+    "mimo_v2_flash": {"attention": 2, "rms_norm": 5, "rope": 2, "mlp": 1},
     "gpt2": {"attention": 2, "layer_norm": 5},
     "opt": {"attention": 2, "layer_norm": 5},
     "falcon": {"attention": 2, "layer_norm": 3, "rope": 2, "mlp": 2},

@@ -17,11 +17,12 @@ from layerzero.integrations.patches.substitute import (
     Substitute,
     autocast_dtype,
     has_hooks,
-    is_left_alone,
 )
 
 # The head whose model computes its loss right now.
 _TRAINING: ContextVar[nn.Module | None] = ContextVar("layerzero_training_head", default=None)
+# What torch's compiler starts at where a model is compiled.
+_FORWARDS = frozenset({"__call__", "forward", "inner", "_call_impl", "_wrapped_call_impl"})
 _FLOATS = (torch.float32, torch.bfloat16)
 _GETTERS = ("shape", "dtype", "device", "layout", "ndim")
 _SHAPE = frozenset(
@@ -79,6 +80,18 @@ class LogitsLater(Tensor):
         )
 
 
+def _is_part_of_a_step() -> bool:
+    """Whether torch's compiler traces a function that calls a model, and not a model alone."""
+    from torch._dynamo import symbolic_convert
+
+    tracer: Any = getattr(symbolic_convert.tls, "current_tx", None)
+    return tracer is not None and tracer.output.root_tx.f_code.co_name not in _FORWARDS
+
+
+# The compiler takes what it returns for a constant of the graph, without a guard.
+_is_part_of_a_step._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class CausalForward(Substitute):
     """A causal model's own forward, in which the head's logits may wait while it trains with labels."""
 
@@ -87,20 +100,31 @@ class CausalForward(Substitute):
     def __init__(self, module: Any, head: nn.Linear) -> None:
         super().__init__(module)
         self.head = HeadForward(head)
-        self.loss = CausalLoss(module.loss_function)
+        self.loss = CausalLoss(module.loss_function, head)
         self.loss_before = module.__dict__.get("_loss_function")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        if torch.compiler.is_compiling() or not self.enabled:
-            return self.original(*args, **kwargs)
-        if not self.module.training or kwargs.get("labels") is None:
+        if torch.compiler.is_compiling():
+            return self._in_graph(args, kwargs)
+        if not self.enabled or not self.module.training or kwargs.get("labels") is None:
             return self.original(*args, **kwargs)
         token = _TRAINING.set(self.head.module)
         try:
             return self.original(*args, **kwargs)
         finally:
             _TRAINING.reset(token)
+
+    def _in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In the graph of a whole step the loss gets what the head got; logits that are not read fall out."""
+        # In this order: labels that are looked at here make one graph more of a model alone.
+        trains = _is_part_of_a_step() and self.enabled and self.module.training
+        if not trains or kwargs.get("labels") is None:
+            return self.original(*args, **kwargs)
+        self.head.projected = self.loss.projected = []
+        output = self.original(*args, **kwargs)
+        self.head.projected = self.loss.projected = None
+        return output
 
     def install(self) -> None:
         """Put the model's forward, its head's and its loss in place."""
@@ -125,9 +149,19 @@ class HeadForward(Substitute):
 
     part, op = "loss", "linear_cross_entropy"
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        # While a step is traced: its rows and its logits.
+        self.projected: list[Any] | None = None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Logits, later inside a training model's forward."""
-        if torch.compiler.is_compiling() or _TRAINING.get() is not self.module:
+        if torch.compiler.is_compiling():
+            logits = self.original(*args, **kwargs)
+            if self.projected is not None and not self._obstacle(args, kwargs):
+                self.projected += [args[0], logits]
+            return logits
+        if _TRAINING.get() is not self.module:
             return self.original(*args, **kwargs)
         why = self._obstacle(args, kwargs)
         if why:
@@ -159,17 +193,20 @@ class HeadForward(Substitute):
 class CausalLoss:
     """transformers' causal loss: of waiting logits by `linear_cross_entropy`, in a graph by `cross_entropy`.
 
-    A graph returns the logits, so that their product would be there twice with the loss of it fused.
+    A graph of the model returns the logits, so that their product would be there twice with the loss of it
+    fused. That of a step which calls the model may leave them out: there it is `linear_cross_entropy`.
     """
 
-    def __init__(self, original: Any) -> None:
-        self.original = original
+    def __init__(self, original: Any, head: Any) -> None:
+        self.original, self.head = original, head
+        self.projected: list[Any] | None = None
         self.enabled = True
 
     def __call__(self, logits: Any, labels: Any, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
         """As `ForCausalLMLoss`: the mean over the targets, or their sum by `num_items_in_batch`."""
         waiting = logits if type(logits) is LogitsLater and logits.computed is None else None
-        traced = torch.compiler.is_compiling() and type(logits) is Tensor and not is_left_alone(logits)
+        traced = torch.compiler.is_compiling() and type(logits) is Tensor
+        projected: Any = self.projected if traced and self.projected else (None, None)
         if not self.enabled or (waiting is None and not traced) or args or logits.shape[-1] != vocab_size:
             return self.original(logits, labels, vocab_size, *args, **kwargs)
         ignored = kwargs.get("ignore_index", -100)
@@ -184,6 +221,11 @@ class CausalLoss:
                 loss = sync.linear_cross_entropy(
                     rows, waiting.weight, target, waiting.bias, ignore_index=ignored, reduction=reduction
                 ).float()
+        elif projected[1] is logits and autocast_dtype(logits) is None:
+            rows = projected[0].reshape(-1, projected[0].shape[-1])
+            loss = sync.linear_cross_entropy(
+                rows, self.head.weight, target, self.head.bias, ignore_index=ignored, reduction=reduction
+            ).float()
         else:
             rows = logits.float().reshape(-1, vocab_size)
             loss = sync.cross_entropy(rows, target, ignore_index=ignored, reduction=reduction)

@@ -82,7 +82,8 @@ class MlpForward(Substitute):
         """Why this call is not for the op; empty where it is."""
         if not all(is_linear(linear) for linear in linears):
             return "projections"
-        if has_hooks(linears) or getattr(self.module, "_is_fsdp_managed_module", False):
+        # By the dictionary: torch's compiler guards on every place that an attribute could have been in.
+        if has_hooks(linears) or self.module.__dict__.get("_is_fsdp_managed_module", False):
             return "hooks"
         weights = [value for linear in linears for value in (linear.weight, linear.bias) if value is not None]
         if type(x) is not Tensor or any(type(weight) not in PLAIN for weight in weights):

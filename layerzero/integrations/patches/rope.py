@@ -15,7 +15,7 @@ from layerzero._util import foreign
 from layerzero.calls.blocking import context_device
 from layerzero.integrations.patches import probe, rewire, sdpa
 from layerzero.integrations.patches.rewire import reads
-from layerzero.integrations.patches.substitute import Substitute, is_left_alone
+from layerzero.integrations.patches.substitute import Substitute
 from layerzero.ops.rope.rope import rope_reference
 
 PREFIX = "apply_rotary"
@@ -67,7 +67,7 @@ class Rotation:
 
     def in_graph(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
         """The same with tables that are known to repeat their columns."""
-        if unsqueeze_dim != 1 or not self._fits(q, k, cos, sin) or is_left_alone(q):
+        if unsqueeze_dim != 1 or not self._fits(q, k, cos, sin):
             return self.function(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return self._turned(q, k, self._rows(cos, sin, q.shape[0]))
 
