@@ -3,11 +3,12 @@
     python -m benchmarks.gate_alarms [--runs 100] [--slower 1.0 1.1] [--load] [--out FILE]
     python -m benchmarks.gate_alarms --gates 100 [--cpu-minutes 12] [--out FILE]
 
-`--gates` runs the command itself, `lz gate`, with the calls and the limit of RELEASE.yaml and nothing changed:
-by turns against a copy of this tree and against a baseline that this machine has just written. It ends with
-status 1 where one of them fails. Otherwise each run is what `lz gate` does for one call: two fresh processes, paired rounds, the sign test, and once more
-where the answer is not "as fast". The slower tree is a copy whose function waits by the clock, so that the
-least time of many blocks is so much longer. `--load` keeps a process a core busy with products, in bursts.
+`--gates` runs the command itself, `lz gate`, with the calls and the limit of RELEASE.yaml and nothing
+changed: by turns against a copy of this tree and against a baseline that this machine has just written. It
+ends with status 1 where one of them fails. Otherwise each run is what `lz gate` does for one call: two fresh
+processes, paired rounds, the sign test, and once more where the answer is not "as fast". The slower tree is a
+copy whose function waits by the clock, so that the least time of many blocks is so much longer. `--load`
+keeps a process a core busy with products, in bursts.
 """
 
 from __future__ import annotations

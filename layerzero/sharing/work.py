@@ -78,8 +78,7 @@ class Answer(NamedTuple):
 class Draft:
     """What a leader has of its answer so far: who waited for one that was killed goes on from there.
 
-    `left` is what the dead one kept, empty where there is none; `keep` does nothing in a process that does not
-    lead.
+    `left` is what the dead one kept, empty where there is none; `keep` does nothing where another leads.
     """
 
     def __init__(self) -> None:
