@@ -35,8 +35,8 @@ class ExposedError(PermissionError):
 def user_folder(name: str) -> Path:
     """`layerzero/<name>` in the user's cache folder, which need not be there.
 
-    A relative XDG_CACHE_HOME counts for nothing, as the XDG specification wants: it would be another folder in
-    each working directory.
+    A relative XDG_CACHE_HOME counts for nothing, as the XDG specification wants: it would be another folder
+    in each working directory.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):

@@ -52,8 +52,8 @@ class Commands(click.Group):
 
     An error of this library says what does not fit, with the command's usage and status 2. A file that cannot
     be read or written is reported by its name and reason, with status 1. A reader that has gone, as `head`
-    does, ends the command without a word; where the output cannot be written, as on a full disk, that is said,
-    with status 1.
+    does, ends the command without a word; where the output cannot be written, as on a full disk, that is
+    said, with status 1.
     """
 
     def main(self, *arguments: Any, **options: Any) -> Any:

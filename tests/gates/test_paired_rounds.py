@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,7 +81,7 @@ class _Disturbed(PaceProcess):
 
 @pytest.mark.parametrize("lost", [set[int](), {1}, {1, 3, 7}, set(range(1, 99, 2))])
 def test_a_block_that_lost_the_core_is_not_taken_for_a_full_one(lost: set[int]) -> None:
-    """Else blocks are of one call, cold each time: against a baseline an unchanged tree was 24 times slower."""
+    """Else blocks are of one call, cold each time: an unchanged tree was 24 times as slow as its baseline."""
     process = _Disturbed(lost)
     process.start()
     assert process._calls >= 40
@@ -94,6 +95,17 @@ def test_a_call_whose_kernel_is_never_ready_is_not_timed(monkeypatch: pytest.Mon
         pace_worker.wait_until_steady(loading, lambda calls: None)
     ready = SimpleNamespace(last_selection=lambda: SimpleNamespace(when_warm=None))
     pace_worker.wait_until_steady(ready, lambda calls: None)
+
+
+def test_a_call_is_timed_once_the_compiled_path_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a tree whose C++ has changed is timed in Python, while it compiles on the same core."""
+    loaded: list[int] = []
+    native = SimpleNamespace(FAST_PATH=SimpleNamespace(try_load=lambda: loaded.append(1)))
+    ready = SimpleNamespace(last_selection=lambda: None)
+    for module in (native, SimpleNamespace(), None):
+        monkeypatch.setitem(sys.modules, "layerzero.native", module)
+        pace_worker.wait_until_steady(ready, lambda calls: None)
+    assert loaded == [1]
 
 
 def test_awaited_calls_are_timed_too() -> None:
