@@ -126,7 +126,7 @@ class TuningJob:
     def run(self) -> TuneReport:
         """Measure, publish and write; or take what another process measures, which began before.
 
-        Where that one is killed, this one goes on from what it had.
+        Where that one is killed, this one continues from what it had.
         Raises: ConfigurationError: measurements are to be kept where nothing can be written.
         """
         _need_writable(self._device)
@@ -142,7 +142,7 @@ class TuningJob:
         try:
             answer = SHARED.once(MEASURE, self._digest(), work, self._draft)
         except _CutShortError:
-            return reports[0]  # this process's own: who waits for all of it goes on
+            return reports[0]  # this process's own: who waits for all of it continues
         if not answer.leader:
             return reports[0]
         report = msgspec.json.decode(answer.body, type=TuneReport)
@@ -170,9 +170,9 @@ class TuningJob:
 
     def _take_over(self) -> None:
         """Keep what a leader that was killed had measured; its rows may be in the file already."""
-        if self._draft.left:
-            self._made = msgspec.json.decode(self._draft.left, type=list[list[TuningResult]])
-            rows = [row for made in self._made for tuned in made for row in tuned.rows]
+        if self._draft.begun:
+            self._made = msgspec.json.decode(self._draft.begun, type=list[list[TuningResult]])
+            rows = [row for results in self._made for tuned in results for row in tuned.rows]
             self._path = publish(self._device, rows, again=True)
             self._left, self._made = deque(self._made), []
 
@@ -293,8 +293,8 @@ def publish(device: TunableDevice, rows: Sequence[Measurement], *, again: bool =
     path = perfdb_path(device.settings)
     if path is not None and rows:
         environment = Environment.of_hardware(device.hardware)
-        kept = set(read_rows(path, environment)) if again else frozenset()
-        if new := [row for row in rows if row not in kept]:
+        stored = set(read_rows(path, environment)) if again else frozenset()
+        if new := [row for row in rows if row not in stored]:
             anyio.run(_write, path, environment, new)
         device.measured = ()
     else:

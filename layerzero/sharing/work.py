@@ -76,13 +76,13 @@ class Answer(NamedTuple):
 
 
 class Draft:
-    """What a leader has of its answer so far: who waited for one that was killed goes on from there.
+    """What a leader has of its answer so far: who waited for one that was killed continues it.
 
-    `left` is what the dead one kept, empty where there is none; `keep` does nothing where another leads.
+    `begun` is what the dead one kept, empty where there is none; `keep` does nothing where another leads.
     """
 
     def __init__(self) -> None:
-        self.left = b""
+        self.begun = b""
         self.keep: Callable[[bytes], None] = lambda body: None
 
 
@@ -143,15 +143,15 @@ class SharedWork:
             answer = _read(path, key, asked_at, sharing)
             if answer is not None:
                 return answer
-            kept = path.with_name(f"{path.name}.part")
+            part = path.with_name(f"{path.name}.part")
             if not waited:
-                kept.unlink(missing_ok=True)  # of a leader that died before this process asked
+                part.unlink(missing_ok=True)  # of a leader that died before this process asked
             if draft is not None:
-                left = _read(kept, key, 0.0, sharing)
-                draft.left = b"" if left is None else left.body
-                draft.keep = lambda body: self._keep(kept, key, Answer(body, _this_process()))
+                previous = _read(part, key, 0.0, sharing)
+                draft.begun = b"" if previous is None else previous.body
+                draft.keep = lambda body: self._keep(part, key, Answer(body, _this_process()))
             answer = self._lead(sharing, key, path, work)
-            kept.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             return answer
         finally:
             lock.release()

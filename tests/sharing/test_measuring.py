@@ -187,7 +187,7 @@ def test_rows_that_a_killed_leader_had_not_written_are_written_once(
     monkeypatch.setattr(Tuner, "measure", lambda *_: pytest.fail("it was measured"))
 
     def taken_over(*asked: Any) -> Answer:
-        asked[3].left = msgspec.json.encode(made)
+        asked[3].begun = msgspec.json.encode(made)
         return Answer(asked[2]())
 
     monkeypatch.setattr(SHARED, "once", taken_over)
@@ -212,7 +212,7 @@ def test_a_draft_is_for_those_who_waited_and_ends_with_the_answer(tmp_path: Path
     (part,) = tmp_path.glob("*.part")
     assert b"half" in part.read_bytes()
     late = Draft()
-    assert shared.once(MEASURE, KEY, lambda: late.left or b"anew", late).body == b"anew"
+    assert shared.once(MEASURE, KEY, lambda: late.begun or b"anew", late).body == b"anew"
     assert not part.exists()
 
 
