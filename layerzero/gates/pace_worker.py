@@ -62,9 +62,9 @@ def wait_until_steady(lz: Any, run: Callable[[int], None]) -> None:
 
     Raises: SystemExit: one is still on its way, and what would be timed is not what will run.
     """
-    compiled = getattr(sys.modules.get("layerzero.native"), "FAST_PATH", None)
+    compiled: Any = getattr(sys.modules.get("layerzero.native"), "FAST_PATH", None)
     if hasattr(compiled, "try_load"):  # a tree of an earlier release may have none
-        compiled.try_load()  # pyright: ignore[reportOptionalMemberAccess]
+        compiled.try_load()
     end = time.monotonic() + STEADY_S
     while time.monotonic() < end:
         run(1)
