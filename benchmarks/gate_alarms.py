@@ -1,17 +1,24 @@
 """How often the performance gate is wrong: a tree against itself, and against one that is a tenth slower.
 
     python -m benchmarks.gate_alarms [--runs 100] [--slower 1.0 1.1] [--load] [--out FILE]
+    python -m benchmarks.gate_alarms --gates 100 [--cpu-minutes 12] [--out FILE]
 
-Each run is what `lz gate` does for one call: two fresh processes, paired rounds, the sign test, and once more
-where the answer is not "as fast". The slower tree is a copy whose function waits by the clock, so that the
-least time of many blocks is so much longer. `--load` keeps a process a core busy with products, in bursts.
+`--gates` runs the command itself, `lz gate`, with the calls and the limit of RELEASE.yaml and nothing
+changed: by turns against a copy of this tree and against a baseline that this machine has just written. It
+ends with status 1 where one of them fails. Otherwise each run is what `lz gate` does for one call: two fresh
+processes, paired rounds, the sign test, and once more where the answer is not "as fast". The slower tree is a
+copy whose function waits by the clock, so that the least time of many blocks is so much longer. `--load`
+keeps a process a core busy with products, in bursts.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import math
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -21,6 +28,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from benchmarks.harness import environment, write
 from layerzero.gates.paired_rounds import PacedCall, PaceProcess, PairedResult, compare_paces
@@ -62,8 +71,12 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--slower", type=float, nargs="+", default=[1.0, 1.1])
     parser.add_argument("--load", action="store_true")
+    parser.add_argument("--gates", type=int, default=0)
+    parser.add_argument("--cpu-minutes", type=float, default=math.inf)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.gates:
+        raise SystemExit(run_gates(options.gates, options.cpu_minutes * 60, options.out))
     record: dict[str, Any] = {
         "what": (__doc__ or "").splitlines()[0], "call": str(CALL), "limit": LIMIT, "load": options.load,
         "runs": {}, "environment": environment(),
@@ -77,6 +90,49 @@ def main() -> None:
                 print(f"{factor:g}", record["runs"][f"{factor:g}"], flush=True)
     if options.out is not None:
         write(options.out, record)
+
+
+def run_gates(wanted: int, cpu_s: float, out: Path | None) -> int:
+    """Run `lz gate` so often, or for so much processor time; the status is 1 where one fails."""
+    stage = yaml.safe_load((ROOT / "RELEASE.yaml").read_text())["stages"]["performance"]
+    calls = {"calls": stage["calls"], "slower": stage["slower"]}
+    answers: Counter[str] = Counter()
+    failed: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tree, _ = slower_tree(folder, 1.0)
+        against = {"against": str(tree)}
+        written = gate(folder, calls | against, "--write-baseline", str(folder / "baseline.json"))
+        digest = written.rsplit("sha256: ", 1)[1].split()[0]
+        kinds = (against, {"baseline": "baseline.json", "sha256": digest})
+        while answers.total() < wanted and children_s() < cpu_s:
+            kind = kinds[answers.total() % 2]
+            report = json.loads(gate(folder, calls | kind, "--suite", "full", "--json"))
+            answers[f"{next(iter(kind))} {'passed' if report['passed'] else 'failed'}"] += 1
+            if not report["passed"]:
+                failed.append(report)
+            print(dict(answers), [stage["lines"] for stage in report["stages"][:1]], flush=True)
+    record = {"what": "lz gate with nothing changed", **calls, "answers": dict(answers), "failed": failed}
+    if out is not None:
+        write(out, {**record, "load_average": os.getloadavg()[0], "environment": environment()})
+    return 1 if failed else 0
+
+
+def gate(folder: Path, stage: dict[str, Any], *words: str) -> str:
+    """What `lz gate` prints for a release of this one stage."""
+    release = folder / "RELEASE.yaml"
+    release.write_text(yaml.safe_dump({"version": 1, "stages": {"performance": stage}}))
+    command = [sys.executable, "-m", "layerzero", "gate", str(release), *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode > 1:
+        raise SystemExit(done.stderr)
+    return done.stdout
+
+
+def children_s() -> float:
+    """The processor time of all children so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def run(tree: Path, number: int) -> PairedResult:

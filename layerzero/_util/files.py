@@ -33,8 +33,14 @@ class ExposedError(PermissionError):
 
 
 def user_folder(name: str) -> Path:
-    """`layerzero/<name>` in the user's cache folder, which need not be there."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    """`layerzero/<name>` in the user's cache folder, which need not be there.
+
+    A relative XDG_CACHE_HOME counts for nothing, as the XDG specification wants: it would be another folder
+    in each working directory.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "layerzero" / name
 
 

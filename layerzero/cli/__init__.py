@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import errno
 import importlib
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ _COMMANDS_OF = {
     "tune": ("bench", "perfdb", "solve", "tune"),
     "warmup": ("ready", "warmup"),
 }
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 COMMANDS = {name: module for module, names in _COMMANDS_OF.items() for name in names}
 
 
@@ -49,8 +52,21 @@ class Commands(click.Group):
 
     An error of this library says what does not fit, with the command's usage and status 2. A file that cannot
     be read or written is reported by its name and reason, with status 1. A reader that has gone, as `head`
-    does, ends the command without a word.
+    does, ends the command without a word; where the output cannot be written, as on a full disk, that is
+    said, with status 1.
     """
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Run the command line; its output may fail in `--help`, too."""
+        try:
+            return super().main(*arguments, **options)
+        except OSError as error:
+            if error.filename is not None or error.errno not in _UNWRITTEN:
+                raise
+            _drop_output()
+            with suppress(OSError):  # the same disk
+                click.echo(f"Error: the output cannot be written: {error.strerror}", err=True)
+            sys.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Every command, by name."""
@@ -77,8 +93,7 @@ class Commands(click.Group):
             if sys.stdout is not None:  # a shell may close it
                 sys.stdout.flush()
         except BrokenPipeError:
-            # What is still buffered would fail again when the interpreter ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            _drop_output()
             ctx.exit(0)
         except LayerZeroError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "") or self
@@ -88,6 +103,11 @@ class Commands(click.Group):
                 raise
             raise click.ClickException(f"{error.filename}: {error.strerror}") from error
         return result
+
+
+def _drop_output() -> None:
+    """Let nothing that is still buffered fail again when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -6,6 +6,7 @@ import math
 import os
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from layerzero.perfdb.record import Environment, Launch, Measurement
 from layerzero.perfdb.store import PerfDB, read_rows
 from layerzero.selection.context import SelectionContext
 from layerzero.selection.cost.cost_model import load_costs, perfdb_path
-from layerzero.sharing.work import MEASURE, SHARED, digest_of
+from layerzero.sharing.work import MEASURE, SHARED, Draft, digest_of
 from layerzero.spec.errors import ConfigurationError, NoKernelFoundError
 
 TUNED = "tuning.finished"
@@ -77,6 +78,10 @@ class TuneReport(msgspec.Struct, frozen=True, kw_only=True):
         return {kernel: why for tuned in reversed(self.tuned) for kernel, why in tuned.failed.items()}
 
 
+class _CutShortError(Exception):
+    """The process ends: its report is no answer for others."""
+
+
 class TuningJob:
     """One tuning of a device: what to measure, and what becomes of it.
 
@@ -109,6 +114,9 @@ class TuningJob:
         self._pending: list[Measurement] = []
         self._path: Path | None = None
         self._published_s, self._count = time.monotonic(), 0
+        self._draft = Draft()
+        self._made: list[list[TuningResult]] = []
+        self._left: deque[list[TuningResult]] = deque()
 
     def key(self) -> Any:
         """Equal for jobs that measure the same on the same device."""
@@ -118,21 +126,28 @@ class TuningJob:
     def run(self) -> TuneReport:
         """Measure, publish and write; or take what another process measures, which began before.
 
+        Where that one is killed, this one continues from what it had.
         Raises: ConfigurationError: measurements are to be kept where nothing can be written.
         """
         _need_writable(self._device)
         reports: list[TuneReport] = []
 
         def work() -> bytes:
+            self._take_over()
             reports.append(self._run())
+            if ENDING.is_set():
+                raise _CutShortError
             return msgspec.json.encode(reports[0])
 
-        answer = SHARED.once(MEASURE, self._digest(), work)
+        try:
+            answer = SHARED.once(MEASURE, self._digest(), work, self._draft)
+        except _CutShortError:
+            return reports[0]  # this process's own: who waits for all of it continues
         if not answer.leader:
             return reports[0]
         report = msgspec.json.decode(answer.body, type=TuneReport)
         log.info(MEASURED_ELSEWHERE, device=report.device, calls=report.calls, leader=answer.leader)
-        path = publish(self._device, report.rows, written=report.path)
+        path = publish(self._device, report.rows, again=True)
         if self._progress is not None:
             self._progress(report.calls, report.calls, report.tuned[-1] if report.tuned else None)
         return msgspec.structs.replace(report, path=str(path) if path else None)
@@ -152,6 +167,14 @@ class TuningJob:
             self._launches, self._effort, self._budget_s, self._repeat,
             (device.settings.tie_band, device.settings.default_gain),
         )  # fmt: skip
+
+    def _take_over(self) -> None:
+        """Keep what a leader that was killed had measured; its rows may be in the file already."""
+        if self._draft.begun:
+            self._made = msgspec.json.decode(self._draft.begun, type=list[list[TuningResult]])
+            rows = [row for results in self._made for tuned in results for row in tuned.rows]
+            self._path = publish(self._device, rows, again=True)
+            self._left, self._made = deque(self._made), []
 
     def _run(self) -> TuneReport:
         started = time.monotonic()
@@ -211,8 +234,13 @@ class TuningJob:
         return count
 
     def _measure(self, call: Call) -> list[TuningResult]:
-        tuned_call = self._tuner.measure(call)
-        self._pending += [row for tuned in tuned_call for row in tuned.rows]
+        if self._left and self._left[0][0].call == str(call):
+            tuned_call = self._left.popleft()
+        else:
+            self._left.clear()  # the times led elsewhere
+            tuned_call = self._tuner.measure(call)
+            self._pending += [row for tuned in tuned_call for row in tuned.rows]
+        self._made.append(tuned_call)
         self._count += 1
         if self._progress is not None:
             total = len(self._calls) * self._repeat
@@ -223,6 +251,7 @@ class TuningJob:
     def _publish_pending(self, force: bool = False) -> None:
         """Publish what was measured, every few seconds: what ends this process loses little."""
         if force or time.monotonic() - self._published_s > _KEEP_EVERY_S:
+            self._draft.keep(msgspec.json.encode(self._made))
             self._path = publish(self._device, self._pending) or self._path
             self._pending, self._published_s = [], time.monotonic()
 
@@ -256,15 +285,17 @@ def stored_rows(device: TunableDevice) -> tuple[Measurement, ...]:
     return (*rows, *device.measured)
 
 
-def publish(device: TunableDevice, rows: Sequence[Measurement], *, written: str | None = None) -> Path | None:
+def publish(device: TunableDevice, rows: Sequence[Measurement], *, again: bool = False) -> Path | None:
     """Keep rows in the device's file, if it has one, and price with them from now on.
 
-    `written` is the file that has them already.
+    `again`: another process may have written them there.
     """
     path = perfdb_path(device.settings)
     if path is not None and rows:
-        if written is None or not path.exists() or not os.path.samefile(path, written):
-            anyio.run(_write, path, Environment.of_hardware(device.hardware), rows)
+        environment = Environment.of_hardware(device.hardware)
+        stored = set(read_rows(path, environment)) if again else frozenset()
+        if new := [row for row in rows if row not in stored]:
+            anyio.run(_write, path, environment, new)
         device.measured = ()
     else:
         device.measured = (*device.measured, *rows)

@@ -24,6 +24,7 @@ except ImportError as missing:
     ) from missing
 
 Attributes = dict[str, str | int]
+_KERNEL = "layerzero.spec.kernel"
 
 
 class Spans:
@@ -71,7 +72,7 @@ class Spans:
 
         def answered(plan: Plan | None) -> None:
             if plan is not None:
-                span.set_attributes(_attributes_of(plan.selection))
+                span.set_attribute(_KERNEL, plan.kernel)  # the sizes are the batch's; its span has them
 
         self._waiting[id(args)] = span
         try:
@@ -109,7 +110,7 @@ class Spans:
         """One kernel answered for another."""
         attributes: Attributes = {
             "layerzero.op": plan.op.name,
-            "layerzero.spec.kernel": used,
+            _KERNEL: used,
             "layerzero.failed": plan.kernel,
         }
         attributes["layerzero.reason"] = f"{type(error).__name__}: {error}"[:300]
@@ -124,7 +125,7 @@ def _attributes_of(selection: Selection) -> Attributes:
     request = selection.request
     return {
         "layerzero.op": selection.op,
-        "layerzero.spec.kernel": selection.kernel,
+        _KERNEL: selection.kernel,
         "layerzero.reason": selection.why,
         "layerzero.dtype": request.dtype,
         "layerzero.dims": " ".join(f"{name}={size}" for name, size in request.dims.items()),

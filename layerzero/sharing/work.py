@@ -75,6 +75,17 @@ class Answer(NamedTuple):
     leader: str = ""
 
 
+class Draft:
+    """What a leader has of its answer so far: who waited for one that was killed continues it.
+
+    `begun` is what the dead one kept, empty where there is none; `keep` does nothing where another leads.
+    """
+
+    def __init__(self) -> None:
+        self.begun = b""
+        self.keep: Callable[[bytes], None] = lambda body: None
+
+
 class _Stored(msgspec.Struct, frozen=True, array_like=True):
     schema: int
     key: str
@@ -105,8 +116,12 @@ class SharedWork:
         """Share with the processes that have this store; with None with this host's alone."""
         self._leases = None if store is None else Leases(store)
 
-    def once(self, sharing: Sharing, key: str, work: Callable[[], bytes]) -> Answer:
+    def once(
+        self, sharing: Sharing, key: str, work: Callable[[], bytes], draft: Draft | None = None
+    ) -> Answer:
         """The answer of `key` (`digest_of`): another process's where there is one, else that of `work()`.
+
+        Where `work` takes long, `draft` hands what it has on to the next leader.
 
         Raises: what `work` raises. SharedFailureError: another's work failed while this call waited for it.
         """
@@ -115,7 +130,7 @@ class SharedWork:
             path = self._place() / f"{sharing.name}-{key[:40]}"
             if (answer := _read(path, key, asked_at, sharing)) is not None:
                 return answer
-            lock = self._acquire(path, sharing)
+            lock, waited = self._acquire(path, sharing)
         except (OSError, NotImplementedError) as error:
             if not self._warned:
                 self._warned = True
@@ -126,7 +141,18 @@ class SharedWork:
             return Answer(work())
         try:
             answer = _read(path, key, asked_at, sharing)
-            return answer if answer is not None else self._lead(sharing, key, path, work)
+            if answer is not None:
+                return answer
+            part = path.with_name(f"{path.name}.part")
+            if not waited:
+                part.unlink(missing_ok=True)  # of a leader that died before this process asked
+            if draft is not None:
+                previous = _read(part, key, 0.0, sharing)
+                draft.begun = b"" if previous is None else previous.body
+                draft.keep = lambda body: self._keep(part, key, Answer(body, _this_process()))
+            answer = self._lead(sharing, key, path, work)
+            part.unlink(missing_ok=True)
+            return answer
         finally:
             lock.release()
 
@@ -146,21 +172,22 @@ class SharedWork:
     def _place(self) -> Path:
         return files.own_user_folder("shared") if self._folder is None else files.own_folder(self._folder)
 
-    def _acquire(self, path: Path, sharing: Sharing) -> BaseFileLock | None:
-        """The lock, held; None where its holder takes too long, or this process is ending."""
+    def _acquire(self, path: Path, sharing: Sharing) -> tuple[BaseFileLock | None, bool]:
+        """The lock, held, and whether another held it; None where that takes too long, or this one ends."""
         from filelock import FileLock, Timeout
 
         lock, until = FileLock(path.with_name(f"{path.name}.lock")), time.monotonic() + sharing.wait_s
+        patience, waited = 0.0, False
         while True:
             try:
-                lock.acquire(
-                    timeout=max(0.0, min(1.0, until - time.monotonic())), poll_interval=sharing.poll_s
-                )
+                lock.acquire(timeout=patience, poll_interval=sharing.poll_s)
             except Timeout:
+                waited = True
                 if time.monotonic() >= until or ENDING.is_set():
-                    return None
+                    return None, waited
+                patience = max(0.0, min(1.0, until - time.monotonic()))
             else:
-                return lock
+                return lock, waited
 
     def _lead(self, sharing: Sharing, key: str, path: Path, work: Callable[[], bytes]) -> Answer:
         try:

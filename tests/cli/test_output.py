@@ -1,13 +1,16 @@
 """Tables for people and for pipes."""
 
 import io
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from layerzero.cli.common import output
+from tests import children
 
 ROWS = [("a.b", "1.0", "taken"), ("c", "-", "no [bold]: x")]
 
@@ -26,6 +29,38 @@ def test_a_closed_stdout_is_no_error() -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (child.returncode, child.stderr) == (0, "")
+
+
+_COMMAND = """
+import os, sys
+if sys.argv[1] == "full":
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+else:
+    end, start = os.pipe()
+    os.dup2(start, 1)
+    os.close(start), os.close(end)
+from layerzero.cli import main
+main(["kernels"])
+"""
+NO_SPACE = "Error: the output cannot be written: No space left on device\n"
+needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+
+
+@needs_full
+def test_a_full_disk_is_said_in_one_line_with_status_1(tmp_path: Path) -> None:
+    """`lz kernels > /dev/full`, and where nothing but the command line itself is answered."""
+    done = children.run(_COMMAND, "full", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (1, NO_SPACE)
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "layerzero", "--version"]
+        child = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (child.returncode, child.stderr) == (1, NO_SPACE)
+
+
+def test_a_reader_that_has_gone_ends_a_command_without_a_word(tmp_path: Path) -> None:
+    """`lz kernels | head -1`: nothing went wrong."""
+    done = children.run(_COMMAND, "gone", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_no_rows_say_none(capsys: pytest.CaptureFixture[str]) -> None:

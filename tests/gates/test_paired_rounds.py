@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from layerzero.gates import pace_worker
 from layerzero.gates.paired_rounds import PacedCall, PaceProcess, compare_paces
 from layerzero.gates.stages import confirm
 from layerzero.spec.errors import ConfigurationError
@@ -57,6 +60,52 @@ def test_a_slow_answer_is_asked_again() -> None:
     assert measure("as fast") == "as fast" and len(asked) == 1
     assert measure("slower", "as fast") == "as fast" and len(asked) == 2
     assert measure("slower", "slower") == "slower"
+
+
+class _Disturbed(PaceProcess):
+    """A call of ten microseconds, in a process that loses its core for five milliseconds at some blocks."""
+
+    def __init__(self, lost: set[int]) -> None:
+        self._calls, self._order, self._lost, self._blocks = 1, {}, lost, 0
+
+    def block(self) -> int:
+        self._blocks += 1
+        return self._calls * 10_000 + 5_000_000 * (self._blocks in self._lost)
+
+    def _write(self, line: str) -> None:
+        pass
+
+    def _read(self) -> str:
+        return "{}"
+
+
+@pytest.mark.parametrize("lost", [set[int](), {1}, {1, 3, 7}, set(range(1, 99, 2))])
+def test_a_block_that_lost_the_core_is_not_taken_for_a_full_one(lost: set[int]) -> None:
+    """Else blocks are of one call, cold each time: an unchanged tree was 24 times as slow as its baseline."""
+    process = _Disturbed(lost)
+    process.start()
+    assert process._calls >= 40
+
+
+def test_a_call_whose_kernel_is_never_ready_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that it would be timed with is not the one that will run."""
+    monkeypatch.setattr(pace_worker, "STEADY_S", 0.05)
+    loading = SimpleNamespace(last_selection=lambda: SimpleNamespace(when_warm="a kernel"))
+    with pytest.raises(SystemExit, match="still loading"):
+        pace_worker.wait_until_steady(loading, lambda calls: None)
+    ready = SimpleNamespace(last_selection=lambda: SimpleNamespace(when_warm=None))
+    pace_worker.wait_until_steady(ready, lambda calls: None)
+
+
+def test_a_call_is_timed_once_the_compiled_path_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a tree whose C++ has changed is timed in Python, while it compiles on the same core."""
+    loaded: list[int] = []
+    native = SimpleNamespace(FAST_PATH=SimpleNamespace(try_load=lambda: loaded.append(1)))
+    ready = SimpleNamespace(last_selection=lambda: None)
+    for module in (native, SimpleNamespace(), None):
+        monkeypatch.setitem(sys.modules, "layerzero.native", module)
+        pace_worker.wait_until_steady(ready, lambda calls: None)
+    assert loaded == [1]
 
 
 def test_awaited_calls_are_timed_too() -> None:

@@ -92,6 +92,8 @@ async def test_a_batch_links_to_its_callers(exporter: InMemorySpanExporter, func
             assert sorted(span.context.trace_id for span in waits) == sorted(traces)
             assert {link.context.span_id for link in batch.links} == {span.context.span_id for span in waits}
             assert batch.attributes["layerzero.callers"] == 4
+            # A caller's span says what is its own: eight rows are the batch's.
+            assert all(set(span.attributes) <= {"layerzero.op", "layerzero.spec.kernel"} for span in waits)
             assert batch.parent is None
             if function == "op":
                 (ran,) = named(exporter, "layerzero.rms_norm")

@@ -24,6 +24,18 @@ def test_what_was_written_is_read_and_nothing_else_is_left(tmp_path: Path) -> No
     assert path.parent.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize("named", ["", "cache", "./cache", "~/cache"])
+def test_a_cache_folder_that_is_relative_counts_for_nothing(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the XDG specification wants: it would be another folder in each working directory."""
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    assert files.user_folder("shared") == Path("/home/somebody/.cache/layerzero/shared")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert files.user_folder("shared") == Path("/elsewhere/layerzero/shared")
+
+
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the old file nor the folder shows a trace of it."""
     path = tmp_path / "a.json"
