@@ -15,6 +15,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.ops import table
+from layerzero.ops.attention.arguments import RaggedArgs
 from layerzero.ops.norm.rms_norm import rms_norm_reference
 from layerzero.ops.op import Args
 from layerzero.spec.kernel import Kernel, rejections
@@ -94,15 +95,23 @@ def taken(op: str, args: Args, rows: Sequence[int], each: int) -> Args:
 
 
 def _sequences(args: Args, rows: Sequence[int]) -> Args:
-    q, k, v, cu, cu_k, *rest = args
-    spans = [[slice(int(own[r]), int(own[r + 1])) for r in rows] for own in (cu, cu_k)]
-    ends = [torch.tensor([0, *(s.stop - s.start for s in own)]).cumsum(0).to(q.device) for own in spans]
-    mine, theirs = spans
-    return (
-        *(torch.cat([t[s] for s in own]) for t, own in ((q, mine), (k, theirs), (v, theirs))),
-        *ends,
-        *rest,
-    )
+    call = RaggedArgs._make(args)
+    ends: dict[str, Any] = {}
+    for name, cu in (("q", call.cu_seqlens_q), ("k", call.cu_seqlens_k)):
+        spans = [slice(int(cu[row]), int(cu[row + 1])) for row in rows]
+        call = of_tokens(call, name, lambda t, spans=spans: torch.cat([t[span] for span in spans]))
+        ends[f"cu_seqlens_{name}"] = torch.tensor([0, *(s.stop - s.start for s in spans)]).cumsum(0).to(cu)
+    return call._replace(**ends)
+
+
+def of_tokens(call: RaggedArgs, name: str, change: Callable[[Tensor], Tensor]) -> RaggedArgs:
+    """The queries, or the keys and values, as `change` makes them of these, with their scales by token."""
+    names = [name, f"{name}_scale"] if name == "q" else ["k", "v", "k_scale", "v_scale"]
+    parts = {each: getattr(call, each) for each in names}
+    changed: dict[str, Any] = {
+        each: change(t) for each, t in parts.items() if isinstance(t, Tensor) and t.dim() > 1
+    }
+    return call._replace(**changed)
 
 
 def pieces(op: str, run: Callable[..., Any], args: Args, rows: int, each: int) -> list[tuple[Tensor, ...]]:
@@ -128,16 +137,15 @@ def per_row(op: str, args: Args, rows: int) -> int:
 
 def sequences(args: Args) -> Args:
     """A ragged call of ROWS sequences of mixed lengths, in place of the cases' three."""
-    q, k, v, _, _, *rest = args
+    call = RaggedArgs._make(args)
     lengths = torch.randint(0, 9, (ROWS,), generator=torch.Generator().manual_seed(1))
-    cu = torch.tensor([0, *lengths.cumsum(0).tolist()])
-    cu_k = torch.tensor([0, *(lengths * 3 + 1).cumsum(0).tolist()])
     pick = torch.Generator().manual_seed(2)
-    q, k, v = (
-        t[torch.randint(0, len(t), (int(ends[-1]),), generator=pick)]
-        for t, ends in ((q, cu), (k, cu_k), (v, cu_k))
-    )
-    return (q, k, v, cu.to(q.device), cu_k.to(q.device), *rest)
+    ends: dict[str, Any] = {}
+    for name, counts in (("q", lengths), ("k", lengths * 3 + 1)):
+        tokens = torch.randint(0, len(getattr(call, name)), (int(counts.sum()),), generator=pick)
+        call = of_tokens(call, name, lambda t, tokens=tokens: t[tokens.to(t.device)])
+        ends[f"cu_seqlens_{name}"] = torch.tensor([0, *counts.cumsum(0).tolist()], device=call.q.device)
+    return call._replace(**ends)
 
 
 def differing(
