@@ -99,9 +99,17 @@ def _sequences(args: Args, rows: Sequence[int]) -> Args:
     ends: dict[str, Any] = {}
     for name, cu in (("q", call.cu_seqlens_q), ("k", call.cu_seqlens_k)):
         spans = [slice(int(cu[row]), int(cu[row + 1])) for row in rows]
-        call = of_tokens(call, name, lambda t, spans=spans: torch.cat([t[span] for span in spans]))
+        call = of_tokens(call, name, functools.partial(_cut, spans))
         ends[f"cu_seqlens_{name}"] = torch.tensor([0, *(s.stop - s.start for s in spans)]).cumsum(0).to(cu)
     return call._replace(**ends)
+
+
+def _cut(spans: Sequence[slice], tokens: Tensor) -> Tensor:
+    return torch.cat([tokens[span] for span in spans])
+
+
+def _pick(index: Tensor, tokens: Tensor) -> Tensor:
+    return tokens[index.to(tokens.device)]
 
 
 def of_tokens(call: RaggedArgs, name: str, change: Callable[[Tensor], Tensor]) -> RaggedArgs:
@@ -143,7 +151,7 @@ def sequences(args: Args) -> Args:
     ends: dict[str, Any] = {}
     for name, counts in (("q", lengths), ("k", lengths * 3 + 1)):
         tokens = torch.randint(0, len(getattr(call, name)), (int(counts.sum()),), generator=pick)
-        call = of_tokens(call, name, lambda t, tokens=tokens: t[tokens.to(t.device)])
+        call = of_tokens(call, name, functools.partial(_pick, tokens))
         ends[f"cu_seqlens_{name}"] = torch.tensor([0, *counts.cumsum(0).tolist()], device=call.q.device)
     return call._replace(**ends)
 
