@@ -373,6 +373,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "styles_h200.json": {"styles": styles, "place": place},
     "decode_h200.json": {"decode": decode, "place": place},
     "engines_h200.json": {"steps": engines, "targets": engine_targets, "place": place},
+    "engines_wide_h200.json": {"steps": engines, "targets": engine_targets, "place": place},
     "engines_http_h200.json": {"served": behind_http, "place": place},
     "traffic.json": {"loads": loads, "place": place},
     "timeline.json": {"watched": watched, "place": place},

@@ -81,6 +81,8 @@ def engine_targets(record: dict[str, Any]) -> Table:
     """Return what was promised beside an engine, and what was measured."""
     rows = []
     for cell, row in record["rows"].items():
+        if not row["step_ms"]:  # the time was up before it
+            continue
         promised = [
             (f"{side}, over vLLM's that stay, tokens/s", row["needs"], over, True)
             for side, over in row["over_vllm"].items()

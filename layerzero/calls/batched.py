@@ -236,7 +236,7 @@ class Batched(Generic[R]):
         copied = copy.deepcopy(function if owner is None else MethodType(function, owner), memo)
         if copied is function:
             return self
-        wrapped = batched(copied, pure=self.pure, key=self.name, device=self._device)
+        wrapped: Batched[Any] = batched(copied, pure=self.pure, key=self.name, device=self._device)
         wrapped._weights_need_grad = self._weights_need_grad
         return wrapped
 

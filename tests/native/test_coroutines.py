@@ -74,6 +74,7 @@ async def runs_in_groups(make: Make) -> Any:
 
 @case
 async def is_waited_for(make: Make) -> Any:
+    first = None
     with anyio.move_on_after(60):
         first = await outcome(make())
     return first, await outcome(asyncio.wait_for(make(), 60)), await outcome(asyncio.wait_for(make(), 0))

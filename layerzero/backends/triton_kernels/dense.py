@@ -5,6 +5,9 @@ SageAttention does (arXiv 2410.02367); queries of numbers meet keys that become 
 smoothing of keys belongs to the caller that rounds them: codes are attended to as they are given.
 """
 
+# Triton's functions are no Python to a type checker: it counts their constants as arguments.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any
