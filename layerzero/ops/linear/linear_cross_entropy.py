@@ -7,7 +7,12 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.describe import describe
-from layerzero.ops.linear.cross_entropy import cross_entropy_reference, need_loss_options, register_loss
+from layerzero.ops.linear.cross_entropy import (
+    REDUCTIONS,
+    cross_entropy_reference,
+    need_loss_options,
+    register_loss,
+)
 from layerzero.ops.op import Args
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
@@ -42,7 +47,8 @@ def _check(args: Args) -> CallSpec:
     checks.need_index("target", target)
     checks.need_shape("target", target, x.shape[:-1], " like x without its last axis")
     checks.need_same_device("x", x, target=target)
-    need_loss_options(ignore_index, label_smoothing, reduction)
+    need_loss_options(ignore_index, label_smoothing)
+    checks.need_choice("reduction", reduction, REDUCTIONS)
     requested = {"bias": bias is not None, "label_smoothing": label_smoothing > 0}
     return describe(
         "linear_cross_entropy",
