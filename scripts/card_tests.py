@@ -35,6 +35,7 @@ OF_A_KERNEL = (
 )  # fmt: skip
 CUDA, COMPILING, FILTERS, MEMORY = "cuda", "test_triton_kernels", "test_filters", "test_room"
 TRUTH = "test_flashinfer_truth"
+CODES = ("test_coded_attention", "test_coded_experts", "test_codes")  # each compiles for minutes
 # When a group starts: alone, beside what compiles longest, with all the rest; how long the next ones wait.
 FIRST, EARLY, LATER = 0, 1, 2
 LONGEST_S = {FIRST: 45.0, EARLY: 60.0, LATER: float("inf")}
@@ -72,7 +73,7 @@ def groups() -> tuple[Group, ...]:
         "flashinfer. and fa3 and not mla", "flashinfer. and fa2 and not mla", "flashinfer. and mla",
         "flash_attn_4.attention", "flash_attn_4.ragged", "flash_attn_4.paged",
     )  # fmt: skip
-    apart = (COMPILING, FILTERS, MEMORY, TRUTH)
+    apart = (COMPILING, FILTERS, MEMORY, TRUTH, *CODES)
     found = [
         Group(f"{CUDA}_memory", (f"tests/cuda/{MEMORY}.py",), when=FIRST),
         Group(CUDA, ("tests/cuda",), " and ".join(f"not {word}" for word in apart), when=EARLY),
@@ -80,6 +81,9 @@ def groups() -> tuple[Group, ...]:
     for part in ("tokens and dtype0", "tokens and dtype1", "codes"):
         name = f"{CUDA}_compiling_{part.replace(' and ', '_')}"
         found.append(Group(name, (f"tests/cuda/{COMPILING}.py",), part, when=EARLY, compiles=True))
+    found += [
+        Group(f"{CUDA}_{name}", (f"tests/cuda/{name}.py",), when=EARLY, compiles=True) for name in CODES
+    ]
     for part in ("float32", "bfloat16", "graph"):
         name = f"{CUDA}_{FILTERS}_{part}"
         found.append(Group(name, (f"tests/cuda/{FILTERS}.py",), part, when=EARLY, compiles=True))

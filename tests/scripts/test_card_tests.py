@@ -43,6 +43,14 @@ def test_no_group_writes_over_anothers_results() -> None:
     assert {path for g in apart for path in g.paths if not path.startswith("tests/cuda")} == set()
 
 
+def test_every_file_of_a_card_is_in_a_group() -> None:
+    """Those that are left out of the large group have their own."""
+    (rest,) = [g for g in groups() if g.paths == ("tests/cuda",)]
+    own = {path for g in groups() for path in g.paths}
+    left_out = {word for word in rest.select.split() if word.startswith("test_")}
+    assert {f"tests/cuda/{name}.py" for name in left_out} <= own
+
+
 def test_xformers_runs_without_the_library_that_keeps_it_from_importing() -> None:
     """FlashAttention-4 is installed beside it, and its own process must not find it."""
     assert {g.name: g.without for g in groups() if g.without} == {"xformers": "flash_attn"}
