@@ -159,11 +159,14 @@ async def test_a_function_that_raises_stop_iteration_returns_nothing() -> None:
     """It is an error like another, for a crowd, for callers of a known kind and for one alone."""
     call = lz.batched(exhausted)
     async with lz.start(lz.Settings()):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the call raised StopIteration"):
+                await call(torch.ones(2, 4))
         await gather(*(call(torch.ones(1, 4)) for _ in range(3)))
         await gather(*(call(torch.ones(1, 4)) for _ in range(3)))
         outs = await gather(*(call(torch.ones(2, 4)) for _ in range(3)))
         outs += await gather(*(call(torch.ones(2, 4), priority=0) for _ in range(3)))
-        with pytest.raises(RuntimeError, match="raised StopIteration"):
+        with pytest.raises(RuntimeError, match="the call raised StopIteration"):
             await call(torch.ones(2, 4))
     for out in outs:
         assert isinstance(out, RuntimeError) and isinstance(out.__cause__, StopIteration), out
