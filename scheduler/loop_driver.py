@@ -186,7 +186,7 @@ class LoopDriver:
     def _add_task(self, task: Task | None) -> Caller:
         if self.state != OPEN:
             raise RuntimeClosedError(f"this event loop's driver is {self.state} and takes no new callers")
-        tree = None if self.batcher.expected_callers is None else TaskTree.above(task)
+        tree = None if self.batcher.expected_callers is None else TaskTree.begin(task)
         caller = Caller(tree)
         if task is not None:
             self._callers[task] = caller

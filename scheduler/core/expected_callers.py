@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence, Set
-from itertools import takewhile
 from typing import Final
 
 from layerzero.scheduler.core.launch_reasons import (
@@ -243,12 +242,13 @@ class ExpectedCallers:
             batch_s = max(group.period_s, group.run_s)
             share = WORTH if group.heirs is not None and group.heirs >= HEIRS else FOLLOWS
             is_late = now_s > self._last_done_at + share * batch_s
-
-            def is_gone(caller: Caller, late: bool = is_late, longest_s: float = GONE * batch_s) -> bool:
+            gone: list[Caller] = []  # oldest first, and nearly always none
+            for caller in ended:
                 done_at = None if caller.launch is None else caller.launch.done_at
-                return done_at is not None and (late or now_s > done_at + longest_s)
-
-            for caller in list(takewhile(is_gone, ended)):  # oldest first, and nearly always none
+                if done_at is None or not (is_late or now_s > done_at + GONE * batch_s):
+                    break
+                gone.append(caller)
+            for caller in gone:
                 self._leave(caller)
 
     def held(self, pending: Iterable[ProgramPoint], now_s: float) -> set[BatchQueue]:

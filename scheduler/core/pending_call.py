@@ -72,8 +72,8 @@ class TaskTree:
         self.ended: dict[Caller, None] = {}
 
     @staticmethod
-    def above(task: object) -> TaskTree | None:
-        """The tree that `task`, which runs, was made in, if any; what it makes from now on is in its own."""
+    def begin(task: object) -> TaskTree | None:
+        """Have what `task`, which runs, makes from now on in a tree of its own; that which it was made in."""
         if task is None:
             return None
         tree = _TREE.get(None)

@@ -183,7 +183,7 @@ class Readback:
         if self._lost is not None:
             call.state, call.value = FAILED, Failed(self._lost)
             return call
-        TaskTree.above(self._driver._current_task(self.loop))  # the reader's next tasks are known by it
+        TaskTree.begin(self._driver._current_task(self.loop))  # the reader's next tasks are known by it
         if not self._pending:
             self.loop.call_soon(self.flush)
         self._pending.append(call)

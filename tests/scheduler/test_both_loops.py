@@ -325,9 +325,9 @@ def test_tasks_of_a_trio_run_know_the_one_that_made_them() -> None:
         loop, trees = TrioLoop(), list[TaskTree | None]()
 
         async def child() -> None:
-            trees.append(TaskTree.above(loop.current_task()))
+            trees.append(TaskTree.begin(loop.current_task()))
 
-        first = TaskTree.above(loop.current_task())
+        first = TaskTree.begin(loop.current_task())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(child)
             nursery.start_soon(child)

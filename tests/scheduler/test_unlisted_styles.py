@@ -157,7 +157,7 @@ def test_two_crowds_whose_steps_are_tasks_meet(
     worker: Worker, step: Any, row: float, called_before: bool
 ) -> None:
     """The other half comes while the device runs the first: it is not taken for the first one's next tasks.
-    On a GPU the halves of 31 and 33 took turns for good."""
+    On a GPU the halves took turns for good."""
 
     async def main() -> tuple[list[int], float]:
         machine = Machine(worker, host_s=0.1 * PASS_S)
