@@ -12,6 +12,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.formats.elements import encode_values
 from layerzero.ops import kv_formats, table
+from tests.cuda.captures import captured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,11 +109,7 @@ def test_a_captured_call_replays_with_other_offsets() -> None:
         )
         return out
 
-    with lz.rehearse_capture():
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for middle in (100, 30, 0, 250):
         cu[1] = middle
         q.normal_()

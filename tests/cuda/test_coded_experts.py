@@ -12,6 +12,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.formats import QuantizedTensor
 from layerzero.ops import table
+from tests.cuda.captures import captured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,11 +112,7 @@ def test_a_captured_mixture_follows_its_choices() -> None:
         out: Tensor = SYNC.fused_experts(*operands, **named)  # no other kernel may be captured
         return out
 
-    with lz.rehearse_capture():
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for _ in range(3):
         operands[1].copy_(torch.rand(40, 12, device="cuda").argsort(-1)[:, :3])
         graph.replay()

@@ -14,6 +14,7 @@ import layerzero as lz
 from layerzero.formats import QuantizedTensor
 from layerzero.ops import kv_formats, table
 from layerzero.ops.quantize.quantized_linear import quantized_linear_reference
+from tests.cuda.captures import captured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -148,11 +149,7 @@ def test_a_captured_step_over_codes_replays_with_other_lengths() -> None:
         out: Tensor = lz.sync.paged_attention(q, k_cache, v_cache, tables, lens, k_scale=ks, v_scale=vs)
         return out
 
-    with lz.rehearse_capture():
-        step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for longer in (0, 100, 500):
         lens += longer
         slots += longer
