@@ -6,9 +6,9 @@ Without arguments it writes `benchmarks/results/traffic.json`. The four sides ru
 event loop and take turns within each round:
 
 - `awaited`: `await lz.linear(...)`, every caller a task;
-- `one by one`: `lz.sync`, one request after another, a coroutine around each call (0.1 microseconds);
-- `in turns`: `lz.sync`, of all requests one call each in turns. What a request has read lies in no cache when
-  its turn comes again, as in the awaited load and not one by one: what is left of the difference is ours;
+- `one by one`: `lz.sync`, one request after another, a coroutine around each call;
+- `in turns`: `lz.sync`, of all requests one call each in turns: in the order of the awaited load, so that
+  what is left of the difference does not come from the order;
 - `by hand`: futures in a list for each weight, run together at the end of a turn of the loop, with torch's
   own kernels and nothing else: no checks, limits, modes, cancelling or errors.
 

@@ -32,8 +32,8 @@ class Efficiency:
     source: str
 
 
-# Behind every kernel that was timed, or whose figures are estimated beside one that was.
-UNTIMED = (0.01, 0.01, 500.0)
+# Behind every other kernel: not timed yet, or to be taken by name alone.
+LAST_CHOICE = (0.01, 0.01, 500.0)
 
 
 @dataclass(frozen=True, slots=True)
