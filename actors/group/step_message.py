@@ -150,22 +150,19 @@ MAX_VALUES = 1 << 20
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
-def check_sendable(values: Sequence[Any], what: str) -> None:
-    """Check one caller's arguments, without their data.
+def check_sendable(values: Sequence[Any], what: str, unsent: frozenset[int] = frozenset()) -> None:
+    """Check one caller's arguments, without their data, but for those at the places `unsent`.
 
     Raises: TypeError: one is no tensor of a dtype that travels, number, text or list of those.
     """
-    rest = []
-    for value in values:
+    for index, value in enumerate(values):
         kind = value.__class__
-        if kind in _PLAIN or (kind is list and not value):
+        if kind in _PLAIN or (kind is list and not value) or index in unsent:
             continue
         if kind is not Tensor and not isinstance(value, Tensor):
-            rest.append(value)
+            pack([value], what)
         elif value.dtype not in _CODES or value.dim() >= len(_HEADS):
             _code_of(value, what)
-    if rest:
-        pack(rest, what)
 
 
 def _code_of(tensor: Tensor, what: str) -> int:
