@@ -19,12 +19,12 @@ from layerzero.actors.device.plan_compiler import PlanCompiler
 from layerzero.actors.device.recovery import Recovery, validated_args
 from layerzero.actors.device.registry import Registry
 from layerzero.actors.device.selection_inputs import SelectionInputs
-from layerzero.actors.device.table_keeper import TableKeeper
+from layerzero.actors.device.table_keeper import TableUpdater
 from layerzero.actors.device.worker import Worker
 from layerzero.health import Health, QuarantineStore, Transition
 from layerzero.observe.counters import Counters
 from layerzero.ops.op import Args, Op, Signature
-from layerzero.selection.context import AgreedTerms, CostModel, SelectionContext
+from layerzero.selection.context import AgreedState, CostModel, SelectionContext
 from layerzero.selection.decide import roofline_cost
 from layerzero.selection.dispatch import DispatchState, PlanTable
 from layerzero.selection.modes import (
@@ -112,7 +112,7 @@ class LocalDevice:
         self._inputs = SelectionInputs(self.settings, self.hardware, *parts)
         settings = partial(getattr, self, "settings")
         self.loader = KernelLoader(self.hardware, registry, counters, now, self.refresh, settings)
-        self.table_keeper = TableKeeper(self._inputs, self.registry, self.loader, self.refresh)
+        self.table_keeper = TableUpdater(self._inputs, self.registry, self.loader, self.refresh)
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
         asked = self._refresh_budget_now, self._reconsidered
         self._recovery = Recovery(self.kernel_calls, self.health, counters, self.hardware, *asked)
@@ -293,11 +293,11 @@ class LocalDevice:
             table = state.tables.setdefault(op.name, new_table)
         return table
 
-    def agreed_snapshot(self, policy: Policy, terms: AgreedTerms) -> DispatchState:
+    def agreed_snapshot(self, policy: Policy, terms: AgreedState) -> DispatchState:
         """The snapshot of a rank group's plan: it outlives changes of this device and makes no choice."""
         return DispatchState(self.snapshot.version, policy, agreed_terms=terms)
 
-    def _rules(self, op: str, policy: Policy, terms: AgreedTerms | None = None) -> SelectionContext:
+    def _rules(self, op: str, policy: Policy, terms: AgreedState | None = None) -> SelectionContext:
         return self._inputs.context(op, policy, terms, self.compiler.middlewares)
 
     def add_middleware(self, middleware: PlanMiddleware) -> None:

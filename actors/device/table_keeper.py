@@ -1,4 +1,4 @@
-"""TableKeeper: the dispatch table of one device under the policy of the moment, solved again where needed."""
+"""TableUpdater: the dispatch table of one device under the policy of now, solved again where needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from layerzero.selection.plan import Plan
 
 
-class TableKeeper:
+class TableUpdater:
     """Keeps `inputs.dispatch_table`: the file's own where it holds, else what is solved again of it.
 
     `changed()` is called from the background thread when a table solved again came in force.

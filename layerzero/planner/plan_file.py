@@ -13,7 +13,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.perfdb.record import Environment
 from layerzero.perfdb.table_file import content_hash, write_table_file
 from layerzero.planner.choices import Choices
-from layerzero.planner.search import Alternative, Solution
+from layerzero.planner.search import CoverOption, Solution
 from layerzero.planner.values import PlacedBlock
 from layerzero.selection.dispatch_table import capabilities_hash
 from layerzero.spec.errors import PlanRefusedError
@@ -66,7 +66,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     plans: tuple[SavedPlan, ...]
 
 
-def _formats(alternative: Alternative) -> tuple[tuple[int, str, tuple[int, ...]], ...]:
+def _formats(alternative: CoverOption) -> tuple[tuple[int, str, tuple[int, ...]], ...]:
     return tuple((value, *form) for value, form in sorted(alternative.payload.formats.items()))
 
 

@@ -42,7 +42,7 @@ STATES: Final = (
 )  # fmt: skip
 
 
-class Failed:
+class Failure:
     """The outcome of a call that raised; any other object is the call's value.
 
     StopIteration becomes a RuntimeError, as in every coroutine: its awaiter would take it for a result.
@@ -228,7 +228,7 @@ class PendingCall:
         """The error it ended with, with the traceback of where it was raised first."""
         if self.state <= RUNNING:
             return RuntimeError(f"this call is still {STATES[self.state]}")
-        failed: Failed = self.value
+        failed: Failure = self.value
         failed.error.__context__ = failed.context  # not what the last caller was handling
         return failed.error.with_traceback(failed.traceback)
 
@@ -339,7 +339,7 @@ class Batch:
 
     def interrupted(self, error: BaseException) -> list[Any]:
         """The outcomes of a batch that something other than its calls has ended."""
-        return [Failed(RuntimeClosedError(f"the batch was interrupted by {error!r}"))] * len(self.calls)
+        return [Failure(RuntimeClosedError(f"the batch was interrupted by {error!r}"))] * len(self.calls)
 
     def __len__(self) -> int:
         return len(self.calls)

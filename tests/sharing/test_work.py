@@ -19,14 +19,14 @@ from layerzero.sharing.work import (
     MEASURE,
     SharedFailureError,
     SharedWork,
-    Sharing,
+    WorkSpec,
     code_of,
     digest_of,
 )
 from tests.children import Child
 from tests.waiting import EVERY_S, LIMIT_S
 
-WAITED_FOR = Sharing("test", wait_s=200.0, poll_s=0.01)
+WAITED_FOR = WorkSpec("test", wait_s=200.0, poll_s=0.01)
 KEY = digest_of("the same question")
 
 _ASKER = """
