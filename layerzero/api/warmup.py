@@ -292,7 +292,7 @@ class _WarmupJob:
     def _run(self) -> None:
         state, count = self._state, len(self._manifest.critical)
         try:
-            self._device.table_keeper.wait()  # else its arrival would undo what is planned here
+            self._device.table_updater.wait()  # else its arrival would undo what is planned here
             self._warmer.compile_ahead(self._manifest.calls)
             for position, call in enumerate(self._manifest.calls):
                 if position == count:

@@ -21,11 +21,18 @@ import torch
 from layerzero._util import log
 from layerzero._util.files import replace_own
 from layerzero._util.strict_yaml import quote, suggestion
-from layerzero.spec.capability import ACTIVATIONS, ALL_PLATFORMS, FEATURE_REASONS, Capability
+from layerzero.spec.capability import (
+    ACTIVATIONS,
+    ALL_PLATFORMS,
+    FEATURE_REASONS,
+    Capability,
+    changed_error,
+    fill_later_fields,
+    respell,
+)
 from layerzero.spec.condition import parse_limit
 from layerzero.spec.errors import ConfigurationError, PolicyValidationError
 from layerzero.spec.kernel import Kernel, version
-from layerzero.spec.older_capabilities import changed_error, fill_later_fields, respell
 from layerzero.spec.tolerances import FACTOR
 from layerzero.spec.user_file import UserFile
 
