@@ -97,16 +97,12 @@ def read_plans(path: str | os.PathLike[str], device: LocalDevice, policy: str) -
     try:
         head = decode_json(text, object)
         stated = head.get("format") if isinstance(head, dict) and "plans" in head else None
+        table = decode_json(text, PlanFile) if stated == FORMAT else None
     except (ValueError, msgspec.MsgspecError) as error:
-        raise PlanRefusedError.of(path, Rejected(Reason.PLAN_DAMAGED, "file", "JSON", str(error))) from error
-    if stated != FORMAT:
+        damage = Rejected(Reason.PLAN_DAMAGED, "file", "JSON with every field", str(error))
+        raise PlanRefusedError.of(path, damage) from error
+    if table is None:
         raise PlanRefusedError.of(path, Rejected(Reason.PLAN_FORMAT, "format", str(FORMAT), str(stated)))
-    try:
-        table = decode_json(text, PlanFile)
-    except (ValueError, msgspec.MsgspecError) as error:
-        raise PlanRefusedError.of(
-            path, Rejected(Reason.PLAN_DAMAGED, "file", "every field", str(error))
-        ) from error
     if content_hash(table.plans) != table.content:
         damage = Rejected(Reason.PLAN_DAMAGED, "content", table.content[:12], content_hash(table.plans)[:12])
         raise PlanRefusedError.of(path, damage)
