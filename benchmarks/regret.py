@@ -32,7 +32,7 @@ from benchmarks.regret_shapes import PARTS, asked, shapes
 from benchmarks.regret_tune import tune
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.measure.calls import Call
-from layerzero.measure.timing import QUICK, Effort, Timing, copies_for, time_kernels
+from layerzero.measure.timing import QUICK, Timing, TimingBudget, copies_for, time_kernels
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.perfdb.record import Environment, Launch
@@ -144,7 +144,7 @@ def opened(path: Path, device: LocalDevice) -> dict[str, Any]:
 def measure_shapes(
     record: dict[str, Any], device: LocalDevice, options: argparse.Namespace, deadline: float
 ) -> None:
-    effort = QUICK if options.quick else Effort(samples=21, budget_s=0.2)
+    effort = QUICK if options.quick else TimingBudget(samples=21, budget_s=0.2)
     launches: tuple[Launch, ...] = ("eager", "graph") if device.device.type == "cuda" else ("eager",)
     wanted = asked(shapes(device.device.type, options.quick), options.parts)
     if "built" in record:  # what would have to compile comes last
@@ -180,7 +180,7 @@ def made(device: LocalDevice, call: Call) -> list[Args]:
 
 
 def measure(
-    device: LocalDevice, call: Call, launch: Launch, effort: Effort, copies: list[Args]
+    device: LocalDevice, call: Call, launch: Launch, effort: TimingBudget, copies: list[Args]
 ) -> dict[str, Any]:
     """Every kernel that takes the call, our call and the vendors', in the same rounds."""
     op = ops_table.get(call.op)
@@ -320,7 +320,7 @@ def copy_bandwidth(device: torch.device) -> dict[str, float]:
         [(source, target)],
         device,
         "eager",
-        Effort(samples=11, budget_s=2.0),
+        TimingBudget(samples=11, budget_s=2.0),
     )
     return {"copy_gb_s": round(2 * source.numel() / timings["copy"].median_us / 1e3, 1)}
 

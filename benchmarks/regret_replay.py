@@ -36,7 +36,7 @@ from layerzero.selection.cost.measured import (
 )
 from layerzero.selection.cost.roofline import SHIPPED
 from layerzero.selection.decide import decide
-from layerzero.selection.key import KeyMaker
+from layerzero.selection.key import KeyBuilder
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.errors import NoKernelFoundError
@@ -103,7 +103,7 @@ def choose(case: Case, kernels: Mapping[str, Kernel], hardware: Hardware, cost: 
     """
     op = ops_table.get(case.request.op)
     own = [kernels[k] for k in case.times if k in kernels]
-    priced = KeyMaker(op, own, ()).bucket(case.request)
+    priced = KeyBuilder(op, own, ()).bucket(case.request)
     eager = case.request.replace(modes=case.request.modes - {"capture"})
 
     def price(kernel: Kernel, work: WorkEstimate, asked: CallSpec, there: Hardware) -> tuple[float, str]:

@@ -31,11 +31,11 @@ from harness import environment, show, write  # noqa: E402
 from models.llama import Llama, Per  # noqa: E402
 
 import layerzero as lz  # noqa: E402
-from layerzero.selection.plan import CheckedOnce  # noqa: E402
+from layerzero.selection.plan import CheckedCall  # noqa: E402
 
 PROMPT, TOKENS, PAGE = 32, 96, 16
 EVERY_S = 0.001
-FIRST_RUN = CheckedOnce.__call__.__code__
+FIRST_RUN = CheckedCall.__call__.__code__
 LIBRARY = Path(lz.__file__).resolve().parent
 CHOOSING = tuple(str(LIBRARY / part) for part in ("selection/", "policy/", "health/", "dispatch.py"))
 ROWS: tuple[tuple[str, int, Per], ...] = (

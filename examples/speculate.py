@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from generate import SamplingParams, generate, load_tokenizer
-from models.llama import FOLDER, GetWeight, Llama, LlamaConfig, kv_pool, weights_of
+from models.llama import FOLDER, Llama, LlamaConfig, WeightSource, kv_pool, weights_of
 from rich.console import Console
 from rich.table import Table
 from tensor_parallel.llama import VOCABULARY, shard_of
@@ -143,7 +143,7 @@ def leaked_pages(model: Llama) -> int:
     return model.cache.allocator.total - model.cache.allocator.free_pages
 
 
-def first_layers(config: LlamaConfig, get: GetWeight, layers: int, like: Tensor) -> Llama:
+def first_layers(config: LlamaConfig, get: WeightSource, layers: int, like: Tensor) -> Llama:
     """The model that ends after some of its layers, in a pool of its own."""
     draft_config = replace(config, num_hidden_layers=layers)
     return Llama(draft_config, get, kv_pool(draft_config, like.device, like.dtype, 256, 16))
@@ -156,7 +156,7 @@ def first_layers(config: LlamaConfig, get: GetWeight, layers: int, like: Tensor)
 class TargetShard:
     """One rank's heads and columns of the target, with pages of its own for every sequence."""
 
-    def __init__(self, member: Any, config: LlamaConfig, get: GetWeight, like: Tensor) -> None:
+    def __init__(self, member: Any, config: LlamaConfig, get: WeightSource, like: Tensor) -> None:
         shares = Layout(member, tp=member.ranks).tensor
         shard_config = shard_of(config, shares)
         cache = kv_pool(shard_config, like.device, like.dtype, 256, 16)

@@ -11,7 +11,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.native import FAST_PATH
 from layerzero.ops.batching import NO_LEADS, RowBatching
 from layerzero.ops.op import Args, Batching, Op, RejectedCall
-from layerzero.scheduler.core.pending_call import Failed
+from layerzero.scheduler.core.pending_call import Failure
 from layerzero.scheduler.modes.streams import CrossStreamModes, DeviceStreams
 from layerzero.scheduler.modes.torch_modes import Modes, apply_modes, without_gradient
 from layerzero.selection.dispatch import DispatchState
@@ -45,7 +45,7 @@ class BatchExecutor:
         if spans is not None:
             with spans.batch(op.name, calls) as failed:
                 outcomes = self._outcomes(op, calls, modes, snapshot)
-                if outcomes and isinstance(outcomes[0], Failed):
+                if outcomes and isinstance(outcomes[0], Failure):
                     failed(outcomes[0].error)
                 return outcomes
         return self._outcomes(op, calls, modes, snapshot)
@@ -75,7 +75,7 @@ class BatchExecutor:
                     if merged is not None:
                         merged.remember(launch, generation)
         except Exception as error:
-            failed = Failed(error)
+            failed = Failure(error)
             return [failed] * len(calls)
         launched = launch.launches
         if not op.pure:
@@ -231,7 +231,7 @@ def _share_memory(calls: Sequence[Args], shared: tuple[int, ...]) -> bool:
 
 def _outcome(value: Any, launched: list[tuple[Any, Plan]]) -> Any:
     """A call's share of a batch in which a rule may have refused some."""
-    return Failed(value.error) if isinstance(value, RejectedCall) else (value, launched[-1][1])
+    return Failure(value.error) if isinstance(value, RejectedCall) else (value, launched[-1][1])
 
 
 def _plan_that_made(value: Any, launched: list[tuple[Any, Plan]]) -> Plan:

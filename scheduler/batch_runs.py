@@ -12,7 +12,7 @@ from layerzero._util import log
 from layerzero.actors.device.worker import Worker
 from layerzero.scheduler.core.bisect import Executor, bisect_failed_batch
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
-from layerzero.scheduler.core.pending_call import RUNNING, Batch, Failed, LateResults, PendingCall
+from layerzero.scheduler.core.pending_call import RUNNING, Batch, Failure, LateResults, PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue
 from layerzero.scheduler.modes.streams import HOST, CrossStreamModes, DeviceStreams
 from layerzero.scheduler.modes.torch_modes import Modes
@@ -85,7 +85,7 @@ class BatchRuns:
             self._worker.submit(partial(self._execute_on_worker, batch))
         except RuntimeClosedError as error:
             self.inflight.remove(batch)
-            self._driver.complete(batch, [Failed(error)] * len(batch))
+            self._driver.complete(batch, [Failure(error)] * len(batch))
 
     def _execute(self, batch: Batch) -> list[Any]:
         op, modes, snapshot, execute = batch.op, batch.modes, batch.snapshot, self._executor.execute
@@ -114,12 +114,12 @@ class BatchRuns:
         try:
             self.streams.notify_when_done(batch.modes, partial(self._on_event_done, batch, outcomes))
         except RuntimeClosedError as error:
-            self._on_batch_done(batch, [Failed(error)] * len(batch))
+            self._on_batch_done(batch, [Failure(error)] * len(batch))
 
     def _on_event_done(self, batch: Batch, outcomes: list[Any], error: Exception | None) -> None:
         """On the event thread: a launched batch has run, or its device has failed."""
         if error is not None:
-            outcomes = [Failed(error)] * len(batch)
+            outcomes = [Failure(error)] * len(batch)
         self._hand_to_loop(batch, outcomes)
 
     def _hand_to_loop(self, batch: Batch, outcomes: list[Any]) -> None:
@@ -168,7 +168,7 @@ class BatchRuns:
     def give_up(self, op: Any, error: Exception) -> None:
         """Fail the callers of the batches of `op` that are under way; what these still give is dropped."""
         for batch in [each for each in (*self.inflight, *self._late) if each.op is op]:
-            self._on_batch_done(batch, [Failed(error)] * len(batch))
+            self._on_batch_done(batch, [Failure(error)] * len(batch))
 
     @property
     def _answers_early(self) -> bool:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from typing import TYPE_CHECKING, Any, Final
 
-from layerzero.scheduler.core.at_once import AtOnce, GroupCosts
+from layerzero.scheduler.core.at_once import GroupCosts, ImmediateGroups
 from layerzero.scheduler.core.pending_call import PendingCall
 from layerzero.scheduler.modes.task_modes import TASK_MODES
 from layerzero.scheduler.modes.torch_modes import restore
@@ -31,7 +31,7 @@ class InlineRuns:
         "_at_once", "_driver", "_paused", "_shares", "_shares_due", "groups", "limit_us", "max_us", "used_us"
     )  # fmt: skip
 
-    def __init__(self, driver: LoopDriver, at_once: AtOnce | None, max_us: float) -> None:
+    def __init__(self, driver: LoopDriver, at_once: ImmediateGroups | None, max_us: float) -> None:
         self._driver = driver
         self._at_once = at_once
         self.groups: dict[Hashable, GroupCosts] = {} if at_once is None else at_once.groups
@@ -128,7 +128,7 @@ class InlineRuns:
         self._paused.clear()
 
 
-class YieldOnce:
+class YieldAwaitable:
     """One loop turn, taken only by a task that is alone on its front; see `LoopDriver.yield_once`."""
 
     __slots__ = ("_driver",)

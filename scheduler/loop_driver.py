@@ -18,14 +18,14 @@ import torch
 from layerzero.actors.device.worker import Worker
 from layerzero.native import FAST_PATH
 from layerzero.scheduler.batch_runs import BatchRuns
-from layerzero.scheduler.core.at_once import AtOnce
+from layerzero.scheduler.core.at_once import ImmediateGroups
 from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.bisect import Executor
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
 from layerzero.scheduler.core.limits import BatchLimits
-from layerzero.scheduler.core.pending_call import Batch, Caller, Failed, PendingCall, TaskTree
+from layerzero.scheduler.core.pending_call import Batch, Caller, Failure, PendingCall, TaskTree
 from layerzero.scheduler.driver_timers import CallDeadlines, DueTimer
-from layerzero.scheduler.inline_runs import InlineRuns, YieldOnce
+from layerzero.scheduler.inline_runs import InlineRuns, YieldAwaitable
 from layerzero.scheduler.modes.streams import HOST, DeviceStreams, HostReader
 from layerzero.scheduler.watching import BatchWatch
 from layerzero.spec.errors import OverloadedError, RuntimeClosedError
@@ -86,7 +86,7 @@ class LoopDriver:
                 self.batcher.limits.max_inflight_batches = MAX_INFLIGHT_ON_HOST
         self._max_inflight = self.batcher.limits.max_inflight_batches
         if streams is None and not always_inline:
-            self.batcher.at_once = AtOnce(settings.inline_limit_us, settings.max_inline_us)
+            self.batcher.at_once = ImmediateGroups(settings.inline_limit_us, settings.max_inline_us)
         self.inline = InlineRuns(self, self.batcher.at_once, settings.max_inline_us)
         self.at_once = self.inline.groups  # for those that ask at each call
         self._in_tick = False
@@ -144,12 +144,12 @@ class LoopDriver:
             and self.sole_caller is self._current_task(self.loop)
         )
 
-    def yield_once(self) -> YieldOnce:
+    def yield_once(self) -> YieldAwaitable:
         """Await it where `may_inline` is false: a loop turn for a task that is alone, nothing for others.
 
         The result says whether it may run inline now.
         """
-        return YieldOnce(self)
+        return YieldAwaitable(self)
 
     async def waiting(self, call: PendingCall) -> Any:
         """The outcome of a submitted call, for a caller of another path than the short one."""
@@ -346,7 +346,7 @@ class LoopDriver:
 
     def fail(self, call: PendingCall, error: BaseException) -> None:
         """Give a pending call an error outside of any batch."""
-        call.value = Failed(error)
+        call.value = Failure(error)
         if self.watch is not None and call.caller is not None:
             self.watch.left(call, error)
         wake = call.wake

@@ -18,7 +18,7 @@ from layerzero.scheduler.modes.task_modes import TASK_MODES
 T = TypeVar("T")
 
 
-class Spawned(Generic[T]):
+class SpawnedTask(Generic[T]):
     """A coroutine on its way; await it for its result, or cancel it.
 
     It begins in the loop's next turn, in a copy of the context of its creation. A cancelled awaiter cancels
@@ -143,11 +143,11 @@ class Spawned(Generic[T]):
             raise error
 
 
-def spawn(driver: LoopDriver, coro: Coroutine[Any, Any, T]) -> Spawned[T]:
+def spawn(driver: LoopDriver, coro: Coroutine[Any, Any, T]) -> SpawnedTask[T]:
     """Step `coro` from `front`, the running loop's.
 
     Raises: RuntimeClosedError: the loop driver takes no new callers. RuntimeError: its loop is trio's.
     """
     if driver.foreign:
         raise RuntimeError("spawn steps coroutines of asyncio; under trio start a task in a nursery")
-    return Spawned(driver, coro)
+    return SpawnedTask(driver, coro)

@@ -22,7 +22,7 @@ from layerzero.scheduler.core.pending_call import (
     STATES,
     Batch,
     Caller,
-    Failed,
+    Failure,
     PendingCall,
 )
 from layerzero.scheduler.modes.streams import DeviceStreams
@@ -154,7 +154,7 @@ class BatchRecord:
         self.weight = 1 + _EVENTS_PER_RUN * len(self.runs) + _EVENTS_PER_CALL * len(outcomes)
         if not self._watch.all_done(len(outcomes)):
             self._states = bytes(map(_STATE, batch.calls))
-            errors = (type(each.error).__name__ for each in outcomes if isinstance(each, Failed))
+            errors = (type(each.error).__name__ for each in outcomes if isinstance(each, Failure))
             self.error = next(errors, None)
         elif outcomes[0].__class__ is tuple and outcomes[0][1] is not None:
             self._kernel = outcomes[0][1].kernel

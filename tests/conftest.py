@@ -21,7 +21,7 @@ lock_order.watch()  # before the library makes its first lock
 from layerzero.native import FAST_PATH
 from layerzero.native.compiling import cache_folder
 from layerzero.spec.errors import BackendNotAvailableError
-from layerzero.spec.tolerances import need_full_float32
+from tests.precision import need_full_float32
 
 # No deadlines: they would time a shared machine, not the code.  The CI profile is derandomised so that a red
 # build is a change in the code; the default one looks somewhere new on every run.

@@ -18,13 +18,13 @@ from layerzero.actors.device.memory import WorkspaceBudget
 from layerzero.actors.device.plan_compiler import PlanCompiler
 from layerzero.actors.device.recovery import Recovery, validated_args
 from layerzero.actors.device.registry import Registry
-from layerzero.actors.device.selection_inputs import SelectionInputs
-from layerzero.actors.device.table_keeper import TableKeeper
+from layerzero.actors.device.tables.selection_inputs import SelectionInputs
+from layerzero.actors.device.tables.updater import TableUpdater
 from layerzero.actors.device.worker import Worker
 from layerzero.health import Health, QuarantineStore, Transition
 from layerzero.observe.counters import Counters
 from layerzero.ops.op import Args, Op, Signature
-from layerzero.selection.context import AgreedTerms, CostModel, SelectionContext
+from layerzero.selection.context import AgreedState, CostModel, SelectionContext
 from layerzero.selection.decide import roofline_cost
 from layerzero.selection.dispatch import DispatchState, PlanTable
 from layerzero.selection.modes import (
@@ -57,7 +57,7 @@ class LocalDevice:
     """One device: reads of its snapshot need no lock; every change makes the next version.
 
     `snapshot` is for the process-wide policy; `state_for_policy` returns that of a context's own policy.
-    `kernel_calls` and `compiler` make plans ready to run, `loader` works in the background, `table_keeper`
+    `kernel_calls` and `compiler` make plans ready to run, `loader` works in the background, `table_updater`
     has what is decided ahead. A runtime opens it as a `ScheduledDevice`, which adds the batchers.
     """
 
@@ -98,7 +98,7 @@ class LocalDevice:
         self.worker = Worker(f"layerzero-{self.device}")
         self.event_thread = Worker(f"layerzero-reap-{self.device}")
         self._wire(cost)
-        self.table_keeper.open(self.hardware, policy)
+        self.table_updater.open(self.hardware, policy)
         if self.device.type == "cpu":  # a look later, behind the first calls, would drop what they decided
             self.workspace_budget.refresh(settings)
         self.spans = self.kernel_calls.spans = self._live_checks.apply_settings(self)
@@ -112,7 +112,7 @@ class LocalDevice:
         self._inputs = SelectionInputs(self.settings, self.hardware, *parts)
         settings = partial(getattr, self, "settings")
         self.loader = KernelLoader(self.hardware, registry, counters, now, self.refresh, settings)
-        self.table_keeper = TableKeeper(self._inputs, self.registry, self.loader, self.refresh)
+        self.table_updater = TableUpdater(self._inputs, self.registry, self.loader, self.refresh)
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
         asked = self._refresh_budget_now, self._reconsidered
         self._recovery = Recovery(self.kernel_calls, self.health, counters, self.hardware, *asked)
@@ -150,7 +150,7 @@ class LocalDevice:
         self.health.set_settings(settings)
         self._apply_settings()
         self.spans = self.kernel_calls.spans = self._live_checks.apply_settings(self)
-        self.table_keeper.put(dispatch_table, self.snapshot.policy)
+        self.table_updater.put(dispatch_table, self.snapshot.policy)
         self._refresh_workspace_budget()
         self._expiry.arm()
         self.refresh()
@@ -195,7 +195,7 @@ class LocalDevice:
 
     def set_policy(self, policy: Policy) -> None:
         """Put another process-wide policy in force; calls that started before finish under the old one."""
-        self.table_keeper.follow(policy)
+        self.table_updater.follow(policy)
         self._advance(policy)
 
     def refresh(self) -> None:
@@ -236,7 +236,7 @@ class LocalDevice:
     def reset_after_fork(self) -> None:
         """Start anew in a forked child: fresh locks, no timers or threads, an empty snapshot."""
         self._lock = threading.RLock()
-        waiting = self._probe_timer, self._expiry, self.loader, self.table_keeper, self._live_checks.outputs
+        waiting = self._probe_timer, self._expiry, self.loader, self.table_updater, self._live_checks.outputs
         for part in waiting:
             part.reset_after_fork()
         self._costs_loading = None
@@ -270,7 +270,7 @@ class LocalDevice:
             plan = None
         if plan is None:
             plan = self.compiler.events.resolve(table, signature, args, bits)
-            self.table_keeper.note_miss(self, plan, args)
+            self.table_updater.note_miss(self, plan, args)
         if snapshot is not None and snapshot.agreed_terms is not None:
             snapshot.agreed_terms.record_call(plan.kernel)
         return plan
@@ -293,11 +293,11 @@ class LocalDevice:
             table = state.tables.setdefault(op.name, new_table)
         return table
 
-    def agreed_snapshot(self, policy: Policy, terms: AgreedTerms) -> DispatchState:
+    def agreed_snapshot(self, policy: Policy, terms: AgreedState) -> DispatchState:
         """The snapshot of a rank group's plan: it outlives changes of this device and makes no choice."""
         return DispatchState(self.snapshot.version, policy, agreed_terms=terms)
 
-    def _rules(self, op: str, policy: Policy, terms: AgreedTerms | None = None) -> SelectionContext:
+    def _rules(self, op: str, policy: Policy, terms: AgreedState | None = None) -> SelectionContext:
         return self._inputs.context(op, policy, terms, self.compiler.middlewares)
 
     def add_middleware(self, middleware: PlanMiddleware) -> None:
@@ -387,7 +387,7 @@ class LocalDevice:
 
     def close(self) -> None:
         """Stop the threads and timers; every later call raises RuntimeClosedError."""
-        for waiting in (self.loader, self._probe_timer, self._expiry, self.table_keeper):
+        for waiting in (self.loader, self._probe_timer, self._expiry, self.table_updater):
             waiting.stop()
         with self._lock:
             self.closed = True

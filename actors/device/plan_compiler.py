@@ -16,7 +16,7 @@ from layerzero.ops.op import Op
 from layerzero.selection.context import KernelLoadError
 from layerzero.selection.modes import REHEARSAL
 from layerzero.selection.plan import Plan
-from layerzero.selection.recent import Recent
+from layerzero.selection.recent import RecentCache
 from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import KernelStillLoadingError, NoKernelFoundError
@@ -57,7 +57,7 @@ class PlanCompiler:
         self._counters = counters
         self.middlewares: tuple[PlanMiddleware, ...] = ()
         self.events = SelectionEvents(counters)
-        self._guarded: Recent[tuple[str, int], Callable[..., Any]] = Recent(_GUARDED)
+        self._guarded: RecentCache[tuple[str, int], Callable[..., Any]] = RecentCache(_GUARDED)
         self.on_decided: Callable[[CallSpec], object] | None = None
 
     def compile(self, op: Op, selection: Selection) -> Plan:

@@ -31,7 +31,7 @@ from layerzero.actors.group.functions import (
 from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
 from layerzero.actors.group.step_message import RequestId, check_sendable
-from layerzero.actors.group.steps import GroupScope, ReadAhead, Steps, StepWatch, Walk
+from layerzero.actors.group.steps import FollowerLoop, GroupScope, StepReader, Steps, StepWatch
 from layerzero.actors.remote.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE
@@ -56,7 +56,7 @@ class RankHandle:
         self._watch = StepWatch(group, self._lose_step)
         self._functions: dict[str, GroupFunction] = {}
         self._batched: list[CollectiveFunction] = []
-        self._walk: Walk | None = None  # of a follower's `follow`
+        self._walk: FollowerLoop | None = None  # of a follower's `follow`
         self._results = ReplicatedResults()
         self.rank, self.ranks, self.epoch = group.rank, group.ranks, group.epoch
 
@@ -234,7 +234,7 @@ class RankHandle:
         """
         if self.rank == 0:
             raise ConfigurationError("follow needs a follower, got rank 0: it decides")
-        self._walk = Walk(self._device.loop_drivers.current().loop)
+        self._walk = FollowerLoop(self._device.loop_drivers.current().loop)
         await self._walk.run(self._follow)
 
     def _lose_step(self, error: DeviceLostError) -> None:
@@ -251,7 +251,7 @@ class RankHandle:
         with (
             self._on_device(),
             torch.inference_mode(inference),
-            ReadAhead(self._steps, self._functions) as announced,
+            StepReader(self._steps, self._functions) as announced,
         ):
             while True:
                 message, snapshot, values = announced.next_step()

@@ -19,7 +19,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.group.agreement import digest_of
 from layerzero.actors.group.config import Mode
 from layerzero.perfdb import versions_of
-from layerzero.selection.context import AgreedTerms, CostModel, SelectionOptions
+from layerzero.selection.context import AgreedState, CostModel, SelectionOptions
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.policy.rules import Action, Layer, Rule, make_rule
 from layerzero.spec.errors import ConsistencyError
@@ -112,13 +112,13 @@ class AgreedPlan(msgspec.Struct, frozen=True):
         """The canonical bytes that ranks vote on."""
         return msgspec.json.encode(self, order="deterministic")
 
-    def terms(self, hardware_class: str, cost: CostModel) -> AgreedTerms:
+    def terms(self, hardware_class: str, cost: CostModel) -> AgreedState:
         """What selections of one capability group follow from, beside the policy.
 
         `cost` is what the rank had when it joined: later measurements are its own and count for no rank
         group.
         """
-        return AgreedTerms(
+        return AgreedState(
             frozenset(self.kernels[hardware_class]),
             frozenset({"tp_invariant"}) if self.tp_invariant else frozenset(),
             cost=cost if self.measured else None,

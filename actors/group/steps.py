@@ -156,7 +156,7 @@ class Steps:
                 self._sending.release()
 
 
-class ReadAhead:
+class StepReader:
     """A follower's step messages; where a function prepares steps, they are read while the steps before run.
 
     Enter it around the walk through the steps.
@@ -170,7 +170,7 @@ class ReadAhead:
         self._ended = False
         self._reader = threading.Thread(target=self._read, name="layerzero-group-read", daemon=True)
 
-    def __enter__(self) -> ReadAhead:
+    def __enter__(self) -> StepReader:
         if self._is_ahead:
             self._steps.group.take_channel = self._stop
             self._reader.start()
@@ -311,7 +311,7 @@ class StepWatch:
                 self._lose(DeviceLostError(why, retryable=False))
 
 
-class Walk:
+class FollowerLoop:
     """A follower's walk through the steps, on a thread that is left where it hangs; who waits has an
     error.
     """

@@ -40,7 +40,7 @@ class Hello(msgspec.Struct, frozen=True):
     pid: int
 
 
-class LoadOrder(msgspec.Struct, frozen=True):
+class LoadCommand(msgspec.Struct, frozen=True):
     """A kernel to load: its id there, its op, and the plugins that may have it."""
 
     kernel: str
@@ -49,7 +49,7 @@ class LoadOrder(msgspec.Struct, frozen=True):
     origin: str = ""
 
 
-class CompileOrder(msgspec.Struct, frozen=True):
+class CompileCommand(msgspec.Struct, frozen=True):
     """What is to be compiled of a loaded kernel."""
 
     kernel: str
@@ -74,7 +74,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
-class CallOrder(msgspec.Struct, frozen=True, array_like=True):
+class CallCommand(msgspec.Struct, frozen=True, array_like=True):
     """One call: the kernel, its arguments with tensors by place, and where the outputs go."""
 
     kernel: str
@@ -119,7 +119,7 @@ class Frame:
             self.outputs.append((str(device), offset, tuple(spec.shape), dtype))
             described.append(Output(str(device), offset, spec.dtype, tuple(spec.shape)))
         self.cards = [name for name in self.bytes_on if name != "cpu"]
-        self.message = CALL + msgspec.msgpack.encode(CallOrder(kernel, encoded, described))
+        self.message = CALL + msgspec.msgpack.encode(CallCommand(kernel, encoded, described))
         if len(self.message) > MAX_MESSAGE:
             raise ValueError(
                 f"a call needs a message of at most {MAX_MESSAGE} bytes, got {len(self.message)}"

@@ -68,12 +68,12 @@ class IsolatedCall:
         return frame
 
 
-class LoadElsewhere:
+class IsolatedLoader:
     """How a kernel that runs elsewhere is loaded; one with another `load` runs here, whatever it says."""
 
     __slots__ = ("_op", "_order", "_worker")
 
-    def __init__(self, worker: IsolatedWorker, order: frames.LoadOrder, op: str) -> None:
+    def __init__(self, worker: IsolatedWorker, order: frames.LoadCommand, op: str) -> None:
         self._worker, self._order, self._op = worker, order, op
 
     def __call__(self) -> IsolatedCall:
@@ -81,7 +81,7 @@ class LoadElsewhere:
         return IsolatedCall(self._worker, self._order.kernel, table.get(self._op))
 
 
-class Isolation:
+class IsolatedBackends:
     """The isolated backends of one runtime: their workers, and the devices whose health they touch."""
 
     def __init__(self, settings: Settings, counters: Counters) -> None:
@@ -123,30 +123,30 @@ class Isolation:
 
     def prepared(self, kernel: Kernel) -> Kernel:
         """The kernel as this process has it: itself, or one of the same name that runs in a worker."""
-        if isinstance(kernel.load, LoadElsewhere):
+        if isinstance(kernel.load, IsolatedLoader):
             return kernel
         place = self.place_of(kernel)
         if place is None or kernel.load is reference_kernel(table.get(kernel.op)).load:
             return dataclasses.replace(kernel, isolated="") if kernel.isolated else kernel
-        order = frames.LoadOrder(kernel.id, kernel.op, self._plugins_here(), kernel.origin)
+        order = frames.LoadCommand(kernel.id, kernel.op, self._plugins_here(), kernel.origin)
         return self._isolated(kernel, place, order)
 
     def _plugins_here(self) -> tuple[str, ...]:
         requests = map(PluginRequest.parse, self._settings.plugins)
         return tuple(request.name for request in requests if not request.python)
 
-    def _isolated(self, kernel: Kernel, place: str, order: frames.LoadOrder) -> Kernel:
+    def _isolated(self, kernel: Kernel, place: str, order: frames.LoadCommand) -> Kernel:
         worker = self._worker(kernel.backend, place)
         self._names[kernel.backend, place, order.kernel] = kernel.id
         compiles = kernel.compile is not None
 
         def compile_there(request: CallSpec) -> None:
-            worker.compile(frames.CompileOrder(order.kernel, request))
+            worker.compile(frames.CompileCommand(order.kernel, request))
 
         is_own = place == OWN_INTERPRETER
         return dataclasses.replace(
             kernel,
-            load=LoadElsewhere(worker, order, kernel.op),
+            load=IsolatedLoader(worker, order, kernel.op),
             capability=narrow(kernel.capability),
             efficiency=_priced(kernel.efficiency),
             slow_import=True,
@@ -195,7 +195,7 @@ class Isolation:
         worker = self._worker(request.alias, request.python)
         described = worker.describe(request.name)
         load_plugin_ops([request.name])
-        orders: dict[str, frames.LoadOrder] = {}
+        orders: dict[str, frames.LoadCommand] = {}
 
         def load(kernel_id: str, op: str) -> Callable[[], Callable[..., Any]]:
             if op not in table.names():
@@ -204,7 +204,7 @@ class Isolation:
                     f"backend {request.alias!r}: {kernel_id!r} needs an op among {names}, got {op!r}"
                 )
             alias_id = ".".join((request.alias, *kernel_id.split(".")[1:]))
-            orders[alias_id] = frames.LoadOrder(kernel_id, op, (request.name,))
+            orders[alias_id] = frames.LoadCommand(kernel_id, op, (request.name,))
             return _never
 
         kernels = rename_kernels(described, request.alias, load)

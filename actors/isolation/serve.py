@@ -120,7 +120,7 @@ class Server:
         self._socket.send(message)
 
     def _lay_out(self, message: bytes) -> Run:
-        order = msgspec.msgpack.decode(message[1:], type=frames.CallOrder)
+        order = msgspec.msgpack.decode(message[1:], type=frames.CallCommand)
         used: set[str] = set()
 
         def place(device: str, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -138,7 +138,7 @@ class Server:
         return run
 
     def _load(self, body: bytes) -> bytes:
-        order = msgspec.msgpack.decode(body, type=frames.LoadOrder)
+        order = msgspec.msgpack.decode(body, type=frames.LoadCommand)
         kernel = _found(order)
         for missing in availability(kernel):
             raise BackendNotAvailableError(str(missing), backend=kernel.backend, reason=missing.reason)
@@ -149,7 +149,7 @@ class Server:
         return b""
 
     def _compile(self, body: bytes) -> bytes:
-        order = msgspec.msgpack.decode(body, type=frames.CompileOrder)
+        order = msgspec.msgpack.decode(body, type=frames.CompileCommand)
         compiles = self._kernels[order.kernel].compile
         if compiles is not None:
             compiles(order.request)
@@ -176,7 +176,7 @@ class Server:
         return answered
 
 
-def _found(order: frames.LoadOrder) -> Kernel:
+def _found(order: frames.LoadCommand) -> Kernel:
     """The kernel of an order: from its origin, from the backends here, or from plugins.
 
     Raises: BackendNotAvailableError: this environment has none of that id.

@@ -1,4 +1,4 @@
-"""WorkerLife: one process of a worker, from its start to its end, with its socket and shared memory."""
+"""WorkerProcess: one process of a worker, from its start to its end, with its socket and shared memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NoAnswerError(Exception):
         self.reason = reason
 
 
-class WorkerLife:
+class WorkerProcess:
     """One process of a worker, with its socket and shared memory."""
 
     def __init__(self, python: str, path: str | None) -> None:

@@ -24,7 +24,7 @@ from layerzero._util.version import VERSION
 from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.arena import Arena, DeviceArena, HostArena
 from layerzero.actors.isolation.worker_errors import WorkerError, fault_error
-from layerzero.actors.isolation.worker_life import LONGEST_S, NoAnswerError, WorkerLife, ending, pause_s
+from layerzero.actors.isolation.worker_life import LONGEST_S, NoAnswerError, WorkerProcess, ending, pause_s
 from layerzero.ops.op import Args
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.reasons import Reason
@@ -58,8 +58,8 @@ class IsolatedWorker:
         self._died, self._unloaded = died, unloaded
         self.hello: frames.Hello | None = None
         self.starts = 0
-        self._loads: dict[str, frames.LoadOrder] = {}
-        self._failed_loads: dict[str, frames.LoadOrder] = {}
+        self._loads: dict[str, frames.LoadCommand] = {}
+        self._failed_loads: dict[str, frames.LoadCommand] = {}
         self._reset()
         renew_after_fork(self)
 
@@ -67,8 +67,8 @@ class IsolatedWorker:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._changed = threading.Condition()
-        self._life: WorkerLife | None = None
-        self._starting: WorkerLife | None = None
+        self._life: WorkerProcess | None = None
+        self._starting: WorkerProcess | None = None
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
 
@@ -138,9 +138,9 @@ class IsolatedWorker:
             if failures and self._closing.wait(pause_s(failures)):
                 return
 
-    def _open(self) -> WorkerLife:
+    def _open(self) -> WorkerProcess:
         try:
-            life = self._starting = WorkerLife(self.python, self._path)
+            life = self._starting = WorkerProcess(self.python, self._path)
         except OSError as error:
             raise self._unavailable(str(error)) from error
         threading.Thread(target=life.drain, name=f"layerzero-said-{self.name}", daemon=True).start()
@@ -171,7 +171,7 @@ class IsolatedWorker:
         log.info(STARTED, backend=self.name, python=self.python, pid=life.process.pid, starts=self.starts)
         return life
 
-    def _reload(self, life: WorkerLife, order: frames.LoadOrder) -> None:
+    def _reload(self, life: WorkerProcess, order: frames.LoadCommand) -> None:
         """Load a kernel in a new process; one that does not load is left out of it and of the next ones.
 
         Raises: NoAnswerError: the process ended under it.
@@ -186,20 +186,20 @@ class IsolatedWorker:
         except Exception as error:
             self._leave_out(order, f"{type(error).__name__}: {error}")
 
-    def _leave_out(self, order: frames.LoadOrder, why: str) -> None:
+    def _leave_out(self, order: frames.LoadCommand, why: str) -> None:
         self._loads.pop(order.kernel, None)
         self._failed_loads[order.kernel] = order
         log.error(UNLOADED, backend=self.name, kernel=order.kernel, error=why[:500])
         self._unloaded(order.kernel, why)
 
-    def _load_again(self, order: frames.LoadOrder) -> None:
+    def _load_again(self, order: frames.LoadCommand) -> None:
         """On a thread of its own, for loading takes longer than a call may."""
         try:
             self.load(order)
         except Exception as error:
             self._leave_out(order, f"{type(error).__name__}: {error}")
 
-    def _checked_hello(self, life: WorkerLife) -> frames.Hello:
+    def _checked_hello(self, life: WorkerProcess) -> frames.Hello:
         hello = decode_packed(life.hear(), frames.Hello)
         if (hello.protocol, hello.version) != (frames.PROTOCOL, VERSION):
             needs, got = f"layerzero-runtime {VERSION}", hello.version
@@ -219,7 +219,7 @@ class IsolatedWorker:
             self._thread = None
             self._changed.notify_all()
 
-    def _end_idle(self, life: WorkerLife) -> None:
+    def _end_idle(self, life: WorkerProcess) -> None:
         """The process is gone; where a call was under way, its thread has said so, or is about to."""
         with self._lock:
             unnoticed = self._life is life
@@ -235,7 +235,7 @@ class IsolatedWorker:
 
     # -- asking ------------------------------------------------------------------------------------
 
-    def load(self, order: frames.LoadOrder) -> None:
+    def load(self, order: frames.LoadCommand) -> None:
         """Load a kernel there, now and in every later process.
 
         Raises: BackendNotAvailableError: there is none, or its library is not what it needs. Exception: what
@@ -245,7 +245,7 @@ class IsolatedWorker:
         self._ask_slowly(order.kernel, frames.LOAD + msgspec.msgpack.encode(order))
         self._loads[order.kernel] = order
 
-    def compile(self, order: frames.CompileOrder) -> None:
+    def compile(self, order: frames.CompileCommand) -> None:
         """Compile what a request needs of a loaded kernel; raises as `load`."""
         self._ask_slowly(order.kernel, frames.COMPILE + msgspec.msgpack.encode(order))
 
@@ -302,7 +302,7 @@ class IsolatedWorker:
             raise fault_error(self.name, reply, self._unavailable)  # pyright: ignore[reportPossiblyUnboundVariable]
         raise self._lost(life, kernel, error) from error  # pyright: ignore[reportPossiblyUnboundVariable]
 
-    def _answered(self, life: WorkerLife, frame: frames.Frame, args: Args) -> bytes:
+    def _answered(self, life: WorkerProcess, frame: frames.Frame, args: Args) -> bytes:
         """What a life says to a call, whose tensors are in shared memory by then."""
         arenas = life.arenas
         for device, needed in frame.bytes_on.items():
@@ -317,7 +317,7 @@ class IsolatedWorker:
             arenas[device].before_send()
         return life.ask(frame.message)
 
-    def _outputs(self, life: WorkerLife, frame: frames.Frame) -> list[Tensor]:
+    def _outputs(self, life: WorkerProcess, frame: frames.Frame) -> list[Tensor]:
         arenas = life.arenas
         for device in frame.cards:
             arenas[device].after_reply()
@@ -328,7 +328,7 @@ class IsolatedWorker:
             arenas[device].after_read()
         return results
 
-    def _new_arena(self, life: WorkerLife, device: str, needed: int) -> Arena:
+    def _new_arena(self, life: WorkerProcess, device: str, needed: int) -> Arena:
         if device == "cpu":
             try:
                 arena, descriptor = HostArena.create(needed)
@@ -346,7 +346,7 @@ class IsolatedWorker:
         shared.take_answer(where, self._need_done(life.ask(order)))
         return shared
 
-    def _alive(self) -> WorkerLife:
+    def _alive(self) -> WorkerProcess:
         """The present process, for who has the lock.
 
         Raises: WorkerError: there is none; one is being started.
@@ -364,7 +364,7 @@ class IsolatedWorker:
             self._life = None
             life.end()
 
-    def _lost(self, life: WorkerLife, kernel: str | None, error: NoAnswerError) -> WorkerError:
+    def _lost(self, life: WorkerProcess, kernel: str | None, error: NoAnswerError) -> WorkerError:
         """What a request gets whose process did not answer; that is dead afterwards, and health knows."""
         reason, why, status = life.bury(error)
         message = f"the process of {self.name!r} {why} under {kernel}"

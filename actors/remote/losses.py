@@ -14,7 +14,7 @@ from layerzero.spec.errors import DeviceLostError
 MAX_BEGUN = 3
 
 
-class Losses:
+class LostIncarnations:
     """The losses of one call: `begun` are incarnations that were lost after it had begun in them.
 
     `again` says whether it may begin once more then. `patience_s` is how long it may still wait for a device.

@@ -13,7 +13,7 @@ import anyio
 from torch import Tensor
 
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.actors.remote.losses import Losses
+from layerzero.actors.remote.losses import LostIncarnations
 from layerzero.actors.rpc.client import DeviceClient, DeviceFacts, DeviceHealth, DeviceState
 from layerzero.actors.rpc.local_client import LocalClient
 from layerzero.actors.rpc.tensors import RemoteTensor
@@ -127,7 +127,7 @@ class DevicePool:
         what = f"no device came back within placement_timeout_s={self._patience_s:g}"
         raise DeviceLostError(f"{what}: {self._states}", retryable=True)
 
-    async def _pick(self, losses: Losses, on: On) -> DeviceClient:
+    async def _pick(self, losses: LostIncarnations, on: On) -> DeviceClient:
         """The least loaded device, of those that the call has not lost where there are such; waits for one.
 
         Where `on` is a function, the one that it takes of them.
@@ -175,7 +175,7 @@ class DevicePool:
             device = self.device(on)
             # Named by the caller: it waits for this device and goes nowhere else.
             return await device.run(fn, *args, timeout_s=timeout_s, idempotent=idempotent, **kwargs)
-        losses = Losses(idempotent, self._patience_s, timeout_s)
+        losses = LostIncarnations(idempotent, self._patience_s, timeout_s)
         while True:
             device = await self._pick(losses, on)
             try:
@@ -198,7 +198,7 @@ class DevicePool:
                 yield item
             return
         so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []
-        losses = Losses(resume, self._patience_s, None)
+        losses = LostIncarnations(resume, self._patience_s, None)
         while True:
             device = await self._pick(losses, on)
             named = {**kwargs, "so_far": list(so_far)} if resume else kwargs

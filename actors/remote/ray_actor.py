@@ -34,7 +34,7 @@ from layerzero.actors.rpc.client import DeviceFacts, DeviceState
 from layerzero.actors.rpc.connection import Connection
 from layerzero.actors.rpc.frames import Address
 from layerzero.actors.rpc.identity import facts_of
-from layerzero.actors.rpc.server import CallOutcome, CallServer, Envelope, install_server
+from layerzero.actors.rpc.server import CallOutcome, CallServer, RequestHeader, install_server
 from layerzero.actors.rpc.tensors import RemoteTensor, TensorPayload
 from layerzero.native import KERNEL_NOTES
 from layerzero.sharing.work import SHARED, STORE_LOST
@@ -48,7 +48,7 @@ EXIT_AFTER_FAULT = 70
 _LAST_WORDS_S = 0.2
 
 
-class Opened(Protocol):
+class HostedRuntime(Protocol):
     """What an opener returns: what serves `lz.*` in the actor's process."""
 
     def device(self) -> LocalDevice: ...
@@ -59,9 +59,9 @@ class Opened(Protocol):
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that an incarnation of a device begins with; only what earlier ones taught differs.
 
-    `opener` is an import string "module:function" of a function from Settings to `Opened`. `pool` names the
-    pool, `secret` opens the side channel and the pool's `store`, `decided` are requests to decide again,
-    `quarantined` the kernels that earlier incarnations took out.
+    `opener` is an import string "module:function" of a function from Settings to `HostedRuntime`. `pool`
+    names the pool, `secret` opens the side channel and the pool's `store`, `decided` are requests to decide
+    again, `quarantined` the kernels that earlier incarnations took out.
     """
 
     name: str
@@ -102,7 +102,7 @@ class DeviceActor:
     def __init__(self) -> None:
         self._server: CallServer | None = None
         self._started: StartReport | None = None
-        self._opened: Opened | None = None
+        self._opened: HostedRuntime | None = None
         self._listener: Listener | None = None
         self._running_log: RunningKernelLog | None = None
         self._starting: asyncio.Lock | None = None
@@ -184,7 +184,7 @@ class DeviceActor:
             self._claim.acquire(min(RELEASE_S, spec.settings.placement_timeout_s / 4))
 
     async def serve(
-        self, envelope: Envelope, kind: Kind, payload: Payload, cargo: TensorPayload | None = None
+        self, envelope: RequestHeader, kind: Kind, payload: Payload, cargo: TensorPayload | None = None
     ) -> CallOutcome:
         """Run one request at most once; the outcome, with its value pickled."""
         host = self._server
@@ -207,10 +207,10 @@ class DeviceActor:
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, os._exit, EXIT_AFTER_FAULT)
         return packed
 
-    def _connection(self, envelope: Envelope) -> Connection | None:
+    def _connection(self, envelope: RequestHeader) -> Connection | None:
         return None if self._listener is None else self._listener.connections.get(envelope.client)
 
-    async def _may_begin(self, envelope: Envelope) -> bool:
+    async def _may_begin(self, envelope: RequestHeader) -> bool:
         """Ask the client whether the request may begin: it may have sent it to another incarnation meanwhile.
 
         A note would not do. What is in this machine's buffer has reached no other, and a cut network keeps it
@@ -223,7 +223,12 @@ class DeviceActor:
             return False
 
     async def _work(
-        self, host: CallServer, envelope: Envelope, kind: Kind, payload: bytes, cargo: TensorPayload | None
+        self,
+        host: CallServer,
+        envelope: RequestHeader,
+        kind: Kind,
+        payload: bytes,
+        cargo: TensorPayload | None,
     ) -> Any:
         if kind == "put":
             assert cargo is not None
@@ -290,7 +295,7 @@ def actor_class() -> Any:
     return remote(max_restarts=-1, max_task_retries=0, concurrency_groups={"ctl": 4})(DeviceActor)
 
 
-def resolve(name: str) -> Callable[[Settings], Opened]:
+def resolve(name: str) -> Callable[[Settings], HostedRuntime]:
     """The function of an import string "module:function".
 
     Raises: ValueError: the string has another form. ImportError, AttributeError: there is no such function.
@@ -298,7 +303,7 @@ def resolve(name: str) -> Callable[[Settings], Opened]:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ValueError(f"opener needs 'module:function', got {name!r}")
-    opener: Callable[[Settings], Opened] = getattr(importlib.import_module(module), attribute)
+    opener: Callable[[Settings], HostedRuntime] = getattr(importlib.import_module(module), attribute)
     return opener
 
 

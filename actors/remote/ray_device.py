@@ -17,7 +17,7 @@ from layerzero.actors.remote import sending
 from layerzero.actors.remote.losses import MAX_BEGUN
 from layerzero.actors.remote.parcels import Payload
 from layerzero.actors.remote.ray_actor import Kind
-from layerzero.actors.remote.restarts import IncarnationLost, health_of
+from layerzero.actors.remote.restarts import IncarnationLostError, health_of
 from layerzero.actors.remote.sending import payload_of, unpickle
 from layerzero.actors.remote.supervised import PAUSE_S, SupervisedDevice
 from layerzero.actors.rpc.client import DeviceHealth, DeviceState
@@ -70,7 +70,7 @@ class RayDevice(SupervisedDevice):
                 outcome = await self._sender.send(
                     self._actor, incarnation, number, kind, payload, tensor_payload, deadline
                 )
-            except IncarnationLost as lost:
+            except IncarnationLostError as lost:
                 # Nothing of it ran: the next incarnation takes it, as often as that happens.
                 if number not in incarnation.started:
                     continue
@@ -130,7 +130,7 @@ class RayDevice(SupervisedDevice):
                 for item in await items.rest(count):
                     yield item
                 return
-            except IncarnationLost as lost:
+            except IncarnationLostError as lost:
                 if number not in incarnation.started:
                     continue
                 # An item since the last loss is progress, so the count begins anew.

@@ -24,7 +24,7 @@ MAX_DELAY_S = 10.0
 _REST_S = 10.0
 
 
-class IncarnationLost(Exception):
+class IncarnationLostError(Exception):
     """The incarnation that had a request is over; the text says why."""
 
 
@@ -142,7 +142,7 @@ class Items:
     async def rest(self, count: int) -> list[Any]:
         """What is missing of `count` items after the answer came: the channel may be slower than Ray.
 
-        Raises: IncarnationLost: it does not come.
+        Raises: IncarnationLostError: it does not come.
         """
         try:
             async with asyncio.timeout(_REST_S):
@@ -151,7 +151,7 @@ class Items:
                     await self._more.wait()
         except TimeoutError:
             missing = count - len(self._items)
-            raise IncarnationLost(
+            raise IncarnationLostError(
                 f"{missing} of its items did not come {_REST_S:g} s after its end"
             ) from None
         return self._items[self._taken : count]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from layerzero.actors.remote.parcels import Payload, StoredPayload, payload_bytes, to_payload
 from layerzero.actors.remote.ray_actor import Kind
-from layerzero.actors.remote.restarts import ActorIncarnation, IncarnationLost
-from layerzero.actors.rpc.server import CallOutcome, Envelope
+from layerzero.actors.remote.restarts import ActorIncarnation, IncarnationLostError
+from layerzero.actors.rpc.server import CallOutcome, RequestHeader
 from layerzero.actors.rpc.tensors import TensorPayload
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError
 
@@ -42,7 +42,7 @@ class Sender:
         Ray needs seconds to report a lost message. The channel says at once that a request begins and that
         it has ended; a copy is sent where that or the answer does not come soon.
 
-        Raises: IncarnationLost: the incarnation is over; another one's answer to a copy says so too, and
+        Raises: IncarnationLostError: the incarnation is over; another one's answer to a copy says so too, and
             nothing of the first one, which may have begun. DeadlineExceededError: the deadline has passed.
         """
         loop = asyncio.get_running_loop()
@@ -81,7 +81,7 @@ class Sender:
                         break
                     return outcome
                 if incarnation.over.done():
-                    raise IncarnationLost(incarnation.over.result())
+                    raise IncarnationLostError(incarnation.over.result())
                 patience = min(patience * 2, _RESEND_MAX_S)
         except asyncio.CancelledError:
             incarnation.channel.notify("cancel", (self._client, number))
@@ -92,10 +92,12 @@ class Sender:
             incarnation.sending -= 1
             incarnation.forget(number)
 
-    def _envelope(self, incarnation: ActorIncarnation, number: int, remaining_s: float | None) -> Envelope:
+    def _envelope(
+        self, incarnation: ActorIncarnation, number: int, remaining_s: float | None
+    ) -> RequestHeader:
         numbers = incarnation.numbers
         remaining_s = None if remaining_s is None else max(0.0, remaining_s)
-        return Envelope(
+        return RequestHeader(
             self._client,
             number,
             numbers.ack_watermark,

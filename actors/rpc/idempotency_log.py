@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class AlreadyAcknowledged(Exception):
+class AcknowledgedError(Exception):
     """A request arrived again after its client had settled it; it must not run a second time."""
 
 
@@ -31,13 +31,13 @@ class IdempotencyLog(Generic[T]):
     def find(self, client: str, number: int, ack_watermark: int) -> T | None:
         """The entry of a request that arrived before, or None for one that is new.
 
-        Raises: AlreadyAcknowledged: the client has settled this number.
+        Raises: AcknowledgedError: the client has settled this number.
         """
         log = self._clients.setdefault(client, _ClientLog())
         log.raise_watermark(ack_watermark)
         # A copy that was delayed: its answer has arrived, and its entry is gone.
         if number < log.ack_watermark or number in log.acked:
-            raise AlreadyAcknowledged(f"request {number} of {client} was settled before")
+            raise AcknowledgedError(f"request {number} of {client} was settled before")
         return log.entries.get(number)
 
     def add(self, client: str, number: int, entry: T) -> None:

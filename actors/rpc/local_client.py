@@ -16,7 +16,7 @@ from layerzero._util.fork_safety import renew_after_fork
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.rpc.client import DeviceFacts, DeviceHealth, DeviceState
 from layerzero.actors.rpc.identity import facts_of
-from layerzero.actors.rpc.server import CallServer, Envelope, install_server, uninstall_server
+from layerzero.actors.rpc.server import CallServer, RequestHeader, install_server, uninstall_server
 from layerzero.actors.rpc.settling import RequestNumbers, result_of
 from layerzero.actors.rpc.tensors import RemoteTensor
 from layerzero.spec.errors import DeadlineExceededError, DeviceLostError, RuntimeClosedError
@@ -122,7 +122,9 @@ class LocalClient:
 
     async def _run_once(self, host: CallServer, work: Callable[[], Any], timeout_s: float | None) -> Any:
         number = self._numbers.new_number()
-        envelope = Envelope(_CLIENT, number, self._numbers.ack_watermark, host.incarnation, (), timeout_s)
+        envelope = RequestHeader(
+            _CLIENT, number, self._numbers.ack_watermark, host.incarnation, (), timeout_s
+        )
         try:
             outcome = await host.serve(envelope, work)
         except asyncio.CancelledError:

@@ -23,7 +23,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.running_kernels import RunningKernel
 from layerzero.actors.rpc.client import DeviceState
 from layerzero.actors.rpc.connection import Connection, Handler
-from layerzero.actors.rpc.idempotency_log import AlreadyAcknowledged, IdempotencyLog
+from layerzero.actors.rpc.idempotency_log import AcknowledgedError, IdempotencyLog
 from layerzero.actors.rpc.tensors import RemoteTensor, RemoteTensorStore
 from layerzero.health.device_faults import lost_device
 from layerzero.ops import table as ops_table
@@ -37,7 +37,7 @@ Emit = Callable[[Any], Awaitable[None]]
 Status = Literal["done", "failed", "cancelled", "stale", "settled", "draining", "cut", "lost"]
 
 
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
+class RequestHeader(msgspec.Struct, frozen=True, array_like=True):
     """What travels with a request: its client and number, what the client has settled, for which incarnation.
 
     `timeout_s` is the backstop on the host; the client has its own clock.
@@ -107,7 +107,7 @@ class CallServer:
 
     async def serve(
         self,
-        envelope: Envelope,
+        envelope: RequestHeader,
         work: Callable[[], Awaitable[Any]],
         leave: Callable[[], Awaitable[bool]] | None = None,
     ) -> CallOutcome:
@@ -121,7 +121,7 @@ class CallServer:
             return CallOutcome("stale", detail=f"incarnation {envelope.incarnation} has ended")
         try:
             entry = self.idempotency_log.find(envelope.client, envelope.number, envelope.ack_watermark)
-        except AlreadyAcknowledged as error:
+        except AcknowledgedError as error:
             return CallOutcome("settled", detail=str(error))
         self.idempotency_log.ack(envelope.client, envelope.acked)
         # Only new requests are refused: a copy of one that ran gets its answer while draining, too.
@@ -140,7 +140,7 @@ class CallServer:
     async def _execute(
         self,
         entry: _ServedCall,
-        envelope: Envelope,
+        envelope: RequestHeader,
         work: Callable[[], Awaitable[Any]],
         leave: Callable[[], Awaitable[bool]] | None,
     ) -> CallOutcome:

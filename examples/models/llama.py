@@ -21,8 +21,8 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.kvcache import AttentionMetadata, KVCacheSpec, PagedCache, PagedSequence, TokenRange
-from layerzero.parallel import GetWeight as GetWeight
 from layerzero.parallel import TensorGroup
+from layerzero.parallel import WeightSource as WeightSource
 from models.llama_config import LlamaConfig as LlamaConfig
 from models.sampling import SampleArgs as SampleArgs
 from models.sampling import adjusted_rows, note_logprobs
@@ -97,7 +97,7 @@ class Layer:
         self,
         index: int,
         config: LlamaConfig,
-        get: GetWeight,
+        get: WeightSource,
         norm: Tensor,
         rotary: tuple[Tensor, Tensor],
         cache: PagedCache,
@@ -187,7 +187,7 @@ class Llama:
 
     shares = vocabulary = TensorGroup()  # of the ranks that share its layers; its table and its head
 
-    def __init__(self, config: LlamaConfig, get: GetWeight, cache: PagedCache, per: Per = "step") -> None:
+    def __init__(self, config: LlamaConfig, get: WeightSource, cache: PagedCache, per: Per = "step") -> None:
         """`get(name, shape)` gives the weight that Hugging Face's Llama has under `name`."""
         self.config, self.cache, self.per = config, cache, per
         tables = lz.rope_tables(

@@ -14,14 +14,14 @@ from torch.nn import functional
 
 import layerzero as lz
 from layerzero.formats import QuantizedTensor
-from layerzero.parallel import FolderWeights, GetWeight
+from layerzero.parallel import FolderWeights, WeightSource
 
 weights_of = FolderWeights  # of a Hugging Face folder, each by its name and the shape that it must have
 # One matrix, or several one below the other that share no scales.
 Weight = Tensor | QuantizedTensor | tuple[Tensor | QuantizedTensor, ...]
 
 
-def random_weights(device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> GetWeight:
+def random_weights(device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> WeightSource:
     """Random weights of any name and shape; those of norms are ones."""
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -83,7 +83,7 @@ async def feed_forward(
     return await project(ops, functional.silu(gate) * up, w_down, b_down)
 
 
-def quantized_weights_of(folder: Path, device: torch.device | str, dtype: torch.dtype) -> GetWeight | None:
+def quantized_weights_of(folder: Path, device: torch.device | str, dtype: torch.dtype) -> WeightSource | None:
     """How to get the weights of a quantized folder, as `weights_of` does of others; None where it is none."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if "quantization_config" not in config and not (folder / "hf_quant_config.json").exists():

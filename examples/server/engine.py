@@ -12,7 +12,7 @@ from models.sampling import NO_DRAW, LogitRules, SampleArgs
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.api.readback import HostRead
+from layerzero.api.readback import HostReadback
 from layerzero.kvcache import PagedCache, PagedRequest, PagedRequests, PrefixCache, TokenRange
 from layerzero.ops.host_copies import to_device_with_host_copy
 from server.protocol import Sampling
@@ -114,7 +114,7 @@ class _Rules:
 class _Unread(NamedTuple):
     """A drawn token on its way to the host, and how it was drawn."""
 
-    reading: HostRead
+    reading: HostReadback
     draw: SampleArgs
 
 

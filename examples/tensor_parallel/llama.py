@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
-from models.llama import GetWeight, Llama, LlamaConfig, SampleArgs, kv_pool, sample_tokens
+from models.llama import Llama, LlamaConfig, SampleArgs, WeightSource, kv_pool, sample_tokens
 from torch import Tensor
 
 import layerzero as lz
@@ -44,7 +44,7 @@ def shard_of(config: LlamaConfig, group: TensorGroup) -> LlamaConfig:
     )
 
 
-def same_checkpoint(get: GetWeight) -> dict[str, str]:
+def same_checkpoint(get: WeightSource) -> dict[str, str]:
     """What `Layout` compares between ranks of the weights that `get` gives, where they come from a folder."""
     digest = getattr(get, "digest", None)
     return {} if digest is None else {"checkpoint": digest}
@@ -212,7 +212,7 @@ class TensorParallelLlama(RankLlama):
     def __init__(
         self,
         config: LlamaConfig,
-        get: GetWeight,
+        get: WeightSource,
         member: Any,
         like: Tensor,
         pages: int = PAGES,
@@ -233,13 +233,13 @@ class TensorParallelLlama(RankLlama):
     def share_out(
         self,
         config: LlamaConfig,
-        get: GetWeight,
+        get: WeightSource,
         group: TensorGroup,
         like: Tensor,
         pages: int,
         *,
         vocabulary: bool = False,
-        of_stage: Callable[[GetWeight], GetWeight] = lambda get: get,
+        of_stage: Callable[[WeightSource], WeightSource] = lambda get: get,
     ) -> None:
         """Make the model of one rank of `group`; `of_stage` names the weights of its layers alone."""
         shard = shard_of(config, group)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from models.llama import BLOCKING, GetWeight, LlamaConfig, run_sync, sample_tokens
+from models.llama import BLOCKING, LlamaConfig, WeightSource, run_sync, sample_tokens
 from torch import Tensor
 
 import layerzero as lz
@@ -31,7 +31,7 @@ class PipelineLlama(TensorParallelLlama):
     def __init__(
         self,
         config: LlamaConfig,
-        get: GetWeight,
+        get: WeightSource,
         member: Any,
         like: Tensor,
         pages: int = PAGES,

@@ -45,10 +45,10 @@ from generate import SamplingParams, generate, load_tokenizer
 from models.llama import (
     BLOCKING,
     FOLDER,
-    GetWeight,
     Llama,
     LlamaConfig,
     SampleArgs,
+    WeightSource,
     kv_pool,
     run_sync,
     weights_of,
@@ -104,7 +104,7 @@ def generate_by_hand(
     return token_lists
 
 
-def config_and_weights(options: argparse.Namespace, like: Tensor) -> tuple[LlamaConfig, GetWeight]:
+def config_and_weights(options: argparse.Namespace, like: Tensor) -> tuple[LlamaConfig, WeightSource]:
     """The model's whole shape, and how to get its whole weights."""
     if not options.layers:
         return LlamaConfig.read(options.folder), weights_of(options.folder, like.device, like.dtype)

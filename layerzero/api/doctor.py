@@ -29,7 +29,7 @@ from layerzero.spec.hardware import Hardware, probe
 from layerzero.spec.kernel import Kernel, rejections
 from layerzero.spec.reasons import Category
 from layerzero.spec.settings import Settings
-from layerzero.warmup.bundle import Receipt, receipts
+from layerzero.warmup.bundle import InstallRecord, receipts
 
 Rows = list[tuple[str, ...]]
 
@@ -100,7 +100,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     plugins: tuple[Plugin, ...] = ()
     builds: tuple[BuildFact, ...] = ()
     isolated: tuple[IsolatedBackend, ...] = ()
-    bundles: tuple[Receipt, ...] = ()
+    bundles: tuple[InstallRecord, ...] = ()
     device: str = ""
     kernels: tuple[OpKernels, ...] = ()
     health: tuple[BreakerStatus, ...] = ()

@@ -124,7 +124,7 @@ def case_of(selection: Selection) -> str:
     return " ".join(w for w in (request.dtype, sizes, *sorted(request.features), request.layout) if w)
 
 
-class GraphSafety(msgspec.Struct, frozen=True):
+class CaptureVerdict(msgspec.Struct, frozen=True):
     """Whether a kernel may be captured here, and on whose word; true and false like a bool.
 
     `basis` is "proved", "found unsafe", "declared" or "unknown".
@@ -139,7 +139,7 @@ class GraphSafety(msgspec.Struct, frozen=True):
         return self.safe
 
 
-def is_graph_safe(name: str, /, *args: Any, **kwargs: Any) -> GraphSafety:
+def is_graph_safe(name: str, /, *args: Any, **kwargs: Any) -> CaptureVerdict:
     """Whether a kernel may run under CUDA graph capture; with an op and arguments, whether that call may.
 
     Without arguments `name` is a kernel's id on the default device. With arguments it is an op's name: the
@@ -159,11 +159,11 @@ def is_graph_safe(name: str, /, *args: Any, **kwargs: Any) -> GraphSafety:
     try:
         chosen = table.recompute(table.describe(full, device.mode() | CAPTURE))
     except NoKernelFoundError:
-        return GraphSafety("", False, "no kernel takes the call under capture")
+        return CaptureVerdict("", False, "no kernel takes the call under capture")
     return _safety(device, chosen.kernel)
 
 
-def _safety(device: LocalDevice, kernel_id: str) -> GraphSafety:
+def _safety(device: LocalDevice, kernel_id: str) -> CaptureVerdict:
     kernel = device.registry.get(kernel_id)
     assert kernel is not None
     proof = device.proofs.proof_of(kernel)
@@ -171,7 +171,7 @@ def _safety(device: LocalDevice, kernel_id: str) -> GraphSafety:
     safe = applied.capability.graph_safe
     declared = "declared" if kernel.capability.graph_safe else "unknown"
     basis = declared if proof is None else "proved" if proof.safe else "found unsafe"
-    return GraphSafety(kernel_id, safe, basis, proof)
+    return CaptureVerdict(kernel_id, safe, basis, proof)
 
 
 def rehearse_capture() -> Any:

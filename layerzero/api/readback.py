@@ -19,7 +19,7 @@ from layerzero.scheduler.modes.streams import resume_modes, suspend_modes
 from layerzero.scheduler.modes.torch_modes import Modes
 
 
-class HostRead(Coroutine[Any, Any, Tensor]):
+class HostReadback(Coroutine[Any, Any, Tensor]):
     """A tensor on its way to the host: awaited now, later, several times one after another, or never.
 
     It is a coroutine, so that a task can be made of it.
@@ -84,7 +84,7 @@ class HostRead(Coroutine[Any, Any, Tensor]):
             self._steps.close()
 
 
-def to_host(tensor: Tensor) -> HostRead:
+def to_host(tensor: Tensor) -> HostReadback:
     """`tensor` in host memory, by itself: no piece of a batch, safe to read, pickle and keep.
 
     The copy starts here, behind the work that writes `tensor`; await the result now or later. A loop that
@@ -108,17 +108,17 @@ def to_host(tensor: Tensor) -> HostRead:
     if FAST_PATH.module is not None:
         owned: Tensor = FAST_PATH.module.own(tensor)
         if owned is not NotImplemented:
-            return HostRead(owned)
+            return HostReadback(owned)
     plain = tensor.detach()
     if plain.device.type != "cuda":
-        return HostRead(compact(plain.cpu() if plain.device.type != "cpu" else plain))
+        return HostReadback(compact(plain.cpu() if plain.device.type != "cpu" else plain))
     device = None if SCOPE.get() is not None else ACTIVE.devices.get(plain.device)
     if device is None:
         device = context_runtime().device(plain.device)
     driver = device.loop_drivers.current()
     modes = device.capture_modes()
     assert modes.stream is not None and driver.readback is not None
-    return HostRead(None, driver.readback.start(plain, modes.stream), driver, device.capture_modes)
+    return HostReadback(None, driver.readback.start(plain, modes.stream), driver, device.capture_modes)
 
 
 async def run_ahead(
@@ -148,7 +148,7 @@ async def run_ahead(
     if max_steps is not None:
         checks.need_int("max_steps", max_steps, low=1)
     steps = 0
-    reading: HostRead | None = None
+    reading: HostReadback | None = None
     while max_steps is None or steps < max_steps:
         try:
             ids = await step(ids)

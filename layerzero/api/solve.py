@@ -15,7 +15,7 @@ from layerzero.ops import table as ops_table
 from layerzero.perfdb.record import Environment
 from layerzero.perfdb.table_file import content_hash
 from layerzero.selection.cost.measured import MeasuredCosts
-from layerzero.selection.dispatch_table import Bucket, DispatchTable, HeldOut, limits_of
+from layerzero.selection.dispatch_table import Bucket, DispatchTable, HeldOutResult, limits_of
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import ConfigurationError
 
@@ -54,7 +54,7 @@ def solve(
         if opened.device.type == "cuda":
             asked[call.op].append(request.replace(modes=request.modes | {"capture"}))
     buckets: list[Bucket] = []
-    held_out: dict[str, HeldOut] = {}
+    held_out: dict[str, HeldOutResult] = {}
     for name in ops if ops is not None else sorted(ops_table.FILES):
         solved = solve_op(opened, ops_table.get(name), asked.get(name, ()))
         buckets += solved.buckets

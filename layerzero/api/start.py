@@ -17,7 +17,7 @@ DRAIN_S = 30.0
 OPENER = "layerzero.api.start:open_hosted"
 
 
-class Started:
+class RuntimeContext:
     """A runtime to be entered; what `start` returns."""
 
     def __init__(self, settings: Settings | None, scoped: bool) -> None:
@@ -84,7 +84,7 @@ class Started:
             self.__exit__(kind, *raised)
 
 
-def start(settings: Settings | None = None, *, scoped: bool = False) -> Started:
+def start(settings: Settings | None = None, *, scoped: bool = False) -> RuntimeContext:
     """Open a runtime for the block and close it completely at its end.
 
     It serves the whole process: every thread and every event loop. A second one at the same time is an
@@ -104,7 +104,7 @@ def start(settings: Settings | None = None, *, scoped: bool = False) -> Started:
     """
     if settings is not None and not isinstance(settings, Settings):
         raise TypeError(f"settings needs layerzero.Settings, got {type(settings).__name__}")
-    return Started(settings, scoped)
+    return RuntimeContext(settings, scoped)
 
 
 def open_hosted(settings: Settings) -> Runtime:

@@ -21,9 +21,9 @@ from layerzero._util.ending import join_at_exit
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import context_runtime
 from layerzero.measure.calls import Call, Workload
-from layerzero.measure.compare import HeadToHead, head_to_head
+from layerzero.measure.compare import KernelComparison, head_to_head
 from layerzero.measure.recorder import Recorder
-from layerzero.measure.timing import Effort
+from layerzero.measure.timing import TimingBudget
 from layerzero.measure.tuner import Tuner
 from layerzero.measure.tuning import TuneProgress, TuneReport, TuningJob, publish
 from layerzero.perfdb.record import Environment, Launch, Measurement, implausible_reason
@@ -124,13 +124,13 @@ _FLIGHTS: SingleFlight[TuneReport] = SingleFlight(_start)
 def bench_call(
     device: LocalDevice, call: Call, launch: Launch = "eager", *, baseline: str = "", samples: int = 31,
     save: bool = False,
-) -> HeadToHead:  # fmt: skip
+) -> KernelComparison:  # fmt: skip
     """Every kernel that takes `call` on `device`, head to head; `save` keeps the times for choices.
 
     Raises: ValueError: nothing could be timed, the call computes nothing, or `baseline` was not timed.
         NoKernelFoundError: no kernel takes it.
     """
-    effort = Effort(samples=samples, budget_s=2.0)
+    effort = TimingBudget(samples=samples, budget_s=2.0)
     tuned = Tuner(device, (launch,), effort).measure(call)[-1]
     if why := tuned.failed.get("call"):
         raise ValueError(why)

@@ -21,7 +21,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import context_runtime
 from layerzero.measure.calls import Call, Workload
 from layerzero.runtime import Runtime
-from layerzero.warmup import Manifest, Warmed, Warmer, manifest_of
+from layerzero.warmup import Manifest, WarmedCall, WarmupRunner, manifest_of
 
 if TYPE_CHECKING:
     from layerzero.runtime.bundles import BundleReport
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 WARMUP_FINISHED = "warmup.finished"
 
 ManifestSource = Manifest | Workload | str | Path | Iterable[Call]
-WarmupProgress = Callable[[int, int, Warmed], None]
+WarmupProgress = Callable[[int, int, WarmedCall], None]
 
 
 class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +42,8 @@ class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     version: str
     seconds: float
-    critical: tuple[Warmed, ...]
-    others: tuple[Warmed, ...] = ()
+    critical: tuple[WarmedCall, ...]
+    others: tuple[WarmedCall, ...] = ()
     pending: int = 0
     problems: tuple[str, ...] = ()
     bundle: BundleReport | None = None
@@ -84,7 +84,7 @@ class _WarmupState:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.manifests: dict[str, Manifest] = {}
-        self.done: dict[str, Warmed] = {}
+        self.done: dict[str, WarmedCall] = {}
         self.pending = 0
         self.stop = threading.Event()
         self.selections_before = 0.0
@@ -247,10 +247,10 @@ class _WarmupJob:
         self._manifest = manifest
         self._device = runtime.device(device)
         self._state = _state(runtime, self._device)
-        self._warmer = Warmer(self._device, forbid=forbid)
+        self._warmer = WarmupRunner(self._device, forbid=forbid)
         self._progress = progress
         self._critical = threading.Event()
-        self._warmed: list[Warmed] = []
+        self._warmed: list[WarmedCall] = []
         self._started = time.monotonic()
 
     def start(self) -> None:
@@ -275,7 +275,7 @@ class _WarmupJob:
         """What is known now; `bundle` is what was loaded before."""
         warmed = tuple(self._warmed[: len(self._manifest.critical)])
         late = tuple(
-            Warmed(call=str(call), critical=True, state="late")
+            WarmedCall(call=str(call), critical=True, state="late")
             for call in self._manifest.critical[len(warmed) :]
         )
         return WarmupReport(
@@ -292,7 +292,7 @@ class _WarmupJob:
     def _run(self) -> None:
         state, count = self._state, len(self._manifest.critical)
         try:
-            self._device.table_keeper.wait()  # else its arrival would undo what is planned here
+            self._device.table_updater.wait()  # else its arrival would undo what is planned here
             self._warmer.compile_ahead(self._manifest.calls)
             for position, call in enumerate(self._manifest.calls):
                 if position == count:

@@ -46,14 +46,14 @@ _OPS_OF = {
     "native.rows": "add_rms_norm rms_norm rope rope_append_kv",
     "onednn": "linear mlp",
     "reference": " ".join(table.FILES),
-    "torch_native": "add_layer_norm add_rms_norm append_kv cross_entropy embedding layer_norm linear "
+    "torch_kernels.native": "add_layer_norm add_rms_norm append_kv cross_entropy embedding layer_norm linear "
     "linear_cross_entropy mlp rms_norm",
-    "torch_experts": "fused_experts select_experts",
-    "torch_flex": "attention",
-    "torch_moe": "moe",
-    "torch_quantized": "dequantize quantize quantized_linear",
-    "torch_ragged": "ragged_attention",
-    "torch_sdpa": "attention",
+    "torch_kernels.experts": "fused_experts select_experts",
+    "torch_kernels.flex": "attention",
+    "torch_kernels.moe": "moe",
+    "torch_kernels.quantized": "dequantize quantize quantized_linear",
+    "torch_kernels.ragged": "ragged_attention",
+    "torch_kernels.sdpa": "attention",
     "triton_kernels": "add_rms_norm add_rms_norm_quantize append_kv attention fused_experts mla_attention "
     "paged_attention quantize quantized_linear ragged_attention rope_append_kv sample sample_topk "
     "sample_topp verify_chain",

@@ -28,7 +28,7 @@ from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.plan import Plan
 
 
-class Described(NamedTuple):
+class NewCall(NamedTuple):
     """A call that no cache knows, before it is queued; names as in `PendingCall`.
 
     `driver` is None where the call may not wait (under graph capture), `plan` None for a batched function,
@@ -65,7 +65,7 @@ class Target(Protocol):
 
     def describe(
         self, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
-    ) -> Described:
+    ) -> NewCall:
         """A call that is not in the cache.
 
         Raises: ValueError, TypeError: an argument is wrong. NoKernelFoundError: no kernel may and can run it.
@@ -73,7 +73,7 @@ class Target(Protocol):
         ...
 
     def new_call(
-        self, call: Described, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
+        self, call: NewCall, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
     ) -> PendingCall:
         """The pending call of a described one; its batch key is None where it must run alone.
 
@@ -81,7 +81,7 @@ class Target(Protocol):
         """
         ...
 
-    def run_inline(self, call: Described | PendingCall) -> Any:
+    def run_inline(self, call: NewCall | PendingCall) -> Any:
         """Run a call on this thread; its value."""
         ...
 
@@ -189,7 +189,7 @@ def _needs_no_queue(driver: LoopDriver, pending: PendingCall) -> bool:
 
 async def _submit(
     target: Target,
-    call: Described,
+    call: NewCall,
     pending: PendingCall,
     priority: int,
     timeout: float | None,  # noqa: ASYNC109

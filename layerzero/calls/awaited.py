@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerzero._util import foreign, log
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.calls.await_path import Described, awaitable_call
+from layerzero.calls.await_path import NewCall, awaitable_call
 from layerzero.calls.blocking import (
     LAST,
     checked_build,
@@ -67,7 +67,7 @@ class AwaitedOp:
 
     def describe(
         self, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
-    ) -> Described:
+    ) -> NewCall:
         """A call with its plan, by its signature alone where only the process's policy governs it."""
         op, built = self._op, None
         if backend is None and batching is None and SCOPE.get() is None and _FORWARD._current_level < 0:
@@ -86,7 +86,7 @@ class AwaitedOp:
             else:
                 self.cache.count_known()
                 driver = None if bits & CAPTURE else device.loop_drivers.current()
-                return Described(device, driver, full, plan.expected_us, plan, modes)
+                return NewCall(device, driver, full, plan.expected_us, plan, modes)
         if batching is not None:
             need_choice("batching", batching, BATCHING)
         signature, full = built or checked_build(op, args, kwargs)
@@ -94,10 +94,10 @@ class AwaitedOp:
             return _traced(full, backend)
         device, snapshot, plan = _plan_in_full(op, signature, full, backend)
         driver = None if "capture" in plan.request.modes else device.loop_drivers.current()
-        return Described(device, driver, full, plan.expected_us, plan, device.capture_modes(), snapshot)
+        return NewCall(device, driver, full, plan.expected_us, plan, device.capture_modes(), snapshot)
 
     def new_call(
-        self, call: Described, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
+        self, call: NewCall, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
     ) -> PendingCall:
         """The pending call; its batch key is None where it must run alone."""
         op, plan, modes, full, snapshot = self._op, call.plan, call.modes, call.args, call.snapshot
@@ -125,11 +125,11 @@ class AwaitedOp:
             self.cache.remember(args, kwargs, call.args, call.device, plan, pending)
         return pending
 
-    def run_inline(self, call: Described | PendingCall) -> Any:
+    def run_inline(self, call: NewCall | PendingCall) -> Any:
         """Run the call's plan on this thread, the next kernels in its order where it fails."""
         plan = call.plan
         if plan is None:
-            assert isinstance(call, Described)
+            assert isinstance(call, NewCall)
             return self._route(call.args, *call.kind)
         LAST.plan = plan
         try:
@@ -157,10 +157,10 @@ def _warn_runs_alone(device: LocalDevice, pending: PendingCall, plan: Plan) -> N
         log.warning(RUNS_ALONE, op=plan.op.name, why=WHY_ALONE)
 
 
-def _traced(full: Args, backend: str | None) -> Described:
+def _traced(full: Args, backend: str | None) -> NewCall:
     """A call on transformed or traced tensors: it does not wait, and is the op's operator."""
     nowhere: Any = None
-    return Described(nowhere, None, full, 0.0, kind=(backend,))
+    return NewCall(nowhere, None, full, 0.0, kind=(backend,))
 
 
 def _plan_in_full(

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero._util import log
-from layerzero.calls.await_path import Described, awaitable_call
+from layerzero.calls.await_path import NewCall, awaitable_call
 from layerzero.calls.awaited import BatchKey
 from layerzero.calls.blocking import LAST, context_runtime
 from layerzero.calls.call_cache import find_nothing
@@ -116,7 +116,7 @@ class Batched(Generic[R]):
 
     def describe(
         self, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
-    ) -> Described:
+    ) -> NewCall:
         """A call with its rows, its bytes, where its tensors are and what tells kinds of calls apart.
 
         Raises: ValueError: tensors with different numbers of rows, or without rows.
@@ -127,10 +127,10 @@ class Batched(Generic[R]):
         device = None if where is None or SCOPE.get() is not None else ACTIVE.devices.get(where)
         if device is None:
             device = context_runtime().device(where or self._device)
-        return Described(device, device.loop_drivers.current(), args, self.us_per_row * rows, kind=kind)
+        return NewCall(device, device.loop_drivers.current(), args, self.us_per_row * rows, kind=kind)
 
     def new_call(
-        self, call: Described, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
+        self, call: NewCall, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
     ) -> PendingCall:
         """The pending call; its batch key is None where it must run alone."""
         device, (rows, size, where, kinds) = call.device, call.kind
@@ -166,7 +166,7 @@ class Batched(Generic[R]):
             home = (ACTIVE.devices, device, device.loop_drivers.by_loop)
             self.entries.remember(pending.args, home, pending.batch_key, pending.modes)
 
-    def run_inline(self, call: Described | PendingCall) -> Any:
+    def run_inline(self, call: NewCall | PendingCall) -> Any:
         """Run one call on this thread."""
         LAST.plan = None
         device, args = call.device, call.args

@@ -40,7 +40,7 @@ class CompiledChoice(msgspec.Struct, frozen=True):
     why: str
 
 
-class Inlined(NamedTuple):
+class InlinedResult(NamedTuple):
     """What came of a call: its result in torch's operators, or NotImplemented; by which kernel, and why.
 
     `selection` is what the kernel followed from, where there is a result.
@@ -52,23 +52,23 @@ class Inlined(NamedTuple):
     selection: Selection | None = None
 
 
-def inline(op: Op, full: Args) -> Inlined:
+def inline(op: Op, full: Args) -> InlinedResult:
     """A call in operators of torch, by the kernel that is chosen now."""
     example = example_of(full)
     if example is None:
-        return Inlined(NotImplemented, "", "a size follows from data")
+        return InlinedResult(NotImplemented, "", "a size follows from data")
     try:
         selection = chosen(op, example)
     except NoKernelFoundError as error:
-        return Inlined(NotImplemented, "", f"no kernel takes the call: {str(error).splitlines()[0]}")
+        return InlinedResult(NotImplemented, "", f"no kernel takes the call: {str(error).splitlines()[0]}")
     kernel, why = torchs_kernel(op, selection)
     if kernel is None:
         why = "is not made of torch's operators: chosen where the graph runs"
-        return Inlined(NotImplemented, selection.kernel, why)
+        return InlinedResult(NotImplemented, selection.kernel, why)
     try:
-        return Inlined(traceable(op, selection, kernel)(*full), kernel.id, why, selection)
+        return InlinedResult(traceable(op, selection, kernel)(*full), kernel.id, why, selection)
     except Exception as error:
-        return Inlined(NotImplemented, kernel.id, f"cannot be traced: {type(error).__name__}: {error}")
+        return InlinedResult(NotImplemented, kernel.id, f"cannot be traced: {type(error).__name__}: {error}")
 
 
 class CompiledChoices(list[CompiledChoice]):
@@ -81,7 +81,7 @@ class CompiledChoices(list[CompiledChoice]):
             self.append(choice)
             log.info(_CHOSEN, op=op.name, kernel=kernel, inlined=inlined, why=why)
 
-    def inline(self, op: Op, full: Args) -> Inlined:
+    def inline(self, op: Op, full: Args) -> InlinedResult:
         """`inline`, noted."""
         inlined = inline(op, full)
         self.note(op, inlined.kernel, inlined.why, inlined=inlined.result is not NotImplemented)

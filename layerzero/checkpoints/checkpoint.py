@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from layerzero.checkpoints.conventions import CONVENTIONS, Claim, claim_of
+from layerzero.checkpoints.conventions import CONVENTIONS, QuantizationConfig, claim_of
 from layerzero.checkpoints.folder import TensorFolder, on_device
-from layerzero.checkpoints.readers import Parts
+from layerzero.checkpoints.readers import WeightTensors
 from layerzero.formats import QuantizedTensor
 from layerzero.formats.errors import FormatError
 from layerzero.spec.reasons import Reason
@@ -45,7 +45,7 @@ class QuantizedCheckpoint(Mapping[str, Tensor | QuantizedTensor]):
     """
 
     def __init__(self, folder: Path, device: torch.device | str = "cpu") -> None:
-        self._claim: Claim = claim_of(folder)
+        self._claim: QuantizationConfig = claim_of(folder)
         self._tensors = TensorFolder(folder)
         self._device = device
         convention = self._claim.convention
@@ -87,7 +87,7 @@ class QuantizedCheckpoint(Mapping[str, Tensor | QuantizedTensor]):
             if name not in self._plain:
                 raise KeyError(name)
             return on_device(self._tensors.tensor(name), self._device)
-        parts = Parts(
+        parts = WeightTensors(
             module, self._claim.says, self._claim.options,
             lambda end: self._tensors.tensor(module + end), lambda end: module + end in self._tensors,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from layerzero.spec.reasons import Reason
 
 
 @dataclass(frozen=True)
-class FolderConvention:
+class CheckpointFormat:
     """How one library stores quantized weights.
 
     `mark` is the end of the name of the tensor that every quantized weight has, `parts` the ends of all that
@@ -30,28 +30,28 @@ class FolderConvention:
     method: str
     mark: str
     parts: tuple[str, ...]
-    read: Callable[[readers.Parts], Any]
+    read: Callable[[readers.WeightTensors], Any]
     name: str = ".weight"
 
 
 @dataclass(frozen=True)
-class Claim:
+class QuantizationConfig:
     """What the configuration of a folder says: its convention, the format by the library's name, options."""
 
-    convention: FolderConvention
+    convention: CheckpointFormat
     says: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 _PACKED = (".qweight", ".qzeros", ".scales", ".g_idx", ".bias_packed")
 _STATE = ".weight.quant_state.bitsandbytes__nf4"
-CONVENTIONS: Mapping[str, FolderConvention] = MappingProxyType(
+CONVENTIONS: Mapping[str, CheckpointFormat] = MappingProxyType(
     {
         convention.method: convention
         for convention in (
-            FolderConvention("awq", ".qweight", _PACKED, readers.awq),
-            FolderConvention("gptq", ".qweight", _PACKED, readers.gptq),
-            FolderConvention(
+            CheckpointFormat("awq", ".qweight", _PACKED, readers.awq),
+            CheckpointFormat("gptq", ".qweight", _PACKED, readers.gptq),
+            CheckpointFormat(
                 "bitsandbytes", _STATE,
                 (
                     _STATE, ".weight", ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax",
@@ -59,13 +59,13 @@ CONVENTIONS: Mapping[str, FolderConvention] = MappingProxyType(
                 ),
                 readers.nf4,
             ),
-            FolderConvention("mxfp4", "_blocks", ("_blocks", "_scales"), readers.mxfp4, name=""),
-            FolderConvention("fp8", ".weight_scale_inv", (".weight", ".weight_scale_inv"), readers.fp8_block),
-            FolderConvention(
+            CheckpointFormat("mxfp4", "_blocks", ("_blocks", "_scales"), readers.mxfp4, name=""),
+            CheckpointFormat("fp8", ".weight_scale_inv", (".weight", ".weight_scale_inv"), readers.fp8_block),
+            CheckpointFormat(
                 "modelopt", ".weight_scale",
                 (".weight", ".weight_scale", ".weight_scale_2", ".input_scale"), readers.modelopt,
             ),
-            FolderConvention(
+            CheckpointFormat(
                 "compressed-tensors", ".weight_scale",
                 (
                     ".weight", ".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point",
@@ -79,7 +79,7 @@ CONVENTIONS: Mapping[str, FolderConvention] = MappingProxyType(
 )  # fmt: skip
 
 
-def claim_of(folder: Path) -> Claim:
+def claim_of(folder: Path) -> QuantizationConfig:
     """What `config.json`, or ModelOpt's own file beside it, says of the folder's weights.
 
     Raises: FileNotFoundError: there is no config.json. FormatError: it says nothing, or names a method or a
@@ -97,7 +97,7 @@ def claim_of(folder: Path) -> Claim:
     convention = CONVENTIONS.get(method)
     if convention is None:
         raise _unknown(f"a quant_method of {', '.join(CONVENTIONS)}", repr(method))
-    return Claim(convention, _says(method, config), config)
+    return QuantizationConfig(convention, _says(method, config), config)
 
 
 def _says(method: str, config: Mapping[str, Any]) -> str:

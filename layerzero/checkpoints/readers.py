@@ -20,7 +20,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
-class Parts:
+class WeightTensors:
     """The tensors of one weight: `get(end)` reads one, `has(end)` says whether there is one."""
 
     weight: str
@@ -67,7 +67,7 @@ def _nibbles(packed: Tensor) -> Tensor:
     return ((packed.unsqueeze(-1) >> _SHIFTS) & 15).to(torch.uint8)
 
 
-def _int4_by_column(parts: Parts, codes: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedTensor:
+def _int4_by_column(parts: WeightTensors, codes: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedTensor:
     """Codes (K, C), zero points and scales (G, C) of a library whose weights are columns, as rows."""
     shift = int(zeros.max()) if zeros.numel() else 0
     if shift > 15:
@@ -81,7 +81,7 @@ def _int4_by_column(parts: Parts, codes: Tensor, zeros: Tensor, scales: Tensor) 
     )  # fmt: skip
 
 
-def awq(parts: Parts) -> QuantizedTensor:
+def awq(parts: WeightTensors) -> QuantizedTensor:
     """AutoAWQ's gemm: columns of eight interleaved in an int32, unsigned, with zero points."""
     weight = parts.need(".qweight", torch.int32)
     scales = parts.need(".scales", *_FLOATS)
@@ -98,7 +98,7 @@ def awq(parts: Parts) -> QuantizedTensor:
     return _int4_by_column(parts, codes, zeros, scales)
 
 
-def gptq(parts: Parts) -> QuantizedTensor:
+def gptq(parts: WeightTensors) -> QuantizedTensor:
     """AutoGPTQ's: eight rows of a column in an int32; zero points are stored less one, but for gptq_v2."""
     weight = parts.need(".qweight", torch.int32)
     scales = parts.need(".scales", *_FLOATS)
@@ -123,7 +123,7 @@ def gptq(parts: Parts) -> QuantizedTensor:
     return _int4_by_column(parts, codes, zeros, scales)
 
 
-def _need_groups(parts: Parts, width: int, groups: int) -> int:
+def _need_groups(parts: WeightTensors, width: int, groups: int) -> int:
     """Numbers of a group, as the scales say it and as the configuration does."""
     claimed = parts.options.get("group_size", parts.options.get("q_group_size", -1))
     size = width if claimed in (-1, None) else int(claimed)
@@ -134,7 +134,7 @@ def _need_groups(parts: Parts, width: int, groups: int) -> int:
     return size
 
 
-def nf4(parts: Parts) -> QuantizedTensor:
+def nf4(parts: WeightTensors) -> QuantizedTensor:
     """bitsandbytes' NF4: the earlier number in the high half of a byte, scales maybe quantized themselves."""
     state = json.loads(bytes(parts.need(".weight.quant_state.bitsandbytes__nf4", torch.uint8).tolist()))
     shape, block = tuple(state["shape"]), int(state["blocksize"])
@@ -162,7 +162,7 @@ def nf4(parts: Parts) -> QuantizedTensor:
     return QuantizedTensor(codes, scale.float().view(shape[0], -1), "nf4")
 
 
-def mxfp4(parts: Parts) -> QuantizedTensor:
+def mxfp4(parts: WeightTensors) -> QuantizedTensor:
     """gpt-oss's experts: blocks (E, R, G, 16) and exponents (E, R, G)."""
     blocks, scales = parts.need("_blocks", torch.uint8), parts.need("_scales", torch.uint8)
     if blocks.dim() != 4 or blocks.shape[-1] != 16:
@@ -171,7 +171,7 @@ def mxfp4(parts: Parts) -> QuantizedTensor:
     return QuantizedTensor(blocks.flatten(-2), scales.view(torch.float8_e8m0fnu), "mxfp4")
 
 
-def fp8_block(parts: Parts) -> QuantizedTensor:
+def fp8_block(parts: WeightTensors) -> QuantizedTensor:
     """DeepSeek's: float8 with a scale for each block to multiply it by; ue8m0 stores powers of two."""
     weight = parts.need(".weight", torch.float8_e4m3fn)
     scale = parts.need(".weight_scale_inv", torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
@@ -181,7 +181,7 @@ def fp8_block(parts: Parts) -> QuantizedTensor:
     return QuantizedTensor(weight, scale, "fp8_e4m3", block_size=side)
 
 
-def modelopt(parts: Parts) -> QuantizedTensor:
+def modelopt(parts: WeightTensors) -> QuantizedTensor:
     """ModelOpt's FP8 with one scale, and its NVFP4 with two levels."""
     if parts.says == "FP8":
         scale = parts.need(".weight_scale", torch.float32)
@@ -197,7 +197,7 @@ def _one_level(scale: Tensor) -> Tensor:
     return scale.reshape(()) if scale.numel() == 1 else scale
 
 
-def compressed_tensors(parts: Parts) -> QuantizedTensor:
+def compressed_tensors(parts: WeightTensors) -> QuantizedTensor:
     """compressed-tensors': the claimed format's reader, in a mixed folder the one that the tensors show."""
     claimed = COMPRESSED[parts.says]
     if claimed is not None:
@@ -209,7 +209,7 @@ def compressed_tensors(parts: Parts) -> QuantizedTensor:
     return _mxfp4_pack(parts) if parts.has(".weight_packed") else _plain_codes(parts)
 
 
-def _int_pack(parts: Parts) -> QuantizedTensor:
+def _int_pack(parts: WeightTensors) -> QuantizedTensor:
     """Four- or eight-bit integers, unsigned by half their range, from the lowest bits of an int32 on."""
     packed = parts.need(".weight_packed", torch.int32)
     rows, width = (int(size) for size in parts.need(".weight_shape").tolist())
@@ -238,13 +238,13 @@ def _int_pack(parts: Parts) -> QuantizedTensor:
     return QuantizedTensor(codes.contiguous(), scale, "int4", zero_point)
 
 
-def _need_symmetric(parts: Parts, shifted: bool) -> None:
+def _need_symmetric(parts: WeightTensors, shifted: bool) -> None:
     if shifted:
         name, needs = f"{parts.weight}.weight_zero_point", "zeros: symmetric codes"
         raise FormatError(name, needs, "others", Reason.ZERO_POINT_MISMATCH)
 
 
-def _nvfp4_pack(parts: Parts) -> QuantizedTensor:
+def _nvfp4_pack(parts: WeightTensors) -> QuantizedTensor:
     codes = parts.need(".weight_packed", torch.uint8)
     scale = parts.need(".weight_scale", torch.float8_e4m3fn)
     parts.need_shape(".weight_scale", scale, (codes.shape[0], codes.shape[1] // 8))
@@ -252,14 +252,14 @@ def _nvfp4_pack(parts: Parts) -> QuantizedTensor:
     return QuantizedTensor(codes, scale, "nvfp4", tensor_scale=1.0 / whole)
 
 
-def _mxfp4_pack(parts: Parts) -> QuantizedTensor:
+def _mxfp4_pack(parts: WeightTensors) -> QuantizedTensor:
     codes = parts.need(".weight_packed", torch.uint8)
     scale = parts.need(".weight_scale", torch.uint8, torch.float8_e8m0fnu)
     parts.need_shape(".weight_scale", scale, (codes.shape[0], codes.shape[1] // 16))
     return QuantizedTensor(codes, scale.view(torch.float8_e8m0fnu), "mxfp4")
 
 
-def _plain_codes(parts: Parts) -> QuantizedTensor:
+def _plain_codes(parts: WeightTensors) -> QuantizedTensor:
     """int8 or float8 codes under the weight's own name."""
     dtypes_of = {"int-quantized": (torch.int8,), "float-quantized": (torch.float8_e4m3fn,)}
     codes = parts.need(".weight", *dtypes_of.get(parts.says, (torch.int8, torch.float8_e4m3fn)))
@@ -272,7 +272,7 @@ def _plain_codes(parts: Parts) -> QuantizedTensor:
     return QuantizedTensor(codes, _one_level(scale), name)
 
 
-def _block_side(parts: Parts, got: tuple[int, ...]) -> int:
+def _block_side(parts: WeightTensors, got: tuple[int, ...]) -> int:
     """The side of the blocks that the configuration names."""
     groups = parts.options.get("config_groups") or {}
     sides = {tuple(group["weights"].get("block_structure") or ()) for group in groups.values()}
@@ -282,7 +282,7 @@ def _block_side(parts: Parts, got: tuple[int, ...]) -> int:
     return int(square[0])
 
 
-COMPRESSED: Mapping[str, Callable[[Parts], QuantizedTensor] | None] = MappingProxyType(
+COMPRESSED: Mapping[str, Callable[[WeightTensors], QuantizedTensor] | None] = MappingProxyType(
     {
         "pack-quantized": _int_pack, "int-quantized": _plain_codes, "float-quantized": _plain_codes,
         "naive-quantized": _plain_codes, "nvfp4-pack-quantized": _nvfp4_pack,

@@ -47,7 +47,7 @@ def first_line(name: str) -> str:
     return docstring.partition("\n")[0].removesuffix(".")
 
 
-class Commands(click.Group):
+class CommandGroup(click.Group):
     """The commands, each imported when it is run.
 
     An error of this library says what does not fit, with the command's usage and status 2. A file that cannot
@@ -110,7 +110,7 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "-V", "--version", prog_name="lz", message="%(prog)s %(version)s")
 def main() -> None:
     """Choose, explain and check kernels from the command line.

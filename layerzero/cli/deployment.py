@@ -63,7 +63,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: dict[str, str] = {}
 
 
-class Disagreement(msgspec.Struct, frozen=True):
+class DeploymentMismatch(msgspec.Struct, frozen=True):
     """One disagreement: the check, what it is about, each device's value, and what to do."""
 
     check: str
@@ -80,7 +80,7 @@ class ConsistencyReport(msgspec.Struct, frozen=True, kw_only=True):
 
     devices: tuple[DeviceFacts, ...]
     compared: dict[str, int]
-    findings: tuple[Disagreement, ...]
+    findings: tuple[DeploymentMismatch, ...]
     numbers: dict[str, dict[str, str]]
 
     @property
@@ -265,11 +265,11 @@ def compare(
     manifest: Deployment, facts: Mapping[str, DeviceFacts], examined: Mapping[str, DeviceResults]
 ) -> ConsistencyReport:
     """The disagreements between devices; pure, so that any deployment can be compared anywhere."""
-    disagreements_found: list[Disagreement] = []
+    disagreements_found: list[DeploymentMismatch] = []
     if manifest.devices is not None and manifest.devices != len(facts):
         counted = {name: fact.node for name, fact in facts.items()}
         disagreements_found.append(
-            Disagreement(
+            DeploymentMismatch(
                 "devices", f"{manifest.devices} promised, {len(facts)} there", counted, "add what is missing"
             )
         )
@@ -296,16 +296,20 @@ def compare(
     )
 
 
-def _versions(manifest: Deployment, facts: Mapping[str, DeviceFacts]) -> list[Disagreement]:
+def _versions(manifest: Deployment, facts: Mapping[str, DeviceFacts]) -> list[DeploymentMismatch]:
     disagreeing = []
     for library in sorted({v for fact in facts.values() for v in fact.versions} | set(manifest.versions)):
         have = {name: fact.versions.get(library, "missing") for name, fact in facts.items()}
         promised = manifest.versions.get(library)
         if len(set(have.values())) > 1:
-            disagreeing.append(Disagreement("versions", library, have, "install one version on every node"))
+            disagreeing.append(
+                DeploymentMismatch("versions", library, have, "install one version on every node")
+            )
         elif promised is not None and not all(_keeps_promise(promised, version) for version in have.values()):
             disagreeing.append(
-                Disagreement("versions", f"{library}, {promised} promised", have, "install what is promised")
+                DeploymentMismatch(
+                    "versions", f"{library}, {promised} promised", have, "install what is promised"
+                )
             )
     return disagreeing
 
@@ -318,7 +322,7 @@ def _keeps_promise(promise: str, version: str) -> bool:
         return promise == version
 
 
-def _compare_kind(names: Sequence[str], examined: Mapping[str, DeviceResults]) -> list[Disagreement]:
+def _compare_kind(names: Sequence[str], examined: Mapping[str, DeviceResults]) -> list[DeploymentMismatch]:
     """What devices of one kind of hardware must have in common."""
     disagreeing = []
     for what, values, advice in (
@@ -328,7 +332,7 @@ def _compare_kind(names: Sequence[str], examined: Mapping[str, DeviceResults]) -
         ("batch order", {n: str(examined[n].order) for n in names}, "compare versions and settings"),
     ):
         if len(set(values.values())) > 1:
-            disagreeing.append(Disagreement(what, "all devices of one kind", values, advice))
+            disagreeing.append(DeploymentMismatch(what, "all devices of one kind", values, advice))
     return disagreeing
 
 
@@ -343,26 +347,26 @@ def _outputs(
     return [*calls, (_BATCHED, {n: examined[n].rows for n in names})]
 
 
-def _bits(about: str, answers: Mapping[str, CallResult]) -> tuple[str, list[Disagreement]]:
+def _bits(about: str, answers: Mapping[str, CallResult]) -> tuple[str, list[DeploymentMismatch]]:
     """How the outputs of devices of one kind were compared, and what differs: bits only under one kernel."""
     chosen = {n: a.chosen for n, a in answers.items()}
     if len(set(chosen.values())) > 1:
         how = "within tolerance: " + "; ".join(f"{n} ran {what}" for n, what in chosen.items())
         advice = "one node measured or quarantined what others did not: `lz doctor`, lock the kernel, or tune"
-        return how, [] if about == _BATCHED else [Disagreement("plans", about, chosen, advice)]
+        return how, [] if about == _BATCHED else [DeploymentMismatch("plans", about, chosen, advice)]
     how = f"bit for bit, under {next(iter(chosen.values()), 'nothing')}"
     digests = {n: a.digest for n, a in answers.items()}
     if len(set(digests.values())) == 1:
         return how, []
     check = _BATCHED if about == _BATCHED else "numerics"
     return how, [
-        Disagreement(check, f"{about}: bits", digests, "same kernel, other bits: suspect the device")
+        DeploymentMismatch(check, f"{about}: bits", digests, "same kernel, other bits: suspect the device")
     ]
 
 
 def _numerics(
     manifest: Deployment, names: Sequence[str], examined: Mapping[str, DeviceResults]
-) -> list[Disagreement]:
+) -> list[DeploymentMismatch]:
     """Outputs compared with the float64 reference, on whatever hardware."""
     cpu = torch.device("cpu")
     norm = ops_table.get("rms_norm")
@@ -379,7 +383,7 @@ def _numerics(
                 wrong[name] = "; ".join(problems)
         if wrong:
             disagreeing.append(
-                Disagreement("numerics", about, wrong, "quarantine the kernel there: it is wrong")
+                DeploymentMismatch("numerics", about, wrong, "quarantine the kernel there: it is wrong")
             )
     return disagreeing
 

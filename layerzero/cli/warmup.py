@@ -10,7 +10,7 @@ from layerzero.cli.common import output
 from layerzero.cli.common.options import json_option, runtime_of
 from layerzero.runtime.bundles import BundleReport
 from layerzero.spec.errors import BundleRefusedError
-from layerzero.warmup import Manifest, Warmed
+from layerzero.warmup import Manifest, WarmedCall
 
 manifest_argument = click.argument("manifest", type=click.Path(exists=True))
 device_option = click.option("--device", default=None, help="cpu, cuda or cuda:<index>.")
@@ -143,5 +143,5 @@ def _rows(report: WarmupReport) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
-def _named(warmed: Warmed) -> str:
+def _named(warmed: WarmedCall) -> str:
     return warmed.call[:60]

@@ -24,7 +24,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 WARMUPS = 3
 
 
-class EagerRerun:
+class EagerStep:
     """The step called anew each time: what a device without graphs does."""
 
     def __init__(self, run: Callable[[], Any], pool: Any, version: Callable[[], int], waits: bool) -> None:
@@ -218,7 +218,7 @@ class GraphedFunction:
             for buffer, value in zip(static, args, strict=True):
                 shared = min(bucket, value.shape[0])
                 buffer[:shared].copy_(value[:shared])
-            recorder = CudaGraph if device.type == "cuda" else EagerRerun
+            recorder = CudaGraph if device.type == "cuda" else EagerStep
             recorded = recorder(
                 lambda: self._fn(*static),
                 self._steps.pools.get(device),

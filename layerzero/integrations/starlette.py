@@ -92,7 +92,7 @@ def install(
         return answer(503, str(error), error.retry_after)
 
     app.add_exception_handler(OverloadedError, overloaded)
-    app.add_middleware(Admission, **bounds, body_timeout_s=body_timeout_s, refuse=answer)
+    app.add_middleware(AdmissionMiddleware, **bounds, body_timeout_s=body_timeout_s, refuse=answer)
 
 
 def _refusal(status: int, message: str, retry_after_s: float | None) -> Response:
@@ -144,7 +144,7 @@ def _metrics(registry: Callable[[], Any | Awaitable[Any]] | None) -> Any:
     return exposition
 
 
-class Admission:
+class AdmissionMiddleware:
     """ASGI middleware: refuses what the application has no room for before it reads a body.
 
     What is bounded: requests under way, bytes of one body, bytes of all bodies that are being read, seconds
@@ -195,7 +195,7 @@ class _BodyRefused(Exception):
 class _AdmittedRequest:
     """One request that has been let in, while its body is read."""
 
-    def __init__(self, bounds: Admission, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, bounds: AdmissionMiddleware, scope: Scope, receive: Receive, send: Send) -> None:
         self._bounds, self._scope, self._receive, self._send = bounds, scope, receive, send
         self._read = 0
         self._whole = self._begun = False

@@ -27,7 +27,7 @@ _SHARE, _GAP_US = 1.02, 1.5
 CallToCover = tuple[BenchmarkCase, Collection[str]]
 
 
-class Contender(msgspec.Struct, frozen=True):
+class ComparedKernel(msgspec.Struct, frozen=True):
     """One side: microseconds a call, their variance, and how many times the winner's time it takes."""
 
     name: str
@@ -40,14 +40,14 @@ class Contender(msgspec.Struct, frozen=True):
     tied: bool
 
 
-class HeadToHead(msgspec.Struct, frozen=True):
+class KernelComparison(msgspec.Struct, frozen=True):
     """A comparison, the fastest first; `speedup` is the winner's over `baseline`, 1.0 where that is itself.
 
     A contender is tied where its median is within the tie band of the winner's, or its lower quartile
     below the winner's upper one: then another run may name another winner.
     """
 
-    contenders: tuple[Contender, ...]
+    contenders: tuple[ComparedKernel, ...]
     baseline: str
     speedup: float
     failed: dict[str, str] = {}
@@ -64,7 +64,7 @@ def head_to_head(
     *,
     tie_band: float = 0.03,
     failed: dict[str, str] | None = None,
-) -> HeadToHead:
+) -> KernelComparison:
     """Compare timings; the baseline defaults to the slowest.
 
     Raises: ValueError: there is nothing to compare, or `baseline` was not timed.
@@ -77,7 +77,7 @@ def head_to_head(
     if baseline_name not in timings:
         raise ValueError(f"baseline needs one of {', '.join(ordered)}, got {baseline_name!r}")
     contenders = tuple(
-        Contender(
+        ComparedKernel(
             name,
             timing.median_us,
             timing.quantile_us(0.95),
@@ -91,7 +91,7 @@ def head_to_head(
         for name in ordered
         if (timing := timings[name])
     )
-    return HeadToHead(
+    return KernelComparison(
         contenders, baseline_name, timings[baseline_name].median_us / best.median_us, failed or {}
     )
 

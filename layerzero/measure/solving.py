@@ -24,7 +24,7 @@ from layerzero.selection.context import CostModel, SelectionOptions
 from layerzero.selection.cost.latency_model import fit as fit_latency
 from layerzero.selection.cost.measured import MeasuredCosts
 from layerzero.selection.cost.roofline import MEASURED, SHIPPED, TIMED, ideal_us
-from layerzero.selection.dispatch_table import Bucket, HeldOut
+from layerzero.selection.dispatch_table import Bucket, HeldOutResult
 from layerzero.selection.record import Selection
 from layerzero.selection.solver.families import Family, ends_of, family_of, grid_below, grid_points
 from layerzero.selection.solver.tree import Floats, Node, Samples, choices, collapse, fit, leaves_of
@@ -74,7 +74,7 @@ class SolvedOp(msgspec.Struct, frozen=True):
     """The buckets of one op, and how good they are where they were not made from."""
 
     buckets: tuple[Bucket, ...]
-    held_out: HeldOut | None
+    held_out: HeldOutResult | None
 
 
 class _KernelFamily(msgspec.Struct):
@@ -366,7 +366,7 @@ def _lost(times: Mapping[str, float], kernels: Collection[str]) -> dict[str, flo
     return {kernel: us / best - 1.0 for kernel, us in allowed.items()}
 
 
-def _summary(judged: Iterable[Sequence[_Judged]]) -> HeldOut | None:
+def _summary(judged: Iterable[Sequence[_Judged]]) -> HeldOutResult | None:
     """The mean loss of what is decided, beside that of the one kernel that is best over all calls."""
     losses: list[_Judged] = []
     decided = 0.0
@@ -377,7 +377,7 @@ def _summary(judged: Iterable[Sequence[_Judged]]) -> HeldOut | None:
         return None
     everywhere = set.intersection(*(set(lost.by_kernel) for lost in losses))
     fixed = [sum(lost.by_kernel[kernel] for lost in losses) / len(losses) for kernel in everywhere]
-    return HeldOut(
+    return HeldOutResult(
         calls=len(losses),
         loss=round(decided / len(losses), 5),
         fixed_loss=round(min(fixed), 5) if fixed else None,

@@ -45,7 +45,7 @@ _WARM_ENOUGH_S = 0.01
 _LONG_CALL_US = 10_000.0
 
 
-class Effort(msgspec.Struct, frozen=True):
+class TimingBudget(msgspec.Struct, frozen=True):
     """How long one kernel is timed: `samples` of about `sample_us`, over at most `budget_s` seconds."""
 
     samples: int = 15
@@ -54,7 +54,7 @@ class Effort(msgspec.Struct, frozen=True):
     warmup: int = 3
 
 
-QUICK = Effort(7, 100.0, 0.03, 2)
+QUICK = TimingBudget(7, 100.0, 0.03, 2)
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ class _Contestant:
 
 
 def time_kernels(
-    runs: dict[str, Run], copies: Sequence[Args], device: torch.device, launch: Launch, effort: Effort
+    runs: dict[str, Run], copies: Sequence[Args], device: torch.device, launch: Launch, effort: TimingBudget
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Time every kernel on the same operands, in turns; what failed is returned by kernel, in words.
 
@@ -187,7 +187,7 @@ def _prepare(
     measure: Callable[[_Contestant], float],
     device: torch.device,
     launch: Launch,
-    effort: Effort,
+    effort: TimingBudget,
 ) -> None:
     began, last = time.perf_counter(), 0.0
     for turn in range(effort.warmup):

@@ -19,7 +19,7 @@ from layerzero._util.clock import Clock
 from layerzero.measure import conditions
 from layerzero.measure.calls import Call
 from layerzero.measure.correctness import clone_tensors, find_mismatch, poison
-from layerzero.measure.timing import Effort, Timing, copies_for, time_kernels
+from layerzero.measure.timing import Timing, TimingBudget, copies_for, time_kernels
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.perfdb.record import BenchmarkCase, Launch, Measurement, versions_of
@@ -92,7 +92,7 @@ class TuningResult(msgspec.Struct, frozen=True, kw_only=True):
 class Tuner:
     """Measures calls on one device, in the thread that asks."""
 
-    def __init__(self, device: TunableDevice, launches: Sequence[Launch], effort: Effort) -> None:
+    def __init__(self, device: TunableDevice, launches: Sequence[Launch], effort: TimingBudget) -> None:
         self._device = device
         self._launches = launches if device.device.type == "cuda" else ("eager",)
         self._effort = effort

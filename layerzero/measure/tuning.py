@@ -19,14 +19,14 @@ from layerzero._util.ending import ENDING
 from layerzero.measure.calls import Call, workload_of
 from layerzero.measure.compare import WinnerChange, find_uncovered, winner_changes
 from layerzero.measure.shapes import standard_calls
-from layerzero.measure.timing import QUICK, Effort
+from layerzero.measure.timing import QUICK, TimingBudget
 from layerzero.measure.tuner import TunableDevice, Tuner, TuningResult
 from layerzero.ops import table as ops_table
 from layerzero.perfdb.record import Environment, Launch, Measurement
 from layerzero.perfdb.store import PerfDB, read_rows
 from layerzero.selection.context import SelectionContext
 from layerzero.selection.cost.cost_model import load_costs, perfdb_path
-from layerzero.sharing.work import MEASURE, SHARED, Draft, digest_of
+from layerzero.sharing.work import MEASURE, SHARED, PartialResult, digest_of
 from layerzero.spec.errors import ConfigurationError, NoKernelFoundError
 
 TUNED = "tuning.finished"
@@ -99,7 +99,7 @@ class TuningJob:
             raise ValueError(f"repeat needs 1 or 2, got {repeat!r}")
         self._device = device
         self._launches = tuple(launches)
-        self._effort = QUICK if quick else Effort()
+        self._effort = QUICK if quick else TimingBudget()
         self._budget_s = budget_s
         self._repeat = repeat
         self._progress = progress
@@ -114,7 +114,7 @@ class TuningJob:
         self._pending: list[Measurement] = []
         self._path: Path | None = None
         self._published_s, self._count = time.monotonic(), 0
-        self._draft = Draft()
+        self._draft = PartialResult()
         self._made: list[list[TuningResult]] = []
         self._left: deque[list[TuningResult]] = deque()
 

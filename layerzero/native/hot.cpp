@@ -474,7 +474,7 @@ PyObject* begin(PyObject*, PyObject* list) {
   return Py_BuildValue("(ddLd)", sum, least, tokens, us);
 }
 
-// land(tickets, outcomes, Failed): they have ended; how many with a value, how many were left by their caller.
+// land(tickets, outcomes, Failure): they have ended; how many with a value, how many were left by their caller.
 PyObject* land(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 3 || !all_tickets(args[0]) || !PyList_CheckExact(args[1])) return none();
   PyObject *list = args[0], *outcomes = args[1];

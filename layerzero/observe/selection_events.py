@@ -18,7 +18,7 @@ SELECTION_MADE: Final = "selection.made"
 MAX_PER_S: Final = 50
 
 
-class ResolvesPlans(Protocol):
+class PlanResolver(Protocol):
     """A table that finds or makes the plan of a call."""
 
     def resolve(self, signature: Any, args: Any, bits: int) -> Plan: ...
@@ -32,7 +32,7 @@ class SelectionEvents:
         self._second = 0
         self._told = 0
 
-    def resolve(self, table: ResolvesPlans, signature: Any, args: Any, bits: int) -> Plan:
+    def resolve(self, table: PlanResolver, signature: Any, args: Any, bits: int) -> Plan:
         """The table's plan, with the decision observed.
 
         Raises: what the table raises; that is observed as well.

@@ -108,7 +108,7 @@ def merge_traces(paths: Sequence[str | os.PathLike[str]]) -> bytes:
     return encode_trace(events, {"format": FORMAT, "aligned_by": clock, "processes": facts})
 
 
-class BatchesOfOp(msgspec.Struct):
+class OpBatches(msgspec.Struct):
     """What a trace says of the batches of one op: how many, how large, how long, and why then."""
 
     op: str
@@ -136,7 +136,7 @@ class TraceSummary(msgspec.Struct):
     seconds: float
     dropped_events: int
     unfinished_batches: int
-    batches: list[BatchesOfOp]
+    batches: list[OpBatches]
     longest: list[TimedName]
 
 
@@ -161,9 +161,9 @@ def summarize(trace: StoredTrace, top: int = 20) -> TraceSummary:
     )
 
 
-def _batches_of(op: str, events: Sequence[dict[str, Any]]) -> BatchesOfOp:
+def _batches_of(op: str, events: Sequence[dict[str, Any]]) -> OpBatches:
     kernels = dict.fromkeys(kernel for event in events for kernel in event["args"]["kernels"])
-    return BatchesOfOp(
+    return OpBatches(
         op=op,
         batches=len(events),
         callers=_mean(event["args"]["callers"] for event in events),

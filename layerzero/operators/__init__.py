@@ -21,7 +21,7 @@ from layerzero._util.fork_safety import renew_after_fork
 from layerzero.native import FAST_PATH
 from layerzero.operators import gradient, rules
 from layerzero.operators.choice import CAPTURED, is_mark
-from layerzero.operators.gradient import Traced
+from layerzero.operators.gradient import TracedCall
 from layerzero.operators.schema import NAMESPACE, OperatorSchema, front, laid_out, run_operator, schemas_of
 from layerzero.operators.subclasses import compose
 from layerzero.ops import table
@@ -42,7 +42,7 @@ _VARIANTS = MappingProxyType(
 )
 
 
-class Surroundings(NamedTuple):
+class OperatorContext(NamedTuple):
     """What operators run, and in what; see `install`."""
 
     make: MakeBlocking
@@ -73,7 +73,7 @@ class Operators(_OpNamespace):
     # Operators are named after it, and torch's compiler finds them by that name.
     __module__ = _OpNamespace.__module__
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, surroundings: OperatorContext) -> None:
         super().__init__(NAMESPACE)
         self._surroundings = surroundings
         self.after_fork()
@@ -97,7 +97,7 @@ def install(make: MakeBlocking, rehearsal: Callable[[], AbstractContextManager[N
     kernels that are safe under graph capture.
     """
     if not isinstance(torch.ops.__dict__.get(NAMESPACE), Operators):
-        setattr(torch.ops, NAMESPACE, Operators(Surroundings(make, rehearsal)))
+        setattr(torch.ops, NAMESPACE, Operators(OperatorContext(make, rehearsal)))
 
 
 def define_all() -> tuple[str, ...]:
@@ -118,7 +118,7 @@ def known_calls(name: str) -> Any:
     return _CACHES[name].entries
 
 
-def define(name: str, surroundings: Surroundings) -> None:
+def define(name: str, surroundings: OperatorContext) -> None:
     """Define the operators of the op that `name` is an operator of; nothing where it is none."""
     base = name.removesuffix("_backward")
     base = _VARIANTS.get(base, base)
@@ -132,14 +132,14 @@ def define(name: str, surroundings: Surroundings) -> None:
         _define(_LIBRARIES[0], schema, surroundings)
 
 
-def _define(library: torch.library.Library, schema: OperatorSchema, surroundings: Surroundings) -> None:
+def _define(library: torch.library.Library, schema: OperatorSchema, surroundings: OperatorContext) -> None:
     op, name = schema.op, schema.name
     draws = op.stochastic or any(p.name == "dropout_p" for p in schema.parameters)
     tags = (torch.Tag.nondeterministic_seeded,) if draws else ()
     library.define(schema.text(), tags=(torch.Tag.pt2_compliant_tag, *tags))
     finish = _finish(schema)
     plain, named_plain = surroundings.both(op, lambda full, backend: op.reference(*full))
-    traced, named_traced = surroundings.both(op, Traced(schema), plain)
+    traced, named_traced = surroundings.both(op, TracedCall(schema), plain)
     run, routed = (
         schema.adapter(plain, finish, named_plain), schema.adapter(traced, finish, named_traced)
     )  # fmt: skip

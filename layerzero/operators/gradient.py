@@ -21,7 +21,7 @@ from layerzero.ops.op import Args
 _C: Any = torch._C
 
 
-class Traced:
+class TracedCall:
     """A call at the autograd key whose tensors have no memory to read, or whose caller is traced."""
 
     def __init__(self, schema: OperatorSchema) -> None:

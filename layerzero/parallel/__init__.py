@@ -7,6 +7,6 @@ from layerzero.parallel.pipeline import StageStats as StageStats
 from layerzero.parallel.tensor import TensorGroup as TensorGroup
 from layerzero.parallel.weights import AXES as AXES
 from layerzero.parallel.weights import FolderWeights as FolderWeights
-from layerzero.parallel.weights import GetWeight as GetWeight
+from layerzero.parallel.weights import WeightSource as WeightSource
 from layerzero.parallel.weights import shard_weights as shard_weights
 from layerzero.parallel.weights import stage_weights as stage_weights

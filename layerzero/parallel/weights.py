@@ -32,7 +32,7 @@ BLOCKS: Final = 1024
 BLOCK_BYTES: Final = 1 << 16
 
 
-class GetWeight(Protocol):
+class WeightSource(Protocol):
     """What gives a model its weights, each by its name and with the shape that it must have."""
 
     def __call__(self, name: str, shape: tuple[int, ...], /) -> Any: ...
@@ -98,13 +98,13 @@ class FolderWeights:
 
 
 def shard_weights(
-    get: GetWeight,
+    get: WeightSource,
     group: TensorGroup,
     *,
     axes: Mapping[str, int] = AXES,
     kv_heads: int | None = None,
     whole: tuple[str, ...] = (),
-) -> GetWeight:
+) -> WeightSource:
     """`get` for one rank of `group`: asked with the shape of a rank's part, it gives that part.
 
     `axes` names the axis by the weight's module, `whole` modules that every rank has whole all the same. A
@@ -136,7 +136,9 @@ def shard_weights(
     return part
 
 
-def stage_weights(get: GetWeight, layout: Layout, layers: int, *, like: Tensor, tied: bool) -> GetWeight:
+def stage_weights(
+    get: WeightSource, layout: Layout, layers: int, *, like: Tensor, tied: bool
+) -> WeightSource:
     """`get` under the names that a decoder of this stage's layers alone asks for; empty for what others hold.
 
     `layers` counts the whole model's. The stage's layers begin at 0 for it, and its last norm is the one

@@ -17,8 +17,8 @@ from layerzero._util import foreign
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.operators import front
 from layerzero.ops.op import Args, Op
-from layerzero.planner.fusions import Fusion, Joined, Take, find_fusions
-from layerzero.planner.search import Alternative, CoverProblem
+from layerzero.planner.fusions import Fusion, JoinedWeights, OutputSlice, find_fusions
+from layerzero.planner.search import CoverOption, CoverProblem
 from layerzero.planner.values import (
     READS_MEMORY,
     PlacedBlock,
@@ -57,7 +57,7 @@ class Choice:
     full: Args | None
     selection: Selection | None
     formats: Mapping[int, TensorFormat]
-    gives: Mapping[int, Take]
+    gives: Mapping[int, OutputSlice]
     cost_us: float
     kind: str = ""
     within_us: float = 0.0
@@ -68,7 +68,7 @@ class Choice:
         return self.selection.kernel if self.selection is not None else ""
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class RefusedFusion(msgspec.Struct, frozen=True):
     """A fusion that no kernel takes, and the first words of why."""
 
     kind: str
@@ -78,7 +78,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Judge:
+class BlockSelector:
     """Asks a device for its verdicts; `snapshot(op, backend)` is the state in force, `warm` loads first."""
 
     device: LocalDevice
@@ -106,7 +106,7 @@ class Judge:
 class Choices:
     """Everything that a placed block may be made of, as a problem for the search."""
 
-    def __init__(self, block: PlacedBlock, judge: Judge, *, can_join: bool) -> None:
+    def __init__(self, block: PlacedBlock, judge: BlockSelector, *, can_join: bool) -> None:
         settings = judge.device.settings
         self._block, self._judge, self._can_join = block, judge, can_join
         self._strict = settings.strict
@@ -115,11 +115,11 @@ class Choices:
         self._formats: dict[int, list[TensorFormat]] = {
             place: [format_of(value.fake)] for place, value in enumerate(block.values)
         }
-        self.alternatives: list[Alternative] = []
+        self.alternatives: list[CoverOption] = []
         # The ops whose kernels were judged, and the reasons against each kernel.
         self.ops: set[str] = set()
         self._against: dict[str, str] = {}
-        self.refused: list[Refusal] = []
+        self.refused: list[RefusedFusion] = []
         fusions = find_fusions(block, can_join=can_join)
         for place, placed in enumerate(block.ops):
             for fusion in fusions:
@@ -175,18 +175,18 @@ class Choices:
         if op.stochastic or (op.empty is not None and op.empty(plain) is not None):
             self._add_called(place, placed)
             return
-        gives = {value: Take(output) for output, value in enumerate(placed.outputs)}
+        gives = {value: OutputSlice(output) for output, value in enumerate(placed.outputs)}
         self._add_kernels(covers, op, full, gives, "", placed.kwargs.get("backend"))
 
     def _add_called(self, place: int, placed: PlacedOp) -> None:
         """An op that draws numbers, or has nothing to compute: called as it is written."""
         reads = {value: self._formats[value][0] for value in placed.reads()}
-        gives = {value: Take(output) for output, value in enumerate(placed.outputs)}
+        gives = {value: OutputSlice(output) for output, value in enumerate(placed.outputs)}
         produced = {value: self._formats[value][0] for value in placed.outputs}
         self._add(Choice(frozenset({place}), None, None, None, reads, gives, COPY_LAUNCH_US), produced)
 
     def _add_torch(self, place: int, placed: PlacedOp) -> None:
-        gives = {value: Take(output) for output, value in enumerate(placed.outputs)}
+        gives = {value: OutputSlice(output) for output, value in enumerate(placed.outputs)}
         combinations = self._combinations(placed.reads())
         for formats in itertools.islice(combinations, 1 if placed.written.op in READS_MEMORY else None):
             try:
@@ -213,21 +213,20 @@ class Choices:
         for formats in itertools.islice(product, MAX_COMBINATIONS):
             yield dict(zip(values, formats, strict=True))
 
-    # -- kernels -------------------------------------------------------------------------------------------
-
     def _add_fusion(self, fusion: Fusion) -> None:
         try:
             self._add_kernels(fusion.covers, fusion.op, fusion.full, fusion.gives, fusion.kind, None)
         except (NoKernelFoundError, ValueError, TypeError) as error:
             names = tuple(self._block.ops[place].written.name for place in sorted(fusion.covers))
-            self.refused.append(Refusal(fusion.kind, names, fusion.op.name, str(error).partition("\n")[0]))
+            why = str(error).partition("\n")[0]
+            self.refused.append(RefusedFusion(fusion.kind, names, fusion.op.name, why))
 
     def _add_kernels(
         self,
         covers: frozenset[int],
         op: Op,
         full: Args,
-        gives: Mapping[int, Take],
+        gives: Mapping[int, OutputSlice],
         kind: str,
         backend: str | None,
     ) -> None:
@@ -296,7 +295,7 @@ class Choices:
 
     def _fakes(self, full: Args, formats: Mapping[int, TensorFormat]) -> Args:
         def fill(leaf: Any) -> Any:
-            if isinstance(leaf, Joined):
+            if isinstance(leaf, JoinedWeights):
                 parts = [self._block.fake(value, formats.get(value)) for value in leaf.values]
                 with foreign.outside(), self._block.mode:
                     return torch.cat(parts)
@@ -310,7 +309,7 @@ class Choices:
         op: Op,
         full: Args,
         formats: dict[int, TensorFormat],
-        gives: Mapping[int, Take],
+        gives: Mapping[int, OutputSlice],
         kind: str,
         selection: Selection,
         fakes: Args,
@@ -357,7 +356,7 @@ class Choices:
         produced = produced | {value: self._formats[value][0] for value in changes}
         demands = tuple(choice.formats.items())
         self.alternatives.append(
-            Alternative(
+            CoverOption(
                 choice.covers, choice.cost_us + choice.within_us, demands, tuple(produced.items()), choice
             )
         )
@@ -388,13 +387,13 @@ def _is_wide_float(dtype: str) -> bool:
     return bool((kind := getattr(torch, dtype)).is_floating_point) and kind.itemsize > 1
 
 
-def _part(outputs: tuple[Any, ...], take: Take) -> Tensor:
-    """The tensor that a `Take` names, without numbers."""
+def _part(outputs: tuple[Any, ...], take: OutputSlice) -> Tensor:
+    """The tensor that an `OutputSlice` names, without numbers."""
     whole: Tensor = outputs[take.output]
     return whole.narrow(-1, take.start, take.size) if take.size else whole
 
 
 def _values_of(full: Args) -> tuple[int, ...]:
     """The values that a call reads, those of joined weights among them."""
-    joined = (value for leaf in full if isinstance(leaf, Joined) for value in leaf.values)
+    joined = (value for leaf in full if isinstance(leaf, JoinedWeights) for value in leaf.values)
     return tuple(dict.fromkeys((*slots_of(full), *joined)))

@@ -26,13 +26,13 @@ _PLAIN = {"aten.silu.default": "silu", "aten.relu.default": "relu"}
 _GELU = "aten.gelu.default"
 
 
-class Joined(NamedTuple):
+class JoinedWeights(NamedTuple):
     """Weights of the block, one above the other in one tensor."""
 
     values: tuple[int, ...]
 
 
-class Take(NamedTuple):
+class OutputSlice(NamedTuple):
     """A part of a fused op's output: `size` columns from `start`, or all of it where `size` is 0."""
 
     output: int
@@ -48,7 +48,7 @@ class Fusion:
     covers: frozenset[int]
     op: Op
     full: tuple[Any, ...]
-    gives: Mapping[int, Take]
+    gives: Mapping[int, OutputSlice]
 
 
 class _Reading:
@@ -82,11 +82,11 @@ class _Reading:
         """Whether a slot is a tensor that the block holds, and that may be joined with others."""
         return self.can_join and isinstance(leaf, Slot) and self.block.held(leaf.value) is not None
 
-    def join(self, leaves: list[Any]) -> Slot | Joined | None:
+    def join(self, leaves: list[Any]) -> Slot | JoinedWeights | None:
         """Weights one above the other; a single one as it is."""
         if len(leaves) == 1:
             return Slot(leaves[0].value)
-        return Joined(tuple(leaf.value for leaf in leaves))
+        return JoinedWeights(tuple(leaf.value for leaf in leaves))
 
     def each(self, *names: str) -> Iterator[tuple[int, PlacedOp, Args]]:
         """The ops of these names, with positions and arguments; not those that ask for a kernel by name."""
@@ -148,7 +148,7 @@ def _add_norm(reading: _Reading) -> Iterator[Fusion]:
             summed = reading.block.ops[total]
             yield Fusion(
                 "add+norm", frozenset({total, place}), table.get(f"add_{op.written.op}"),
-                (*summed.args, *rest), {op.outputs[0]: Take(0), summed.outputs[0]: Take(1)},
+                (*summed.args, *rest), {op.outputs[0]: OutputSlice(0), summed.outputs[0]: OutputSlice(1)},
             )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def _norm_quantize(reading: _Reading) -> Iterator[Fusion]:
             summed = reading.block.ops[addition]
             covers, total = frozenset({addition, norm, place}), summed.outputs[0]
             head = (*summed.args, *normed.full[1:])
-        gives = {op.outputs[0]: Take(0), op.outputs[1]: Take(1), total: Take(2)}
+        gives = {op.outputs[0]: OutputSlice(0), op.outputs[1]: OutputSlice(1), total: OutputSlice(2)}
         yield Fusion("add+norm+quantize", covers, fused, (*head, *rounding), gives)
 
 
@@ -189,7 +189,9 @@ def _rope_append(reading: _Reading) -> Iterator[Fusion]:
             continue
         full = (q, keys, v, *angles, k_cache, v_cache, slot_mapping, interleaved, layout)
         covers = frozenset({rotation, place})
-        yield Fusion("rope+append", covers, table.get("rope_append_kv"), full, {turned.outputs[0]: Take(0)})
+        yield Fusion(
+            "rope+append", covers, table.get("rope_append_kv"), full, {turned.outputs[0]: OutputSlice(0)}
+        )
 
 
 def _linears(reading: _Reading) -> Iterator[list[tuple[int, PlacedOp]]]:
@@ -211,7 +213,7 @@ def _joined_linears(reading: _Reading) -> Iterator[Fusion]:
             for _, op in part:
                 assert op.full is not None
                 width = reading.fake(op.full[1]).shape[0]
-                gives[op.outputs[0]] = Take(0, start, width)
+                gives[op.outputs[0]] = OutputSlice(0, start, width)
                 start += width
             full = (part[0][1].full or ())[0], _joined(reading, part, 1), _joined(reading, part, 2)
             yield Fusion("linears", frozenset(place for place, _ in part), table.get("linear"), full, gives)
@@ -220,7 +222,8 @@ def _joined_linears(reading: _Reading) -> Iterator[Fusion]:
 def _norm_linear(reading: _Reading) -> Iterator[Fusion]:
     """A norm with the product of it, or with all of its products as one."""
     products = [
-        (frozenset({place}), full, {op.outputs[0]: Take(0)}) for place, op, full in reading.each("linear")
+        (frozenset({place}), full, {op.outputs[0]: OutputSlice(0)})
+        for place, op, full in reading.each("linear")
     ]
     products += [(joined.covers, joined.full, dict(joined.gives)) for joined in _joined_linears(reading)]
     for covers, (x, weight, bias), gives in products:
@@ -267,7 +270,7 @@ def _gated_mlp(reading: _Reading) -> Iterator[Fusion]:
                 covers, x, weight, bias = up
                 yield Fusion(
                     "gate+up+activation", covers | {inner, product, place}, table.get("mlp"),
-                    (x, weight, w_down, bias, b_down, word), {down.outputs[0]: Take(0)},
+                    (x, weight, w_down, bias, b_down, word), {down.outputs[0]: OutputSlice(0)},
                 )  # fmt: skip
 
 
@@ -312,7 +315,7 @@ def _plain_mlp(reading: _Reading) -> Iterator[Fusion]:
         if reading.fake(w_down).shape[0] == reading.fake(weight).shape[1]:
             full = (x, weight, w_down, bias, b_down, word)
             covers = frozenset({up, inner, place})
-            yield Fusion("mlp", covers, table.get("mlp"), full, {down.outputs[0]: Take(0)})
+            yield Fusion("mlp", covers, table.get("mlp"), full, {down.outputs[0]: OutputSlice(0)})
 
 
 def _linear_loss(reading: _Reading) -> Iterator[Fusion]:
@@ -324,4 +327,6 @@ def _linear_loss(reading: _Reading) -> Iterator[Fusion]:
         x, weight, bias = reading.block.ops[product].full or ()
         full = (x, weight, target, bias, *rest)
         covers = frozenset({product, place})
-        yield Fusion("linear+loss", covers, table.get("linear_cross_entropy"), full, {op.outputs[0]: Take(0)})
+        yield Fusion(
+            "linear+loss", covers, table.get("linear_cross_entropy"), full, {op.outputs[0]: OutputSlice(0)}
+        )

@@ -13,7 +13,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.perfdb.record import Environment
 from layerzero.perfdb.table_file import content_hash, write_table_file
 from layerzero.planner.choices import Choices
-from layerzero.planner.search import Alternative, Solution
+from layerzero.planner.search import CoverOption, Solution
 from layerzero.planner.values import PlacedBlock
 from layerzero.selection.dispatch_table import capabilities_hash
 from layerzero.spec.errors import PlanRefusedError
@@ -66,7 +66,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     plans: tuple[SavedPlan, ...]
 
 
-def _formats(alternative: Alternative) -> tuple[tuple[int, str, tuple[int, ...]], ...]:
+def _formats(alternative: CoverOption) -> tuple[tuple[int, str, tuple[int, ...]], ...]:
     return tuple((value, *form) for value, form in sorted(alternative.payload.formats.items()))
 
 
@@ -97,16 +97,12 @@ def read_plans(path: str | os.PathLike[str], device: LocalDevice, policy: str) -
     try:
         head = decode_json(text, object)
         stated = head.get("format") if isinstance(head, dict) and "plans" in head else None
+        table = decode_json(text, PlanFile) if stated == FORMAT else None
     except (ValueError, msgspec.MsgspecError) as error:
-        raise PlanRefusedError.of(path, Rejected(Reason.PLAN_DAMAGED, "file", "JSON", str(error))) from error
-    if stated != FORMAT:
+        damage = Rejected(Reason.PLAN_DAMAGED, "file", "JSON with every field", str(error))
+        raise PlanRefusedError.of(path, damage) from error
+    if table is None:
         raise PlanRefusedError.of(path, Rejected(Reason.PLAN_FORMAT, "format", str(FORMAT), str(stated)))
-    try:
-        table = decode_json(text, PlanFile)
-    except (ValueError, msgspec.MsgspecError) as error:
-        raise PlanRefusedError.of(
-            path, Rejected(Reason.PLAN_DAMAGED, "file", "every field", str(error))
-        ) from error
     if content_hash(table.plans) != table.content:
         damage = Rejected(Reason.PLAN_DAMAGED, "content", table.content[:12], content_hash(table.plans)[:12])
         raise PlanRefusedError.of(path, damage)

@@ -22,7 +22,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import context_runtime, context_snapshot
 from layerzero.calls.scope import SCOPE
 from layerzero.planner.block import Block
-from layerzero.planner.choices import Choices, Judge
+from layerzero.planner.choices import BlockSelector, Choices
 from layerzero.planner.plan_file import SavedPlan, chosen_before, refuse_block, save_plans
 from layerzero.planner.program import HeldTensors, Program, run_op_by_op
 from layerzero.planner.record import PlanRecord, argument_key, digest_of, make_record, scope_key
@@ -306,7 +306,7 @@ class PlannedBlock:
             return known_decision
         for attempt in range(_ROUNDS):
             warm = making.warm and attempt < _ROUNDS - 1
-            judge = Judge(device, bits, partial(context_snapshot, device), warm=warm)
+            judge = BlockSelector(device, bits, partial(context_snapshot, device), warm=warm)
             state = context_snapshot(device, "", None)
             choices = Choices(placed, judge, can_join=placed.can_join(grad=bool(bits & GRAD)))
             if context_snapshot(device, "", None) is state:

@@ -16,7 +16,7 @@ from layerzero.ops.batching import concat_rows
 from layerzero.ops.op import Op
 from layerzero.planner.block import Block, Edge, map_tree
 from layerzero.planner.choices import Choice
-from layerzero.planner.fusions import Joined
+from layerzero.planner.fusions import JoinedWeights
 from layerzero.planner.search import Solution
 from layerzero.planner.values import PlacedBlock, PlacedOp, Slot, TensorFormat, dense_strides, format_of
 from layerzero.selection.context import KernelLoadError
@@ -224,7 +224,7 @@ class _Writer:
         """A tree of arguments as text."""
         if isinstance(leaf, Slot):
             return self._slot(leaf.value, choice.formats.get(leaf.value))
-        if isinstance(leaf, Joined):
+        if isinstance(leaf, JoinedWeights):
             return self._joined(leaf, choice)
         if isinstance(leaf, list):
             return f"[{', '.join(self._written(each, choice) for each in leaf)}]"
@@ -254,7 +254,7 @@ class _Writer:
         self._write(f"{name} = {function}({self._slot(value, before)})")
         return name
 
-    def _joined(self, leaf: Joined, choice: Choice) -> str:
+    def _joined(self, leaf: JoinedWeights, choice: Choice) -> str:
         parts: list[tuple[Tensor, Run]] = []
         for value in leaf.values:
             constant = self._block.values[value].constant

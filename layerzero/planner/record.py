@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.scope import SCOPE
-from layerzero.planner.choices import Choice, Choices, Refusal
+from layerzero.planner.choices import Choice, Choices, RefusedFusion
 from layerzero.planner.search import Solution
 from layerzero.planner.values import PlacedBlock, TensorFormat, format_of
 from layerzero.selection.dispatch import DispatchState
@@ -61,7 +61,7 @@ class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
     transform_cost_total: float
     fused_ops: tuple[tuple[str, ...], ...]
     exact: bool
-    refused: tuple[Refusal, ...]
+    refused: tuple[RefusedFusion, ...]
     policy: str
     digest: str
     block: str

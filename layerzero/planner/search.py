@@ -20,7 +20,7 @@ BEAM = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Alternative:
+class CoverOption:
     """One way to run one op or several: what it costs, in microseconds, and in which formats.
 
     `demands` and `produces` are (value, format); `payload` is the caller's own.
@@ -42,12 +42,12 @@ class CoverProblem:
     """
 
     after: Sequence[frozenset[int]]
-    alternatives: Sequence[Alternative]
+    alternatives: Sequence[CoverOption]
     convert_us: Callable[[int, Format, Format], float]
     input_formats: Mapping[int, Format] = field(default_factory=dict)
     output_formats: Mapping[int, Format] = field(default_factory=dict)
 
-    def precedes(self, alternative: Alternative) -> frozenset[int]:
+    def precedes(self, alternative: CoverOption) -> frozenset[int]:
         """The ops that have to be done before an alternative runs."""
         before: frozenset[int] = frozenset().union(*(self.after[op] for op in alternative.covers))
         return before - alternative.covers
@@ -59,7 +59,7 @@ class Solution(NamedTuple):
     `exact` says that no cheaper one exists.
     """
 
-    alternatives: tuple[Alternative, ...]
+    alternatives: tuple[CoverOption, ...]
     cost_us: float
     exact: bool
 
@@ -75,12 +75,12 @@ class _Path(NamedTuple):
     """The cheapest way to a state: its last step, and the way before it."""
 
     cost_us: float
-    last: Alternative | None
+    last: CoverOption | None
     before: _Path | None
 
-    def steps(self) -> tuple[Alternative, ...]:
+    def steps(self) -> tuple[CoverOption, ...]:
         """The alternatives from the first to the last."""
-        reverse: list[Alternative] = []
+        reverse: list[CoverOption] = []
         path: _Path | None = self
         while path is not None and path.last is not None:
             reverse.append(path.last)
@@ -91,7 +91,7 @@ class _Path(NamedTuple):
 class _Search:
     def __init__(self, problem: CoverProblem) -> None:
         self._problem = problem
-        self.covering: list[list[Alternative]] = [[] for _ in problem.after]
+        self.covering: list[list[CoverOption]] = [[] for _ in problem.after]
         self.precedes: dict[int, frozenset[int]] = {}
         readers: dict[int, set[int]] = {}
         for alternative in problem.alternatives:
@@ -119,9 +119,9 @@ class _Search:
             frozenset(f for f in formats if f[0] in output_formats or readers.get(f[0], frozenset()) - done),
         )
 
-    def choices(self, done: frozenset[int]) -> list[Alternative]:
+    def choices(self, done: frozenset[int]) -> list[CoverOption]:
         """What may run next: all of one op where all of it can run, since the order costs nothing."""
-        ready: list[Alternative] = []
+        ready: list[CoverOption] = []
         for op, covering in enumerate(self.covering):
             if op in done:
                 continue
@@ -132,7 +132,7 @@ class _Search:
             ready += (each for each in runnable if min(each.covers) == op)
         return ready
 
-    def step(self, state: _State, alternative: Alternative) -> tuple[_State, float] | None:
+    def step(self, state: _State, alternative: CoverOption) -> tuple[_State, float] | None:
         """The state after an alternative, and what it adds; None where a format cannot be had."""
         formats = {value: (form, paid) for value, form, paid in state.formats}
         cost_us = alternative.cost_us

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from layerzero._util import log
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.measure.timing import Effort, time_kernels
+from layerzero.measure.timing import TimingBudget, time_kernels
 from layerzero.perfdb.record import Launch
 
 NOT_TIMED = "plan.not_timed"
-_EFFORT = Effort(samples=15, sample_us=1000.0, budget_s=0.1, warmup=3)
+_EFFORT = TimingBudget(samples=15, sample_us=1000.0, budget_s=0.1, warmup=3)
 
 
 def measure_plans(

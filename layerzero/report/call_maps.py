@@ -14,13 +14,13 @@ from layerzero.ops import table as ops_table
 from layerzero.perfdb.record import BenchmarkCase, Environment, Launch, Measurement, implausible_reason
 from layerzero.perfdb.shipped import ShippedTable, condense, fitting_tables, read_table
 from layerzero.perfdb.store import read_rows
-from layerzero.report.document import CallMap, MeasuredCall, StoredVerdict, TextList, TimedKernel
+from layerzero.report.document import CallMap, MeasuredCall, StoredVerdict, StringTable, TimedKernel
 from layerzero.selection.context import CostModel, SelectionContext
 from layerzero.selection.cost.cost_model import TABLES, perfdb_path
 from layerzero.selection.cost.measured import MeasuredCosts, SourcedMeasurement, request_of
 from layerzero.selection.cost.roofline import SHIPPED
 from layerzero.selection.decide import decide
-from layerzero.selection.key import KeyMaker
+from layerzero.selection.key import KeyBuilder
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.record import Candidate, Selection, fold_other_platforms
 from layerzero.spec.call_spec import CallSpec
@@ -33,7 +33,7 @@ NOBODY = "no kernel takes the call"
 _Key = tuple[BenchmarkCase, Launch]
 
 
-class Chooser:
+class MachineSelector:
     """Decides measured calls as one machine would."""
 
     def __init__(self, device: LocalDevice) -> None:
@@ -48,7 +48,7 @@ class Chooser:
         return self._device.table(ops_table.get(request.op)).recompute(request)
 
 
-class FreshChooser(Chooser):
+class FreshSelector(MachineSelector):
     """Decides as a machine with every library installed would, by what calls are said to cost there."""
 
     def __init__(self, hardware: Hardware, costs: CostModel, policy: Policy) -> None:
@@ -60,7 +60,7 @@ class FreshChooser(Chooser):
             self._kernels[kernel.op] = (*self._kernels.get(kernel.op, ()), kernel)
 
     @classmethod
-    def of_table(cls, table: ShippedTable, policy: Policy) -> FreshChooser:
+    def of_table(cls, table: ShippedTable, policy: Policy) -> FreshSelector:
         """A machine of a table's class."""
         hardware = hardware_of(table.provenance.environment)
         rows = [SourcedMeasurement(row, SHIPPED) for row in table.rows]
@@ -85,7 +85,7 @@ class FreshChooser(Chooser):
 
     def _bucket(self, request: CallSpec) -> CallSpec:
         op = ops_table.get(request.op)
-        return KeyMaker(op, self._kernels.get(request.op, ()), ()).bucket(request)
+        return KeyBuilder(op, self._kernels.get(request.op, ()), ()).bucket(request)
 
 
 def hardware_of(environment: Environment) -> Hardware:
@@ -102,12 +102,12 @@ def map_of_device(device: LocalDevice) -> CallMap:
     device.wait_for_costs()
     path = perfdb_path(device.settings)
     rows = read_rows(path, Environment.of_hardware(device.hardware)) if path and path.is_file() else []
-    return _map_of(OWN, True, rows, Chooser(device))
+    return _map_of(OWN, True, rows, MachineSelector(device))
 
 
 def map_of_table(table: ShippedTable, name: str, policy: Policy) -> CallMap:
     """The measurements of a shipped table, chosen over as its machine would."""
-    return _map_of(f"table {name}", False, table.rows, FreshChooser.of_table(table, policy))
+    return _map_of(f"table {name}", False, table.rows, FreshSelector.of_table(table, policy))
 
 
 def tables_for(hardware: Hardware, every: bool) -> list[tuple[str, ShippedTable]]:
@@ -119,8 +119,8 @@ def tables_for(hardware: Hardware, every: bool) -> list[tuple[str, ShippedTable]
     return [(names[table.content], table) for table in fitting]
 
 
-def _map_of(source: str, is_own: bool, rows: Iterable[Measurement], chooser: Chooser) -> CallMap:
-    kernels, texts = TextList(), TextList()
+def _map_of(source: str, is_own: bool, rows: Iterable[Measurement], chooser: MachineSelector) -> CallMap:
+    kernels, texts = StringTable(), StringTable()
     calls = [
         _measured_call(case, launch, timed, chooser, kernels, texts)
         for (case, launch), timed in _by_call(rows).items()
@@ -145,8 +145,8 @@ def _by_call(rows: Iterable[Measurement]) -> dict[_Key, dict[str, Measurement]]:
 
 
 def _measured_call(
-    case: BenchmarkCase, launch: Launch, rows: Mapping[str, Measurement], chooser: Chooser,
-    kernels: TextList, texts: TextList,
+    case: BenchmarkCase, launch: Launch, rows: Mapping[str, Measurement], chooser: MachineSelector,
+    kernels: StringTable, texts: StringTable,
 ) -> MeasuredCall:  # fmt: skip
     request = request_of(case, chooser.hardware)
     if launch == "graph":
@@ -198,7 +198,7 @@ def call_text(case: BenchmarkCase) -> str:
     return f"{case.dtype} {sizes}{asks}{' ' + case.layout if case.layout else ''}{strided}"
 
 
-def _verdict(candidate: Candidate, kernels: TextList, texts: TextList) -> StoredVerdict:
+def _verdict(candidate: Candidate, kernels: StringTable, texts: StringTable) -> StoredVerdict:
     accepted = candidate.accepted
     if candidate.rejected or accepted is None:
         sentences = [

@@ -19,7 +19,7 @@ from layerzero.observe.trace_files import StoredTrace
 from layerzero.perfdb.record import Environment
 from layerzero.report.call_maps import map_of_device, map_of_table, tables_for
 from layerzero.report.compare import ReportComparison, compare_reports
-from layerzero.report.document import RankFacts, ReportDocument, ReportTable, TrafficOf, read_report
+from layerzero.report.document import OpTraffic, RankFacts, ReportDocument, ReportTable, read_report
 from layerzero.report.requirement_rows import read_ledger
 from layerzero.report.traffic import excerpt_of, traffic_of_runtime, traffic_of_trace
 from layerzero.runtime import Runtime
@@ -33,7 +33,7 @@ def collect_report(
     *,
     every_table: bool = False,
     trace: PathText | None = None,
-    traffic: Sequence[TrafficOf] = (),
+    traffic: Sequence[OpTraffic] = (),
     since: PathText | None = None,
     ranks: Sequence[PathText] = (),
     ledger: PathText | None = None,

@@ -80,7 +80,7 @@ class CallMap(msgspec.Struct, frozen=True):
     calls: tuple[MeasuredCall, ...]
 
 
-class TrafficOf(msgspec.Struct, frozen=True):
+class OpTraffic(msgspec.Struct, frozen=True):
     """Batches of one op or device: calls in each (size, how many), milliseconds queued, why launched then."""
 
     source: str
@@ -94,14 +94,14 @@ class TrafficOf(msgspec.Struct, frozen=True):
     whys: tuple[tuple[str, int], ...] = ()
 
 
-class ExcerptRow(msgspec.Struct, frozen=True):
+class TimelineRow(msgspec.Struct, frozen=True):
     """One row of a timeline: (begin us, duration us, the place of its name, the place of its note)."""
 
     name: str
     slices: tuple[tuple[float, float, int, int], ...]
 
 
-class TimelineExcerpt(msgspec.Struct, frozen=True):
+class TimelineWindow(msgspec.Struct, frozen=True):
     """Some milliseconds of a recorded timeline, around its largest batch."""
 
     source: str
@@ -109,7 +109,7 @@ class TimelineExcerpt(msgspec.Struct, frozen=True):
     end_us: float
     left_out: int
     texts: tuple[str, ...]
-    rows: tuple[ExcerptRow, ...]
+    rows: tuple[TimelineRow, ...]
 
 
 class RankFacts(msgspec.Struct, frozen=True):
@@ -144,9 +144,9 @@ class ReportDocument(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     maps: tuple[CallMap, ...] = ()
-    traffic: tuple[TrafficOf, ...] = ()
+    traffic: tuple[OpTraffic, ...] = ()
     health: tuple[tuple[str, str, str], ...] = ()
-    timeline: TimelineExcerpt | None = None
+    timeline: TimelineWindow | None = None
     drift: dict[str, Any] | None = None
     ranks: tuple[RankFacts, ...] = ()
     ledger: tuple[LedgerRow, ...] = ()
@@ -209,7 +209,7 @@ def refused_report(path: str | os.PathLike[str], reason: Reason, needs: str, got
     return ReportRefusedError.of(path, Rejected(reason, Path(path).name, needs, got[:200]))
 
 
-class TextList:
+class StringTable:
     """Texts, each once, and the place of each."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from layerzero._util.strict_yaml import quote
 from layerzero.measure.calls import Call, Operand, Plain, tensor
 from layerzero.measure.model_calls import ModelConfig, model_calls
-from layerzero.report.call_maps import FreshChooser
+from layerzero.report.call_maps import FreshSelector
 from layerzero.report.engine_flags import ENGINES, FP8_CACHE, Flag, FlagValue
 from layerzero.selection.cost.roofline import MEASURED, SHIPPED
 from layerzero.spec.call_spec import CallSpec
@@ -62,7 +62,7 @@ class Option(msgspec.Struct, frozen=True):
     why: str
 
 
-class Advice(msgspec.Struct, frozen=True):
+class FlagRecommendation(msgspec.Struct, frozen=True):
     """What to give one flag, and what every value of it costs."""
 
     flag: str
@@ -80,7 +80,7 @@ class Recommendation(msgspec.Struct, frozen=True):
     device: str
     load: Load
     command: str
-    flags: tuple[Advice, ...]
+    flags: tuple[FlagRecommendation, ...]
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -98,7 +98,7 @@ class _Part(msgspec.Struct, frozen=True):
 def recommend(
     engine: str,
     model: ModelConfig,
-    chooser: FreshChooser,
+    chooser: FreshSelector,
     load: Load,
     *,
     tie_band: float,
@@ -159,7 +159,7 @@ def _coded(decode: Call) -> Call:
     return Call(decode.op, decode.args | pools | {"k_scale": one, "v_scale": one})
 
 
-def _part(name: str, share: float, call: Call, chooser: FreshChooser) -> _Part:
+def _part(name: str, share: float, call: Call, chooser: FreshSelector) -> _Part:
     request = call.request(chooser.hardware)
     refusals, measured = _refusals(request, chooser), _measured(request, chooser)
     if name != "prefill" and chooser.hardware.sm is not None:  # engines replay graphs of decode steps
@@ -173,7 +173,7 @@ def _part(name: str, share: float, call: Call, chooser: FreshChooser) -> _Part:
     return _Part(name, share, refusals, times)
 
 
-def _refusals(request: CallSpec, chooser: FreshChooser) -> dict[str, str]:
+def _refusals(request: CallSpec, chooser: FreshSelector) -> dict[str, str]:
     """Each kernel's first reason not to take a call, empty where it takes it."""
     try:
         trace = chooser.choose(request).trace
@@ -182,7 +182,7 @@ def _refusals(request: CallSpec, chooser: FreshChooser) -> dict[str, str]:
     return {one.kernel: f"{one.kernel}: {one.rejected[0]}" if one.rejected else "" for one in trace}
 
 
-def _measured(request: CallSpec, chooser: FreshChooser) -> dict[str, tuple[float, str]]:
+def _measured(request: CallSpec, chooser: FreshSelector) -> dict[str, tuple[float, str]]:
     """The kernels whose microseconds for a call rest on measurements, with their source."""
     prices = chooser.prices(request).items()
     return {kernel: price for kernel, price in prices if price[1].startswith((MEASURED, SHIPPED))}
@@ -190,10 +190,10 @@ def _measured(request: CallSpec, chooser: FreshChooser) -> dict[str, tuple[float
 
 def _advice(
     flag: Flag, values: Sequence[FlagValue], parts: Sequence[_Part], sm: int | None, tie: float
-) -> Advice:
+) -> FlagRecommendation:
     flag_parts = [part for part in parts if part.name in flag.parts]
     if not flag_parts:
-        return Advice(flag.name, flag.parts, AUTO, _NOT_ASKED[flag.parts[0]], ())
+        return FlagRecommendation(flag.name, flag.parts, AUTO, _NOT_ASKED[flag.parts[0]], ())
     choices = [value for value in values if sm is not None and value.sm[0] <= sm <= value.sm[1]]
     options = [_option(choice, flag_parts) for choice in choices]
     whole = [option for option in options if len(option.us) == len(flag_parts)]
@@ -201,7 +201,7 @@ def _advice(
     compared = tuple(msgspec.structs.replace(option, loss=_loss(option, best)) for option in options)
     plugins = {choice.value for choice in choices if choice.plugin}
     value, why = _decided(flag, compared, len(flag_parts), sm, tie, plugins)
-    return Advice(flag.name, flag.parts, value, why, compared)
+    return FlagRecommendation(flag.name, flag.parts, value, why, compared)
 
 
 def _option(choice: FlagValue, parts: Sequence[_Part]) -> Option:

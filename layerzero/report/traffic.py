@@ -9,14 +9,14 @@ from typing import Any, Final
 
 from layerzero.observe.trace import LOOPS
 from layerzero.observe.trace_files import StoredTrace
-from layerzero.report.document import ExcerptRow, TextList, TimelineExcerpt, TrafficOf
+from layerzero.report.document import OpTraffic, StringTable, TimelineRow, TimelineWindow
 from layerzero.runtime import Runtime
 
 MAX_SLICES: Final = 1200
 _Event = Mapping[str, Any]
 
 
-def traffic_of_runtime(runtime: Runtime) -> list[TrafficOf]:
+def traffic_of_runtime(runtime: Runtime) -> list[OpTraffic]:
     """What the batchers of this process counted, a row for each device that has run a batch."""
     rows = []
     for where, device in list(runtime.devices.items()):
@@ -25,7 +25,7 @@ def traffic_of_runtime(runtime: Runtime) -> list[TrafficOf]:
         calls = sum(size * count for size, count in stats.sizes.items())
         if batches:
             rows.append(
-                TrafficOf(
+                OpTraffic(
                     "this process", str(where), batches, calls, _sizes(stats.sizes),
                     mean_wait_ms=stats.wait_s / calls * 1e3, max_wait_ms=stats.wait_max_s * 1e3,
                 )
@@ -33,7 +33,7 @@ def traffic_of_runtime(runtime: Runtime) -> list[TrafficOf]:
     return rows
 
 
-def traffic_of_trace(trace: StoredTrace) -> list[TrafficOf]:
+def traffic_of_trace(trace: StoredTrace) -> list[OpTraffic]:
     """The batches of each op in a trace, with the time that their calls queued."""
     batches: dict[str, list[_Event]] = defaultdict(list)
     waits: dict[str, list[float]] = defaultdict(list)
@@ -46,10 +46,10 @@ def traffic_of_trace(trace: StoredTrace) -> list[TrafficOf]:
     return [_traffic(trace.path.name, op, events, waits[op]) for op, events in sorted(batches.items())]
 
 
-def _traffic(source: str, op: str, events: Sequence[_Event], waits: Sequence[float]) -> TrafficOf:
+def _traffic(source: str, op: str, events: Sequence[_Event], waits: Sequence[float]) -> OpTraffic:
     sizes = Counter(int(event["args"]["callers"]) for event in events)
     whys = Counter(str(event["args"]["why"]) for event in events)
-    return TrafficOf(
+    return OpTraffic(
         source, op, len(events), sum(size * count for size, count in sizes.items()), _sizes(sizes),
         mean_wait_ms=statistics.mean(waits) if waits else None,
         p95_wait_ms=sorted(waits)[int(len(waits) * 0.95)] if waits else None,
@@ -77,11 +77,11 @@ def _sizes(sizes: Mapping[int, int]) -> tuple[tuple[str, int], ...]:
     return tuple((str(size), count) for size, count in sorted(sizes.items()))
 
 
-def excerpt_of(trace: StoredTrace) -> TimelineExcerpt:
+def excerpt_of(trace: StoredTrace) -> TimelineWindow:
     """The slices nearest in time to the trace's largest batch, at most `MAX_SLICES`."""
     slices = [event for event in trace.events if event["ph"] == "X"]
     names = _row_names(trace.events)
-    texts = TextList()
+    texts = StringTable()
     largest = max(
         (event for event in slices if event.get("cat") == LOOPS),
         key=lambda event: event["args"]["callers"],
@@ -93,10 +93,10 @@ def excerpt_of(trace: StoredTrace) -> TimelineExcerpt:
     for event in sorted(near, key=lambda event: (event["ts"], -event["dur"])):
         rows[event["pid"], event["tid"]].append(event)
     drawn = tuple(
-        ExcerptRow(names.get(row, str(row)), tuple(_slice(event, texts) for event in rows[row]))
+        TimelineRow(names.get(row, str(row)), tuple(_slice(event, texts) for event in rows[row]))
         for row in sorted(rows)
     )
-    return TimelineExcerpt(
+    return TimelineWindow(
         source=trace.path.name,
         begin_us=round(min((event["ts"] for event in near), default=0.0), 1),
         end_us=max((event["ts"] + event["dur"] for event in near), default=0.0),
@@ -106,7 +106,7 @@ def excerpt_of(trace: StoredTrace) -> TimelineExcerpt:
     )
 
 
-def _slice(event: _Event, texts: TextList) -> tuple[float, float, int, int]:
+def _slice(event: _Event, texts: StringTable) -> tuple[float, float, int, int]:
     args = event.get("args") or {}
     note = ", ".join(f"{name} {_plain(value)}" for name, value in args.items())
     return (round(event["ts"], 1), round(event["dur"], 1), texts.place(str(event["name"])), texts.place(note))

@@ -18,7 +18,7 @@ from layerzero.selection.active_table import kernels_differ
 from layerzero.spec.reasons import Reason, Rejected
 from layerzero.warmup import Manifest
 from layerzero.warmup.archive import refusal
-from layerzero.warmup.bundle import Bundle, Installed, Measurements, Records, read_bundle, write_bundle
+from layerzero.warmup.bundle import Bundle, InstalledFiles, Measurements, Records, read_bundle, write_bundle
 
 if TYPE_CHECKING:
     from layerzero.runtime.runtime import Runtime
@@ -48,7 +48,7 @@ class BundleReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        counts = {name: len(getattr(self, name)) for name in Installed.__struct_fields__}
+        counts = {name: len(getattr(self, name)) for name in InstalledFiles.__struct_fields__}
         counts |= {"proofs": self.proofs, "measurements": self.measurements}
         text = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         return f"{self.path} ({self.sha256[:16]}): {text or 'nothing new'}"

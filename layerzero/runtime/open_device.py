@@ -19,7 +19,7 @@ from layerzero.spec.kernel import Kernel
 from layerzero.spec.settings import Settings
 
 if TYPE_CHECKING:
-    from layerzero.actors.isolation.isolated_kernels import Isolation
+    from layerzero.actors.isolation.isolated_kernels import IsolatedBackends
     from layerzero.observe.counters import Counters
     from layerzero.selection.active_table import ActiveDispatchTable
     from layerzero.spec.capability_overlays import Overlay
@@ -36,7 +36,7 @@ def open_device(
     kernels: Callable[[], list[Kernel]],
     added: Iterable[Kernel],
     overlay: Overlay | None,
-    isolation: Isolation | None = None,
+    isolation: IsolatedBackends | None = None,
     **parts: Any,
 ) -> ScheduledDevice:
     """A device with its kernels, prices and batchers; `parts` go to its constructor.
@@ -75,13 +75,13 @@ def open_device(
 
 def open_isolation(
     settings: Settings, counters: Counters, on_close: Callable[[Callable[[], None]], None]
-) -> Isolation | None:
+) -> IsolatedBackends | None:
     """The backends in processes of their own; nothing is imported where the settings have none."""
     if not settings.isolate and not any("@" in name for name in settings.plugins):
         return None
-    from layerzero.actors.isolation.isolated_kernels import Isolation
+    from layerzero.actors.isolation.isolated_kernels import IsolatedBackends
 
-    isolation = Isolation(settings, counters)
+    isolation = IsolatedBackends(settings, counters)
     on_close(isolation.close)
     return isolation
 

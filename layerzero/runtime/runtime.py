@@ -23,7 +23,7 @@ from layerzero.runtime.active import ACTIVE
 from layerzero.runtime.open_device import apply_settings, move_state, open_device, open_isolation
 from layerzero.runtime.policy_layers import PolicyLayers
 from layerzero.scheduler.scheduled_device import ScheduledDevice
-from layerzero.scheduler.spawn import Spawned, spawn
+from layerzero.scheduler.spawn import SpawnedTask, spawn
 from layerzero.selection.cost.cost_model import perfdb_path
 from layerzero.selection.policy import Policy
 from layerzero.spec import gpu_map
@@ -34,7 +34,7 @@ from layerzero.spec.settings import READ_AT_START, SETTING_OVERRIDDEN, Settings
 from layerzero.warmup.garbage import freeze_again
 
 if TYPE_CHECKING:
-    from layerzero.actors.isolation.isolated_kernels import Isolation
+    from layerzero.actors.isolation.isolated_kernels import IsolatedBackends
     from layerzero.actors.remote.pool import DevicePool
     from layerzero.spec.capability_overlays import Overlay
 
@@ -79,7 +79,7 @@ class Runtime:
         self._added_kernels: list[Kernel] = []
         self._policy_layers = PolicyLayers(self.clock)
         # The backends that run in processes of their own, where there are any.
-        self.isolation: Isolation | None = open_isolation(self.settings, self.counters, self.on_close)
+        self.isolation: IsolatedBackends | None = open_isolation(self.settings, self.counters, self.on_close)
         try:
             self._read_files()
         except BaseException:
@@ -324,7 +324,9 @@ class Runtime:
         """Call `closer` when this runtime closes, last added first."""
         self._closers.append(closer)
 
-    def spawn(self, coro: Coroutine[Any, Any, T], *, device: torch.device | str | None = None) -> Spawned[T]:
+    def spawn(
+        self, coro: Coroutine[Any, Any, T], *, device: torch.device | str | None = None
+    ) -> SpawnedTask[T]:
         """Step a request's coroutine from the batcher of `device`, cheaper than a task; await it for its
         result.
 

@@ -13,7 +13,7 @@ import msgspec
 from layerzero._util.version import VERSION
 from layerzero.perfdb import versions_of
 from layerzero.selection.policy.policy import EMPTY, Policy
-from layerzero.selection.recent import Recent
+from layerzero.selection.recent import RecentCache
 from layerzero.sharing.work import code_of, digest_of
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 from layerzero.spec.gpu_map import preferred_on
@@ -166,7 +166,7 @@ def _facts_of(kernel: Kernel) -> Hashable:
     )  # fmt: skip
 
 
-class AgreedTerms:
+class AgreedState:
     """What the ranks of a rank group agreed on, in place of one device's own health, readiness and
     measurements.
 
@@ -190,7 +190,7 @@ class AgreedTerms:
         self.options = options
         self.modes = modes
         self.cost = cost
-        self.blocks: Recent[str, DispatchState] = Recent(MAX_BLOCKS)
+        self.blocks: RecentCache[str, DispatchState] = RecentCache(MAX_BLOCKS)
         self._kernels_run: list[str] = []
         self._hash = hashlib.sha256()
 

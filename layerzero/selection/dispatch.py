@@ -22,13 +22,13 @@ from torch import Tensor
 
 from layerzero._util import foreign, log
 from layerzero.ops.op import Args, Op, Signature, with_zero_gradient
-from layerzero.selection.context import AgreedTerms, CostModel, KernelLoadError, SelectionContext
+from layerzero.selection.context import AgreedState, CostModel, KernelLoadError, SelectionContext
 from layerzero.selection.decide import decide, decide_ahead
-from layerzero.selection.key import GRID_VERSION, KeyMaker
+from layerzero.selection.key import GRID_VERSION, KeyBuilder
 from layerzero.selection.modes import AUTOCAST, CAPTURE, DETERMINISTIC, FORWARD, GRAD, MODE_COUNT, REHEARSAL
 from layerzero.selection.plan import Plan, reference_plan
 from layerzero.selection.policy.policy import Policy
-from layerzero.selection.recent import Recent
+from layerzero.selection.recent import RecentCache
 from layerzero.selection.record import Selection, empty_selection
 from layerzero.sharing.work import digest_of
 from layerzero.spec.call_spec import CallSpec
@@ -91,11 +91,11 @@ class PlanTable:
         self._chooser = chooser
         self._context_digest = ""
         self._rehearsed_before = rehearsed
-        self._recent: list[Recent[Signature, Plan]] = [
-            Recent(max_keys or (_CAPTURED if bits & CAPTURE else 0)) for bits in range(2 * MODE_COUNT)
+        self._recent: list[RecentCache[Signature, Plan]] = [
+            RecentCache(max_keys or (_CAPTURED if bits & CAPTURE else 0)) for bits in range(2 * MODE_COUNT)
         ]
         self.by_signature = [recent.newer for recent in self._recent]
-        self.by_key: Recent[Hashable, Plan] = Recent(max_keys or _CAPTURED)
+        self.by_key: RecentCache[Hashable, Plan] = RecentCache(max_keys or _CAPTURED)
         self.version = version
         self.fingerprint = context.fingerprint(op.name)
         self.may_be_captured = bool(rehearsed)  # whether graphs may hold its choices, or wait for one
@@ -103,7 +103,7 @@ class PlanTable:
         self._context = context
         self._compile = compile_plan
         self._cost = cost
-        self._key_maker = KeyMaker(op, context.kernels, context.policy.conditions(op.name))
+        self._key_maker = KeyBuilder(op, context.kernels, context.policy.conditions(op.name))
         self._max_keys = max_keys
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -363,7 +363,7 @@ class DispatchState:
         policy: Policy,
         tables: dict[str, PlanTable] | None = None,
         *,
-        agreed_terms: AgreedTerms | None = None,
+        agreed_terms: AgreedState | None = None,
         rehearsed_plans: Mapping[str, RehearsedPlans] = _EMPTY,
         captures: int | None = None,
     ) -> None:

@@ -64,7 +64,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
         )
 
 
-class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HeldOutResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How well the decisions of an op hold where they were not made from.
 
     `loss` is the mean share by which the decided kernel is slower than the best one, over `calls` measured
@@ -91,7 +91,7 @@ class DispatchTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     policy: str
     limits: dict[str, str]
     content: str
-    held_out: dict[str, HeldOut] = {}
+    held_out: dict[str, HeldOutResult] = {}
     buckets: tuple[Bucket, ...]
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -33,7 +33,7 @@ def grid(size: int) -> int:
     return middle if size <= middle else top
 
 
-class KeyMaker:
+class KeyBuilder:
     """Reduces requests of one op; made anew whenever kernels or policy change."""
 
     __slots__ = ("_conditions", "_exact", "_limits")

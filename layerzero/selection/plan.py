@@ -56,13 +56,13 @@ class Plan:
         The comparison takes itself out of the plan, so that a hit after it pays nothing.
         """
         plan = Plan(self.op, self.call, self.selection, request)
-        plan.call = CheckedOnce(plan)
+        plan.call = CheckedCall(plan)
         return plan
 
     def check_outputs_again(self) -> None:
         """Compare the outputs of the next run, and of those after it until one was right."""
-        if self.kernel and self.call.__class__ is not CheckedOnce:
-            self.call = CheckedOnce(self)
+        if self.kernel and self.call.__class__ is not CheckedCall:
+            self.call = CheckedCall(self)
 
     def selection_for_request(self) -> Selection:
         """The selection as made for this very request."""
@@ -71,7 +71,7 @@ class Plan:
         return msgspec.structs.replace(self.selection, request=self.request)
 
 
-class CheckedOnce:
+class CheckedCall:
     """The call of a plan that has not run: each run's outputs are compared until a run's were right."""
 
     __slots__ = ("_call", "_plan")

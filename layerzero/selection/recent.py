@@ -14,7 +14,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class RecentCache(Generic[K, V]):
     """At most `limit` values; 0 keeps none. Threads may share it: one of them may lose what it has just put.
 
     `newer` is the younger generation, another dict after each turn.

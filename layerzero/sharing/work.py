@@ -41,7 +41,7 @@ _KEPT_S = 7 * 86_400.0
 _DIGEST_BYTES = 32
 
 
-class Sharing(NamedTuple):
+class WorkSpec(NamedTuple):
     """How one kind of work is shared.
 
     An answer serves those who ask up to `fresh_s` seconds after it; with 0 only those who waited for it. Who
@@ -58,24 +58,24 @@ class Sharing(NamedTuple):
 
 
 # Choosing takes milliseconds; its freshness is a setting.
-CHOICE = Sharing("choice", wait_s=0.5, poll_s=0.001)
+CHOICE = WorkSpec("choice", wait_s=0.5, poll_s=0.001)
 # A compilation takes minutes at worst. What it makes are files of this host, which stay.
-COMPILE = Sharing("compile", wait_s=900.0, fresh_s=math.inf, shares_failure=True, travels=False)
-MEASURE = Sharing("measure", wait_s=4 * 3600.0, poll_s=0.2)
+COMPILE = WorkSpec("compile", wait_s=900.0, fresh_s=math.inf, shares_failure=True, travels=False)
+MEASURE = WorkSpec("measure", wait_s=4 * 3600.0, poll_s=0.2)
 
 
 class SharedFailureError(Exception):
     """What another process's work failed with, while this one waited for it."""
 
 
-class Answer(NamedTuple):
+class SharedResult(NamedTuple):
     """What the work came to; `leader` is the process that did it, empty for this one."""
 
     body: bytes
     leader: str = ""
 
 
-class Draft:
+class PartialResult:
     """What a leader has of its answer so far: who waited for one that was killed continues it.
 
     `begun` is what the dead one kept, empty where there is none; `keep` does nothing where another leads.
@@ -117,8 +117,8 @@ class SharedWork:
         self._leases = None if store is None else Leases(store)
 
     def once(
-        self, sharing: Sharing, key: str, work: Callable[[], bytes], draft: Draft | None = None
-    ) -> Answer:
+        self, sharing: WorkSpec, key: str, work: Callable[[], bytes], draft: PartialResult | None = None
+    ) -> SharedResult:
         """The answer of `key` (`digest_of`): another process's where there is one, else that of `work()`.
 
         Where `work` takes long, `draft` hands what it has on to the next leader.
@@ -138,7 +138,7 @@ class SharedWork:
             return self._in_cluster(sharing, key, work)
         if lock is None:
             log.warning(LEADER_LATE, kind=sharing.name, seconds=sharing.wait_s)
-            return Answer(work())
+            return SharedResult(work())
         try:
             answer = _read(path, key, asked_at, sharing)
             if answer is not None:
@@ -149,14 +149,14 @@ class SharedWork:
             if draft is not None:
                 previous = _read(part, key, 0.0, sharing)
                 draft.begun = b"" if previous is None else previous.body
-                draft.keep = lambda body: self._keep(part, key, Answer(body, _this_process()))
+                draft.keep = lambda body: self._keep(part, key, SharedResult(body, _this_process()))
             answer = self._lead(sharing, key, path, work)
             part.unlink(missing_ok=True)
             return answer
         finally:
             lock.release()
 
-    def before_all(self, sharing: Sharing, key: str, work: Callable[[], object]) -> None:
+    def before_all(self, sharing: WorkSpec, key: str, work: Callable[[], object]) -> None:
         """Do `work()`, which leaves something on this host: one process first, all others side by side after.
 
         Raises: as `once`.
@@ -172,7 +172,7 @@ class SharedWork:
     def _place(self) -> Path:
         return files.own_user_folder("shared") if self._folder is None else files.own_folder(self._folder)
 
-    def _acquire(self, path: Path, sharing: Sharing) -> tuple[BaseFileLock | None, bool]:
+    def _acquire(self, path: Path, sharing: WorkSpec) -> tuple[BaseFileLock | None, bool]:
         """The lock, held, and whether another held it; None where that takes too long, or this one ends."""
         from filelock import FileLock, Timeout
 
@@ -189,20 +189,22 @@ class SharedWork:
             else:
                 return lock, waited
 
-    def _lead(self, sharing: Sharing, key: str, path: Path, work: Callable[[], bytes]) -> Answer:
+    def _lead(self, sharing: WorkSpec, key: str, path: Path, work: Callable[[], bytes]) -> SharedResult:
         try:
             answer = self._in_cluster(sharing, key, work)
         except Exception as error:
             if sharing.shares_failure and not ENDING.is_set():
-                self._keep(path, key, Answer(b"", _this_process()), f"{type(error).__name__}: {error}"[:500])
+                self._keep(
+                    path, key, SharedResult(b"", _this_process()), f"{type(error).__name__}: {error}"[:500]
+                )
             raise
-        self._keep(path, key, Answer(answer.body, answer.leader or _this_process()))
+        self._keep(path, key, SharedResult(answer.body, answer.leader or _this_process()))
         return answer
 
-    def _in_cluster(self, sharing: Sharing, key: str, work: Callable[[], bytes]) -> Answer:
+    def _in_cluster(self, sharing: WorkSpec, key: str, work: Callable[[], bytes]) -> SharedResult:
         leases = self._leases
         if leases is None or not sharing.travels:
-            return Answer(work())
+            return SharedResult(work())
         try:
             body, led = leases.once(
                 f"{sharing.name}/{key}",
@@ -214,10 +216,10 @@ class SharedWork:
         except StoreLostError as error:
             log.warning(STORE_LOST, why=str(error))
             self._leases = None
-            return Answer(work())
-        return Answer(body, "" if led else "another device of the cluster")
+            return SharedResult(work())
+        return SharedResult(body, "" if led else "another device of the cluster")
 
-    def _keep(self, path: Path, key: str, answer: Answer, error: str = "") -> None:
+    def _keep(self, path: Path, key: str, answer: SharedResult, error: str = "") -> None:
         """Leave the answer for others; those of last week go."""
         stored = _Stored(_SCHEMA, key, _boot(), time.monotonic(), answer.leader, answer.body, error)
         data = msgspec.msgpack.encode(stored)
@@ -230,7 +232,7 @@ class SharedWork:
             log.warning(ANSWER_NOT_KEPT, path=str(path), why=str(failure))
 
 
-def _read(path: Path, key: str, asked: float, sharing: Sharing) -> Answer | None:
+def _read(path: Path, key: str, asked: float, sharing: WorkSpec) -> SharedResult | None:
     """The answer at `path` where it holds for who asked at `asked`; None where there is none.
 
     Raises: SharedFailureError: it is a failure that came after that. PermissionError: others wrote it.
@@ -250,7 +252,7 @@ def _read(path: Path, key: str, asked: float, sharing: Sharing) -> Answer | None
         raise SharedFailureError(f"{stored.leader} tried it for all: {stored.error}")
     if asked - stored.seconds >= sharing.fresh_s and stored.seconds < asked:
         return None
-    return Answer(stored.body, stored.leader)
+    return SharedResult(stored.body, stored.leader)
 
 
 def _prune(folder: Path) -> None:

@@ -21,11 +21,18 @@ import torch
 from layerzero._util import log
 from layerzero._util.files import replace_own
 from layerzero._util.strict_yaml import quote, suggestion
-from layerzero.spec.capability import ACTIVATIONS, ALL_PLATFORMS, FEATURE_REASONS, Capability
+from layerzero.spec.capability import (
+    ACTIVATIONS,
+    ALL_PLATFORMS,
+    FEATURE_REASONS,
+    Capability,
+    changed_error,
+    fill_later_fields,
+    respell,
+)
 from layerzero.spec.condition import parse_limit
 from layerzero.spec.errors import ConfigurationError, PolicyValidationError
 from layerzero.spec.kernel import Kernel, version
-from layerzero.spec.older_capabilities import changed_error, fill_later_fields, respell
 from layerzero.spec.tolerances import FACTOR
 from layerzero.spec.user_file import UserFile
 
@@ -236,8 +243,8 @@ def narrow(kernel_id: str, capability: Capability, changes: Mapping[str, Any], w
             if weaker is not None or dropped:
                 raise _widening(kernel_id, name, "every limit that holds", weaker or value)
             narrower[name] = (*before, *(limit for limit in value if limit not in before))
-        elif not _NARROWER[name](value, before):
-            raise _widening(kernel_id, name, _WORDS.get(name, "less than") + f" {_text(before)}", value)
+        elif not _NARROWER[name][1](value, before):
+            raise _widening(kernel_id, name, f"{_NARROWER[name][0]} {_text(before)}", value)
         else:
             narrower[name] = value
     if not narrower:
@@ -271,43 +278,21 @@ def _number(value: Any) -> Any:
     return version(value) if isinstance(value, str) else value
 
 
-def _subset(new: frozenset[str], old: frozenset[str]) -> bool:
-    return new <= old
-
-
-def _subset_of_any(new: Any, old: Any) -> bool:
-    """Where nothing listed means that everything is taken."""
-    return bool(new) and (not old or new <= old)
-
-
-def _may_add_requirement(new: bool, old: bool) -> bool:
-    return new or not old
-
-
-def _may_drop_promise(new: bool, old: bool) -> bool:
-    return old or not new
-
-
-_NARROWER: Mapping[str, Callable[[Any, Any], bool]] = {
-    **dict.fromkeys(("platforms", "dtypes", "index_dtypes", "features"), _subset),
-    **dict.fromkeys(("mma_families", "cpu_vendors", "archs", "layouts", "only_with"), _subset_of_any),
-    **dict.fromkeys(("isa", "half_isa"), lambda new, old: new >= old),
-    **dict.fromkeys(("sm_min", "alignment", "torch_min", "cuda_min", "driver_min"), _at_least),
-    **dict.fromkeys(("sm_max", "torch_below"), _at_most),
-    **dict.fromkeys(("contiguous", "last_stride1"), _may_add_requirement),
-    **dict.fromkeys(
-        ("mixed_dtypes", "gradient", "deterministic", "batch_invariant", "graph_safe", "autocast",
-         "tp_invariant"),
-        _may_drop_promise,
-    ),
-    "narrowed": lambda new, old: False,
-}  # fmt: skip
-_WORDS: Mapping[str, str] = {
-    **dict.fromkeys(("sm_min", "alignment", "torch_min", "cuda_min", "driver_min"), "at least"),
-    **dict.fromkeys(("sm_max", "torch_below"), "at most"),
-    **dict.fromkeys(("platforms", "dtypes", "index_dtypes", "features", "layouts"), "some of"),
-    **dict.fromkeys(("isa", "half_isa"), "all of"),
-}
+# Which values of a field are narrower than those before, and what an error says that it needs.
+_NARROWER_THAN: tuple[tuple[str, str, Callable[[Any, Any], bool]], ...] = (
+    ("platforms dtypes index_dtypes features", "some of", lambda new, old: new <= old),
+    # where nothing listed means that everything is taken
+    ("layouts mma_families cpu_vendors archs only_with", "some of",
+     lambda new, old: bool(new) and (not old or new <= old)),
+    ("isa half_isa", "all of", lambda new, old: new >= old),
+    ("sm_min alignment torch_min cuda_min driver_min", "at least", _at_least),
+    ("sm_max torch_below", "at most", _at_most),
+    ("contiguous last_stride1", "less than", lambda new, old: new or not old),  # requirements
+    ("mixed_dtypes gradient deterministic batch_invariant graph_safe autocast tp_invariant", "less than",
+     lambda new, old: old or not new),  # promises
+    ("narrowed", "less than", lambda new, old: False),
+)  # fmt: skip
+_NARROWER = {name: (words, rule) for names, words, rule in _NARROWER_THAN for name in names.split()}
 
 
 def _weaker(new: str, old: str) -> bool:

@@ -37,7 +37,7 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     sm: tuple[Sm, Sm]
 
 
-class Named(_Row, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NameRow(_Row, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The name of a generation or of an instruction family."""
 
     name: Text
@@ -67,7 +67,7 @@ class FamilyEfficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     source: Text
 
 
-class Preferred(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PreferredKernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The kernels, as globs, that a family runs an op best with."""
 
     family: Text
@@ -81,12 +81,12 @@ class GpuMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     version: int
     capabilities: tuple[Sm, ...] = ()
-    generation: tuple[Named, ...] = ()
-    family: tuple[Named, ...] = ()
+    generation: tuple[NameRow, ...] = ()
+    family: tuple[NameRow, ...] = ()
     tensor_cores: tuple[TensorCores, ...] = ()
     roof: tuple[Roof, ...] = ()
     efficiency: tuple[FamilyEfficiency, ...] = ()
-    preferred: tuple[Preferred, ...] = ()
+    preferred: tuple[PreferredKernels, ...] = ()
 
     def before(self, other: GpuMap) -> GpuMap:
         """The rows of this one, then those of `other`."""

@@ -90,7 +90,7 @@ class Codec:
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
-class HuggingFace(Codec):
+class HuggingFaceCodec(Codec):
     """A `tokenizers.Tokenizer` of our own, without padding and truncation.
 
     It reads the special tokens inside a text whatever `marked` says.
@@ -141,7 +141,7 @@ class HuggingFace(Codec):
         return str(self._own.decode([token], skip_special_tokens=False)).encode()
 
 
-class Tiktoken(Codec):
+class TiktokenCodec(Codec):
     """A `tiktoken.Encoding`, whose ids are `shift` higher here; `special` are the tokens of an owner."""
 
     def __init__(self, encoding: Any, shift: int = 0, special: Mapping[int, str] | None = None) -> None:
@@ -198,7 +198,7 @@ class Tiktoken(Codec):
         return data
 
 
-class SentencePiece(Codec):
+class SentencePieceCodec(Codec):
     """A `SentencePieceProcessor` of our own, out of another's model and what it puts around a text."""
 
     bytewise = False  # a space at the beginning belongs to no text
@@ -257,10 +257,10 @@ def mistral(source: Any, library: Callable[[str], Any]) -> Codec:
     """
     tokenizer = getattr(getattr(source, "instruct_tokenizer", source), "tokenizer", source)
     if hasattr(tokenizer._model, "serialized_model_proto"):
-        codec: Codec = SentencePiece(tokenizer._model, library("sentencepiece"), True, False)
+        codec: Codec = SentencePieceCodec(tokenizer._model, library("sentencepiece"), True, False)
     else:
         special = {token: tokenizer.id_to_piece(token) for token in range(tokenizer.num_special_tokens)}
-        codec = Tiktoken(tokenizer._model, tokenizer.num_special_tokens, special)
+        codec = TiktokenCodec(tokenizer._model, tokenizer.num_special_tokens, special)
         codec.before = [tokenizer.bos_id]
         codec.pad = tokenizer.pad_id
     version = digest([codec.identity.digest, str(tokenizer.version.value)])

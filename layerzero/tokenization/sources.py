@@ -12,7 +12,7 @@ from typing import Any
 from layerzero._util.files import read_given
 from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.spec.reasons import Reason
-from layerzero.tokenization.codecs import Codec, HuggingFace, SentencePiece, Tiktoken, mistral
+from layerzero.tokenization.codecs import Codec, HuggingFaceCodec, SentencePieceCodec, TiktokenCodec, mistral
 from layerzero.tokenization.templates import ChatTemplate, MistralTemplate, Template
 
 _MAX_FILE = 256 << 20
@@ -52,10 +52,10 @@ def open_object(source: Any) -> Opened:
         if home == "tokenizers":
             return _copied(backend.to_str()), _template_of(source)
         if home == "tiktoken":
-            return Tiktoken(source), None
+            return TiktokenCodec(source), None
         if home == "sentencepiece":
             bos, eos = (bool(getattr(source, name, False)) for name in ("_add_bos", "_add_eos"))
-            return SentencePiece(source, library("sentencepiece"), bos, eos), None
+            return SentencePieceCodec(source, library("sentencepiece"), bos, eos), None
         if home == "mistral_common":
             return _mistral(source)
     except (AttributeError, ValueError, RuntimeError) as error:
@@ -105,7 +105,7 @@ def _hugging_face(path: Path, data: bytes) -> Opened:
 
 def _copied(text: str) -> Codec:
     try:
-        return HuggingFace(library("tokenizers").Tokenizer.from_str(text))
+        return HuggingFaceCodec(library("tokenizers").Tokenizer.from_str(text))
     except Exception as error:  # the library raises bare Exception for whatever it cannot parse
         raise ConfigurationError(f"source needs a tokenizer's JSON: {error}") from error
 
@@ -114,7 +114,7 @@ def _sentencepiece(path: Path, data: bytes) -> Opened:
     config = _config(path.parent)
     module = library("sentencepiece")
     bos, eos = (bool(config.get(name, False)) for name in ("add_bos_token", "add_eos_token"))
-    codec = SentencePiece(module.SentencePieceProcessor(model_proto=data), module, bos, eos)
+    codec = SentencePieceCodec(module.SentencePieceProcessor(model_proto=data), module, bos, eos)
     return codec, load_template(path.parent)
 
 

@@ -2,6 +2,6 @@
 
 from layerzero.warmup.manifest import Manifest, manifest_of
 from layerzero.warmup.monitor import CompileEvent, Monitor, watching
-from layerzero.warmup.run import Warmed, Warmer
+from layerzero.warmup.run import WarmedCall, WarmupRunner
 
-__all__ = ["CompileEvent", "Manifest", "Monitor", "Warmed", "Warmer", "manifest_of", "watching"]
+__all__ = ["CompileEvent", "Manifest", "Monitor", "WarmedCall", "WarmupRunner", "manifest_of", "watching"]

@@ -46,7 +46,7 @@ _CACHES = (
 )  # fmt: skip
 
 
-class Order(msgspec.Struct, frozen=True):
+class CompileJob(msgspec.Struct, frozen=True):
     """What a child compiles: a kernel, for a request where the kernel compiles by request.
 
     `shared_as` names it among the host's processes (`compilation_of`).
@@ -62,7 +62,7 @@ class Order(msgspec.Struct, frozen=True):
 class _Job:
     """One unit on its way; `future` gives whether a child has compiled it."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: CompileJob) -> None:
         self.order = order
         self.future: Future[bool] = Future()
         self.child: subprocess.Popen[bytes] | None = None
@@ -96,7 +96,9 @@ class ApartCompiler:
             job = self._jobs.get(unit)
             if job is not None:
                 return job.future
-            job = self._jobs[unit] = _Job(Order(kernel.id, kernel.op, request, tuple(plugins), shared_as))
+            job = self._jobs[unit] = _Job(
+                CompileJob(kernel.id, kernel.op, request, tuple(plugins), shared_as)
+            )
             if self._closed:
                 job.future.set_result(False)
             else:
@@ -238,7 +240,7 @@ def main() -> int:
     """Compile what the order on the standard input names; the process's status."""
     from layerzero.backends import load_builtin
 
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=CompileJob)
     kernels = load_builtin(order.plugins, op=order.op)
     kernel = next((kernel for kernel in kernels if kernel.id == order.kernel), None)
     if kernel is None:

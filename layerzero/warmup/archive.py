@@ -53,7 +53,7 @@ class BundleMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class BundleHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BundleHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a bundle says of itself: the environment that it was made in, and every other member."""
 
     format: int
@@ -105,7 +105,7 @@ class Archive:
             )
         return data
 
-    def _checked_head(self) -> BundleHead:
+    def _checked_head(self) -> BundleHeader:
         infos = self._zip.infolist()
         if not infos or infos[0].filename != HEAD or infos[0].header_offset:
             raise self._refused(Reason.BUNDLE_FORMAT, "first member", HEAD, _quoted(infos))
@@ -121,7 +121,7 @@ class Archive:
             format_found = files.decode_json(data, _FormatOnly).format
             if format_found != FORMAT:
                 raise self._refused(Reason.BUNDLE_FORMAT, "format", str(FORMAT), str(format_found))
-            head = files.decode_json(data, BundleHead)
+            head = files.decode_json(data, BundleHeader)
         except msgspec.MsgspecError as error:
             raise self._refused(Reason.BUNDLE_FORMAT, HEAD, "a bundle's list", str(error)) from error
         self._need_listed(head, [info.filename for info in infos[1:]])
@@ -141,7 +141,7 @@ class Archive:
             name = repr(info.filename[:120])
             raise self._refused(Reason.BUNDLE_UNSAFE, f"member {name}", "a plain file of a bundle", got)
 
-    def _need_listed(self, head: BundleHead, names: list[str]) -> None:
+    def _need_listed(self, head: BundleHeader, names: list[str]) -> None:
         """Refuse a list that is not that of the members, or states what cannot be."""
         if [member.name for member in head.members] != names or len(set(names)) != len(names):
             listed = {member.name for member in head.members}
@@ -224,7 +224,7 @@ def write_archive(
             f"got {total} bytes in {len(names)}"
         )
     _need_bundle(where)
-    head = msgspec.json.encode(BundleHead(FORMAT, dict(sorted(environment.items())), listed))
+    head = msgspec.json.encode(BundleHeader(FORMAT, dict(sorted(environment.items())), listed))
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         for name, data in ((HEAD, head), *((name, members[name]) for name in names)):

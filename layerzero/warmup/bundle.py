@@ -72,7 +72,7 @@ _RECORD_TYPES: Mapping[str, Any] = {
 }
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+class InstallRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What came from a bundle to this machine: `files` are paths with their SHA-256, as they were written."""
 
     sha256: str
@@ -88,7 +88,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(path for path, digest in self.files.items() if _digest_of(Path(path)) != digest)
 
 
-class Installed(msgspec.Struct, frozen=True, kw_only=True):
+class InstalledFiles(msgspec.Struct, frozen=True, kw_only=True):
     """A bundle's files here: `written`, the `same` before, `unchanged` though they differ, `replaced`."""
 
     written: tuple[str, ...] = ()
@@ -201,14 +201,14 @@ class Bundle:
     def _damaged(self, name: str, error: Exception) -> BundleRefusedError:
         return refusal(self.path, [Rejected(Reason.BUNDLE_DAMAGED, name, "to be decoded", str(error)[:200])])
 
-    def install(self, *, replace: bool = False) -> Installed:
+    def install(self, *, replace: bool = False) -> InstalledFiles:
         """Put the compiled kernels into their places, each whole or not at all.
 
         A file that is there and differs is kept, or replaced where `replace` says so; either way an event
         names it. Raises: OSError: a file cannot be written, or others can write its folder; those before it
         are in place.
         """
-        paths: dict[str, list[str]] = {name: [] for name in Installed.__struct_fields__}
+        paths: dict[str, list[str]] = {name: [] for name in InstalledFiles.__struct_fields__}
         names = frozenset(self._archive.names)
         # A list comes behind the files that it names: who finds it finds them.
         for member in sorted(self._compiled, key=lambda m: is_group(m.name)):
@@ -224,7 +224,7 @@ class Bundle:
             if state in ("written", "replaced"):
                 _put(target, data)
             paths[state].append(str(target))
-        return Installed(**{name: tuple(placed) for name, placed in paths.items()})
+        return InstalledFiles(**{name: tuple(placed) for name, placed in paths.items()})
 
     @property
     def members(self) -> int:
@@ -243,13 +243,13 @@ class Bundle:
         table.save(path)
         return path
 
-    def confirm(self, installed: Installed, records: Mapping[str, Any]) -> Receipt:
+    def confirm(self, installed: InstalledFiles, records: Mapping[str, Any]) -> InstallRecord:
         """Remember on this machine what came from the bundle, for `receipts`.
 
         Raises: OSError: it cannot be written.
         """
         paths = (*installed.written, *installed.replaced, *installed.same)
-        receipt = Receipt(
+        receipt = InstallRecord(
             sha256=self.sha256,
             path=os.path.abspath(self.path),
             timestamp=time.time(),
@@ -271,13 +271,13 @@ def read_bundle(path: str | os.PathLike[str], hardware: Hardware, *, sha256: str
     return Bundle(read_archive(path, sha256=sha256), hardware)
 
 
-def receipts() -> tuple[Receipt, ...]:
+def receipts() -> tuple[InstallRecord, ...]:
     """What came from bundles to this machine, the last one first; what does not decode is left out."""
     folder = files.user_folder("bundles")
     decoded = []
     for path in sorted(folder.glob(f"*{_RECEIPT}")) if folder.is_dir() else ():
         try:
-            decoded.append(files.decode_json(files.read_bounded(path, 1 << 26), Receipt))
+            decoded.append(files.decode_json(files.read_bounded(path, 1 << 26), InstallRecord))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             log.warning("bundle.receipt_unreadable", path=str(path), why=str(error))
     return tuple(sorted(decoded, key=lambda receipt: -receipt.timestamp))

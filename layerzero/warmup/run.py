@@ -27,7 +27,7 @@ WARM_FAILED = "warmup.call_failed"
 _ROUNDS = 4
 
 
-class CompilesAhead(Protocol):
+class AheadCompiler(Protocol):
     """What lets a process of its own compile what a later load needs."""
 
     def compile_ahead(self, kernel_id: str, request: CallSpec) -> object: ...
@@ -45,10 +45,10 @@ class WarmupDevice(Protocol):
     ) -> Plan: ...
     def warm(self, kernel_ids: Any, request: CallSpec | None = None) -> None: ...
     @property
-    def loader(self) -> CompilesAhead: ...
+    def loader(self) -> AheadCompiler: ...
 
 
-class Warmed(msgspec.Struct, frozen=True, kw_only=True):
+class WarmedCall(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one call: the kernel that serves it, how long it took, what was compiled for it.
 
     `state` is "ready", "late" (its time ran out; it continues in the background) or "failed" with `error`; a
@@ -64,14 +64,14 @@ class Warmed(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class Warmer:
+class WarmupRunner:
     """Makes calls ready on one device, one after another."""
 
     def __init__(self, device: WarmupDevice, *, forbid: bool = False) -> None:
         self._device = device
         self._forbid = forbid
 
-    def warm(self, call: Call, *, critical: bool) -> Warmed:
+    def warm(self, call: Call, *, critical: bool) -> WarmedCall:
         """Choose, load and run one call; on CUDA once more as a graph capture would choose."""
         started = time.monotonic()
         with watching(forbid=self._forbid) as monitor:
@@ -80,7 +80,7 @@ class Warmer:
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"[:500]
                 log.warning(WARM_FAILED, call=str(call), error=text)
-                return Warmed(
+                return WarmedCall(
                     call=str(call), critical=critical, state="failed", error=text,
                     seconds=time.monotonic() - started, compiled=monitor.compiled,
                 )  # fmt: skip
@@ -88,7 +88,7 @@ class Warmer:
         log.info(
             WARMED, call=str(call), kernel=kernel, seconds=round(seconds, 3), compiled=len(monitor.compiled)
         )
-        return Warmed(
+        return WarmedCall(
             call=str(call), critical=critical, state="ready", kernel=kernel,
             seconds=seconds, compiled=monitor.compiled,
         )  # fmt: skip

@@ -93,7 +93,7 @@ class GroupCosts:
             self.callers.clear()
 
 
-class AtOnce:
+class ImmediateGroups:
     """The groups of one batcher whose calls run at once: by batch key, by op where calls have none."""
 
     __slots__ = ("groups", "limit_us", "live")

@@ -13,7 +13,7 @@ from layerzero.scheduler.core.pending_call import (
     DONE,
     FAILED,
     RUNNING,
-    Failed,
+    Failure,
     PendingCall,
 )
 from layerzero.scheduler.core.round_robin import BatchQueue
@@ -95,7 +95,7 @@ def _begin(calls: list[PendingCall]) -> tuple[float, float, int, float]:
 def land(calls: list[PendingCall], outcomes: list[Any]) -> tuple[int, int]:
     """Give pending calls their outcomes; how many are values, and how many no caller waits for."""
     native = FAST_PATH.module
-    counts: tuple[int, int] | None = native.land(calls, outcomes, Failed) if native is not None else None
+    counts: tuple[int, int] | None = native.land(calls, outcomes, Failure) if native is not None else None
     return _land(calls, outcomes) if counts is None else counts
 
 
@@ -108,7 +108,7 @@ def _land(calls: list[PendingCall], outcomes: list[Any]) -> tuple[int, int]:
             cancelled += 1
             continue
         call.value = outcome
-        if outcome.__class__ is Failed:
+        if outcome.__class__ is Failure:
             call.state = FAILED
         else:
             call.state = DONE

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Set
 from typing import Any
 
-from layerzero.scheduler.core.at_once import AtOnce
+from layerzero.scheduler.core.at_once import ImmediateGroups
 from layerzero.scheduler.core.batch_filling import as_many_as_fit, begin, in_order, land, takes_all
 from layerzero.scheduler.core.deadlines import Deadlines
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
@@ -58,7 +58,7 @@ class Batcher:
         self.stats = BatcherStats()
         self.round_robin = RoundRobin(self.limits.max_program_points)
         self.expected_callers: ExpectedCallers | None = None  # of a device that answers before it has run
-        self.at_once: AtOnce | None = None  # where a call may also run on its caller's thread
+        self.at_once: ImmediateGroups | None = None  # where a call may also run on its caller's thread
         self.families = Families(self.round_robin)
         # When `next_batch` may find what it held back; infinite where it held nothing.
         self.deferred_until = math.inf
@@ -169,7 +169,7 @@ class Batcher:
         self.inflight_batches -= 1
 
     def on_batch_done(self, batch: Batch, outcomes: list[Any], now_s: float) -> None:
-        """A batch has ended with one outcome a pending call: its value, or `Failed`.
+        """A batch has ended with one outcome a pending call: its value, or `Failure`.
 
         Raises: ValueError: another number of outcomes than of calls.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from layerzero.scheduler.core.pending_call import Failed
+from layerzero.scheduler.core.pending_call import Failure
 from layerzero.spec.errors import DeviceLostError
 
 Calls = Sequence[tuple[Any, ...]]
@@ -13,8 +13,8 @@ Run = Callable[[Calls], list[Any]]
 
 
 class Executor(Protocol):
-    """Who runs a batch: one outcome a call, its value or `Failed`; a batch that fails as a whole gives every
-    call `Failed` with the same error. `op.pure` says whether calls may run again to find the culprit."""
+    """Who runs a batch: one outcome a call, its value or `Failure`; a batch that fails as a whole gives every
+    call `Failure` with the same error. `op.pure` says whether calls may run again to find the culprit."""
 
     def execute(self, op: Any, calls: Calls, modes: Any, snapshot: Any) -> list[Any]: ...
 
@@ -26,7 +26,7 @@ _DEVICE_ERRORS = (DeviceLostError, MemoryError)
 def bisect_failed_batch(run: Run, calls: Calls, *, pure: bool) -> list[Any]:
     """Run `calls` as one batch; where a pure batch fails as a whole, bisect it until the culprits fail alone.
 
-    `run` returns one outcome a call: its value, or `Failed`. A batch has failed as a whole when every call
+    `run` returns one outcome a call: its value, or `Failure`. A batch has failed as a whole when every call
     failed with the same error object; outcomes that differ are final. One culprit among n costs at most
     2 log2(n) further runs. `pure=False` never runs anything twice.
     """
@@ -49,13 +49,13 @@ def _attempt(run: Run, calls: Calls) -> list[Any]:
         error: Exception = RuntimeError(f"a batch of {len(calls)} calls returned {len(outcomes)} outcomes")
     except Exception as raised:
         error = raised
-    failed = Failed(error)
+    failed = Failure(error)
     return [failed] * len(calls)
 
 
 def _failed_as_one(outcomes: list[Any]) -> bool:
     first = outcomes[0]
-    if first.__class__ is not Failed or isinstance(first.error, _DEVICE_ERRORS):
+    if first.__class__ is not Failure or isinstance(first.error, _DEVICE_ERRORS):
         return False
     error = first.error
-    return all(outcome.__class__ is Failed and outcome.error is error for outcome in outcomes)
+    return all(outcome.__class__ is Failure and outcome.error is error for outcome in outcomes)

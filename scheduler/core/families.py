@@ -20,7 +20,7 @@ from layerzero.scheduler.core.pending_call import PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue, RoundRobin
 
 if TYPE_CHECKING:
-    from layerzero.scheduler.core.at_once import AtOnce
+    from layerzero.scheduler.core.at_once import ImmediateGroups
 
 LARGE: Final = 16  # calls of a batch that needs no others, where none wait together
 WINDOW: Final = 32  # calls, in batches that may need others, between two looks at a queue
@@ -75,7 +75,7 @@ class Families:
             family = self._families[key] = WeightFamily(key)
         return family
 
-    def batch_ran(self, queue: BatchQueue, calls: list[PendingCall], at_once: AtOnce | None) -> None:
+    def batch_ran(self, queue: BatchQueue, calls: list[PendingCall], at_once: ImmediateGroups | None) -> None:
         """A batch of a queue that has a family has ended."""
         family, size = queue.family, len(calls)
         assert family is not None
@@ -100,7 +100,7 @@ class Families:
                 queue.looked = family.batches
                 self._look(family, queue, callers, at_once)
 
-    def timed(self, key: Hashable, at_once: AtOnce) -> None:
+    def timed(self, key: Hashable, at_once: ImmediateGroups) -> None:
         """It is known what a call takes of a group whose calls run at once."""
         queue = self._round_robin.queues.get(key)
         if queue is None or queue.family is None or queue.together or not queue.met:
@@ -110,7 +110,7 @@ class Families:
         self._look(queue.family, queue, callers, at_once)
 
     def _look(
-        self, family: WeightFamily, queue: BatchQueue, callers: set[int], at_once: AtOnce | None
+        self, family: WeightFamily, queue: BatchQueue, callers: set[int], at_once: ImmediateGroups | None
     ) -> None:
         """Let a family wait together where that pays for this queue of it, with these callers."""
         queues = self._round_robin.queues
@@ -136,7 +136,9 @@ class Families:
             if at_once is not None:
                 at_once.groups.pop(member.key, None)
 
-    def _look_at_all(self, family: WeightFamily, calls: list[PendingCall], at_once: AtOnce | None) -> None:
+    def _look_at_all(
+        self, family: WeightFamily, calls: list[PendingCall], at_once: ImmediateGroups | None
+    ) -> None:
         """End it where calls that meet share a weight, or so few meet that they may cost less at once.
 
         And now and then: callers that wait in one queue are not held for those that are behind them.

@@ -43,7 +43,7 @@ STATES: Final = (
 )  # fmt: skip
 
 
-class Failed:
+class Failure:
     """The outcome of a call that raised; any other object is the call's value.
 
     StopIteration becomes a RuntimeError, as in every coroutine: its awaiter would take it for a result.
@@ -82,7 +82,7 @@ class LateResults:
         """
         if error is None and len(values) != self._calls:
             raise ValueError(f"values needs {self._calls} entries, got {len(values)}")
-        outcomes = [(value, None) for value in values] if error is None else [Failed(error)] * self._calls
+        outcomes = [(value, None) for value in values] if error is None else [Failure(error)] * self._calls
         with self._lock:
             if self._outcomes is not None:
                 return
@@ -274,7 +274,7 @@ class PendingCall:
         """The error it ended with, with the traceback of where it was raised first."""
         if self.state <= RUNNING:
             return RuntimeError(f"this call is still {STATES[self.state]}")
-        failed: Failed = self.value
+        failed: Failure = self.value
         failed.error.__context__ = failed.context  # not what the last caller was handling
         return failed.error.with_traceback(failed.traceback)
 
@@ -386,7 +386,7 @@ class Batch:
 
     def interrupted(self, error: BaseException) -> list[Any]:
         """The outcomes of a batch that something other than its calls has ended."""
-        return [Failed(RuntimeClosedError(f"the batch was interrupted by {error!r}"))] * len(self.calls)
+        return [Failure(RuntimeClosedError(f"the batch was interrupted by {error!r}"))] * len(self.calls)
 
     def __len__(self) -> int:
         return len(self.calls)

@@ -23,7 +23,7 @@ from layerzero.scheduler.core.pending_call import (
     FAILED,
     PENDING_CALL,
     RUNNING,
-    Failed,
+    Failure,
     PendingCall,
     TaskTree,
 )
@@ -181,7 +181,7 @@ class Readback:
         call.driver = self
         call._loop = self.loop
         if self._lost is not None:
-            call.state, call.value = FAILED, Failed(self._lost)
+            call.state, call.value = FAILED, Failure(self._lost)
             return call
         TaskTree.begin(self._driver._current_task(self.loop))  # the reader's next tasks are known by it
         if not self._pending:
@@ -234,7 +234,7 @@ class Readback:
             if call.state <= RUNNING
         ]
         for call in waiting:
-            call.state, call.value = FAILED, Failed(error)
+            call.state, call.value = FAILED, Failure(error)
         self._driver.completed(self._driver.launches)
         self._driver.resume(waiting)
 
@@ -281,7 +281,7 @@ class Readback:
         if error is not None:
             ended = [call for call in pending if call.state <= RUNNING]
             for call in ended:
-                call.state, call.value = FAILED, Failed(error)
+                call.state, call.value = FAILED, Failure(error)
         for call in pending:
             call.args = ()
         # The copies stood behind every batch that was launched before them.

@@ -281,7 +281,7 @@ def test_a_preference_goes_before_a_table_that_was_solved_without_it(
         assert chosen.table_miss.reason is Reason.DISPATCH_TABLE_POLICY_DIFFERS
     else:  # the process's own policy: the table is solved again under it, soon
         assert chosen.why.startswith(("DISPATCH_TABLE_POLICY_DIFFERS, chosen at run time", AHEAD))
-        closing[-1].device().table_keeper.wait()
+        closing[-1].device().table_updater.wait()
         again = lz.select("rms_norm", X, WEIGHT)
         assert again.kernel == "claims.rms_norm" and again.why.startswith(AHEAD) and again.table_miss is None
 
@@ -300,7 +300,7 @@ def test_a_preference_of_a_kernel_that_the_table_has_no_price_of_goes_before_it(
     assert lz.which("rms_norm", X, WEIGHT) == "quick.rms_norm"
     (tmp_path / "policy.yaml").write_text(f"rules:\n  - {rule}\n")
     lz.load_policy(tmp_path / "policy.yaml")
-    closing[-1].device().table_keeper.wait()
+    closing[-1].device().table_updater.wait()
     assert lz.select("rms_norm", X, WEIGHT).kernel == "claims.rms_norm"
 
 
@@ -312,7 +312,7 @@ def test_a_policy_that_is_taken_back_at_once_leaves_the_table_in_force(
     assert lz.which("rms_norm", X, WEIGHT) == "quick.rms_norm"
     lz.add_policy(prefer="claims", op="rms_norm")
     lz.reset_policy()
-    closing[-1].device().table_keeper.wait()
+    closing[-1].device().table_updater.wait()
     chosen = lz.select("rms_norm", X, WEIGHT)
     assert chosen.kernel == "quick.rms_norm" and chosen.why.startswith(AHEAD) and chosen.table_miss is None
 
@@ -354,13 +354,13 @@ def test_a_table_holds_under_the_policy_that_it_was_solved_under(
     lz.reset_policy()
     (tmp_path / "policy.yaml").write_text(RULES.format(op="linear"))
     lz.load_policy(tmp_path / "policy.yaml")
-    table_keeper = closing[-1].device().table_keeper
-    table_keeper.wait()
+    table_updater = closing[-1].device().table_updater
+    table_updater.wait()
     chosen = lz.select("rms_norm", X, WEIGHT)
     assert chosen.kernel == "quick.rms_norm" and chosen.why.startswith(AHEAD) and "policy" in chosen.why
     closing.pop().close()
     closing.append(opened(dispatch_table=str(path)))
-    closing[-1].device().table_keeper.wait()
+    closing[-1].device().table_updater.wait()
     assert lz.select("rms_norm", X, WEIGHT).kernel == "quick.rms_norm"
 
 
@@ -450,7 +450,7 @@ def test_another_policy_is_seen_where_no_rule_of_the_op_changed(
     lz.sync.rms_norm(X, WEIGHT)
     last = lz.last_selection()
     assert last is not None and last.why.startswith(("DISPATCH_TABLE_POLICY_DIFFERS", AHEAD))
-    closing[-1].device().table_keeper.wait()
+    closing[-1].device().table_updater.wait()
     lz.sync.rms_norm(X, WEIGHT)
     last = lz.last_selection()
     assert last is not None and last.ahead and last.kernel == "quick.rms_norm"

@@ -79,13 +79,13 @@ def test_a_call_imports_only_the_backends_of_its_op(tmp_path: Path) -> None:
     """The first call of a process waits for no file that could not serve it."""
     code = (
         "import sys, torch, layerzero as lz; lz.sync.rms_norm(torch.ones(2, 8))\n"
-        "files = ('native.products', 'torch_sdpa', 'torch_native')\n"
+        "files = ('native.products', 'torch_kernels.sdpa', 'torch_kernels.native')\n"
         "print([name for name in files if f'layerzero.backends.{name}' in sys.modules])\n"
         "print('layerzero.ops.paged.attention' in sys.modules, 'layerzero.api.doctor' in sys.modules)"
     )
     run = children.run(code, folder=tmp_path)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split("\n")[:2] == ["['torch_native']", "False False"]
+    assert run.stdout.split("\n")[:2] == ["['torch_kernels.native']", "False False"]
 
 
 def test_describing_kernels_imports_no_vendor(tmp_path: Path) -> None:

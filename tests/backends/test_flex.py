@@ -11,8 +11,9 @@ from torch import Tensor
 
 import layerzero as lz
 import layerzero.sync
-from layerzero.backends.torch_flex import BATCHES, KERNELS, LENGTHS, programs
-from layerzero.backends.torch_flex.programs import BLOCK
+from layerzero.backends.torch_kernels import flex_programs as programs
+from layerzero.backends.torch_kernels.flex import BATCHES, KERNELS, LENGTHS
+from layerzero.backends.torch_kernels.flex_programs import BLOCK
 from layerzero.ops import table
 from layerzero.runtime import current
 from layerzero.selection.key import grid

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero.backends import torch_quantized
+from layerzero.backends.torch_kernels import quantized as torch_quantized
 from layerzero.formats import QuantizedTensor
 from layerzero.ops import table
 from layerzero.ops.quantize import kept_codes

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch_moe import by_expert
+from layerzero.backends.torch_kernels.moe import by_expert
 from layerzero.ops import table
 from layerzero.ops.linear.cross_entropy import cross_entropy_reference
 from layerzero.ops.op import Args, Op

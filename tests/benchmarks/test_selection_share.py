@@ -39,7 +39,8 @@ def frame_in(path: str) -> FrameType:
     ("path", "choosing"),
     [
         ("selection/decide.py", True), ("policy/policy.py", True), ("health/board.py", True),
-        ("dispatch.py", True), ("lanes.py", False), ("backends/torch_sdpa.py", False), ("ops/norm.py", False),
+        ("dispatch.py", True), ("lanes.py", False), ("backends/torch_kernels/sdpa.py", False),
+        ("ops/norm.py", False),
     ],
 )  # fmt: skip
 def test_a_sample_is_of_choosing_by_the_files_on_its_stack(

@@ -22,7 +22,7 @@ from layerzero.scheduler.batch_executor import BatchExecutor
 from layerzero.scheduler.loop_drivers import LoopDrivers
 from layerzero.scheduler.modes.streams import DeviceStreams
 from layerzero.scheduler.scheduled_device import ScheduledDevice
-from layerzero.selection.plan import CheckedOnce
+from layerzero.selection.plan import CheckedCall
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 from tests.clocks import FakeClock
@@ -294,7 +294,7 @@ def rechecked(at: Site) -> bool:
     layerzero.sync.rms_norm(X, WEIGHT)
     at.clock.advance(10.0)
     known = at.cpu.table(ops_table.get("rms_norm")).by_signature
-    return any(isinstance(plan.call, CheckedOnce) for plans in known for plan in plans.values())
+    return any(isinstance(plan.call, CheckedCall) for plans in known for plan in plans.values())
 
 
 def sampled(at: Site) -> Any:

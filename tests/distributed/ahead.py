@@ -27,7 +27,7 @@ from tensor_parallel.llama import TensorParallelLlama  # noqa: E402
 import layerzero as lz  # noqa: E402
 from layerzero.actors.group.channel import LeaderChannel  # noqa: E402
 from layerzero.actors.group.step_message import decode, unpack  # noqa: E402
-from layerzero.api.readback import HostRead  # noqa: E402
+from layerzero.api.readback import HostReadback  # noqa: E402
 
 PROMPTS = [[3, 5, 7], [11, 2, 4, 6, 8, 10], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]]
 TOKENS = [10, 4, 10, 7]
@@ -37,12 +37,12 @@ PAGES = 64
 
 def run_ahead() -> None:
     """Let no read-back be done at once."""
-    HostRead.done = property(lambda read: False)  # type: ignore[method-assign,assignment]
+    HostReadback.done = property(lambda read: False)  # type: ignore[method-assign,assignment]
 
 
 def read_first() -> None:
     """Let every read-back be done at once."""
-    HostRead.done = property(lambda read: True)  # type: ignore[method-assign,assignment]
+    HostReadback.done = property(lambda read: True)  # type: ignore[method-assign,assignment]
 
 
 async def texts(model: Any, events: list[Any] | None = None, stop: int | None = None) -> list[list[int]]:

@@ -18,7 +18,7 @@ from benchmarks.hosting.namespaces import ADDRESSES, Network, cut, mend, shape
 from layerzero.actors.group import channel as group_channel
 from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
 from layerzero.actors.remote import stores
-from layerzero.actors.remote.restarts import IncarnationLost, Items
+from layerzero.actors.remote.restarts import IncarnationLostError, Items
 from layerzero.actors.remote.stores import TorchStore
 from layerzero.actors.rpc import channel as rpc_channel
 from layerzero.actors.rpc.channel import Listener, connect
@@ -158,7 +158,7 @@ async def test_items_that_never_come_are_a_loss_of_their_device(monkeypatch: pyt
     items = Items()
     items.add("one")
     assert await items.rest(1) == ["one"]
-    with pytest.raises(IncarnationLost, match="2 of its items did not come"):
+    with pytest.raises(IncarnationLostError, match="2 of its items did not come"):
         await items.rest(3)
 
 

@@ -188,7 +188,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., lz.Runti
         device.mode = capturing_mode_bits
         capture, stream = Capture(lambda: between(device)), SimpleNamespace(wait_stream=lambda _: None)
         monkeypatch.setattr("layerzero.selection.modes._is_capturing", lambda: Capture.on)
-        monkeypatch.setattr("layerzero.graphs.step.EagerRerun", CudaGraph)
+        monkeypatch.setattr("layerzero.graphs.step.EagerStep", CudaGraph)
         for name in ("Stream", "current_stream"):
             monkeypatch.setattr(f"torch.cuda.{name}", lambda *_: stream)
         monkeypatch.setattr("torch.cuda.stream", lambda _: contextlib.nullcontext())

@@ -247,7 +247,7 @@ def test_tables_of_unknown_columns_are_turned_by_the_model_s_own_function() -> N
 
 @pytest.mark.parametrize(
     ("family", "repeats"),
-    [("llama", rope.HalvesRepeat), ("cohere", rope.PairsRepeat), ("gemma3", rope.HalvesRepeat)],
+    [("llama", rope.HalvesTable), ("cohere", rope.PairsTable), ("gemma3", rope.HalvesTable)],
 )
 def test_a_rotary_module_says_which_columns_repeat(family: str, repeats: type) -> None:
     """And one whose columns all differ says nothing; its buffers are left as they were."""

@@ -199,7 +199,7 @@ def test_twenty_steps_of_training_are_equal(family: str) -> None:
                 model.activation_checkpointing_enable({"use_reentrant": False})
             output = model(**batch)
             if patched and family != "gemma3":
-                assert type(output.logits).__name__ == "LogitsLater" and output.logits.computed is None
+                assert type(output.logits).__name__ == "LazyLogits" and output.logits.computed is None
             output.loss.backward()
             optimizer.step()
             optimizer.zero_grad()

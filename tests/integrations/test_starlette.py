@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response  # noqa: E402
 from starlette.types import Message  # noqa: E402
 
 import layerzero as lz  # noqa: E402
-from layerzero.integrations.starlette import Admission, install, lifespan  # noqa: E402
+from layerzero.integrations.starlette import AdmissionMiddleware, install, lifespan  # noqa: E402
 from layerzero.spec.errors import OverloadedError  # noqa: E402
 
 pytestmark = pytest.mark.asyncio
@@ -135,7 +135,7 @@ async def test_unfinished_bodies_share_a_bound() -> None:
     bounds = {"max_requests": 10, "max_body": 1000, "max_unread": 1500, "body_timeout_s": 60.0}
     app = Starlette()
     app.add_route("/echo", echo, methods=["POST"])
-    admission = Admission(app.router, **bounds)  # type: ignore[arg-type]
+    admission = AdmissionMiddleware(app.router, **bounds)  # type: ignore[arg-type]
     first, second = Slow(admission), Slow(admission)
     await first.give(b"x" * 900)
     await second.give(b"x" * 500)
@@ -156,7 +156,7 @@ async def test_requests_are_bounded_and_probes_pass() -> None:
     app = Starlette()
     app.add_route("/echo", echo, methods=["POST"])
     install(app)
-    admission = Admission(app.router, **bounds)  # type: ignore[arg-type]
+    admission = AdmissionMiddleware(app.router, **bounds)  # type: ignore[arg-type]
     first = Slow(admission)
     await first.give(b"x")
     second = Slow(admission)
@@ -182,7 +182,7 @@ async def test_a_body_that_does_not_come_is_408() -> None:
 
     app.add_route("/late", late, methods=["POST"])
     bounds = {"max_requests": 9, "max_body": 1000, "max_unread": 1500, "body_timeout_s": 0.1}
-    admission = Admission(app.router, **bounds)  # type: ignore[arg-type]
+    admission = AdmissionMiddleware(app.router, **bounds)  # type: ignore[arg-type]
     slow = Slow(admission)
     await slow.give(b"x")
     assert await slow.task == 408

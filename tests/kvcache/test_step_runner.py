@@ -190,7 +190,7 @@ def test_prompts_run_as_they_come_where_a_kernel_may_not_be_captured(
         raise lz.CudaGraphUnsafeError("paged_attention has no kernel that may be captured")
 
     with monkeypatch.context() as patch:
-        patch.setattr("layerzero.graphs.step.EagerRerun", refuse)
+        patch.setattr("layerzero.graphs.step.EagerStep", refuse)
         ranges, ids = [sequence.extend(3)], torch.tensor([1, 2, 3])
         with caplog.at_level(logging.WARNING):
             torch.testing.assert_close(runner(ranges, ids), model.plain(ranges, ids))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from layerzero.measure.compare import head_to_head
-from layerzero.measure.timing import Effort, Timing, copies_for, time_kernels
+from layerzero.measure.timing import Timing, TimingBudget, copies_for, time_kernels
 from layerzero.perfdb import BenchmarkCase, Measurement, implausible_reason
 from layerzero.perfdb.record import FEW_SAMPLES, LONG_US
 
@@ -70,7 +70,7 @@ def test_a_row_launched_by_the_host_is_long_enough_to_overlap_host_and_device(
     )
     monkeypatch.setattr("layerzero.measure.timing._time_with_events", events)
     runs: dict[str, Callable[..., Any]] = {"short": lambda: "short", "long": lambda: "long"}
-    found, failed = time_kernels(runs, [()], torch.device("cuda"), "eager", Effort(samples=5))
+    found, failed = time_kernels(runs, [()], torch.device("cuda"), "eager", TimingBudget(samples=5))
     assert not failed and found["short"].median_us == pytest.approx(host, rel=0.05)
     assert found["long"].median_us == pytest.approx(found["short"].median_us, rel=0.05)
 
@@ -82,7 +82,11 @@ def test_a_deliberately_slower_callable_loses(clock: Ticks) -> None:
         clock.ns += int(us * 1000)
 
     found, failed = time_kernels(
-        {"slow": lambda _: busy(600.0), "quick": lambda _: busy(200.0)}, [X], CPU, "eager", Effort(samples=7)
+        {"slow": lambda _: busy(600.0), "quick": lambda _: busy(200.0)},
+        [X],
+        CPU,
+        "eager",
+        TimingBudget(samples=7),
     )
     duel = head_to_head(found, "slow")
     assert not failed and duel.winner == "quick" and duel.speedup > 2
@@ -95,7 +99,9 @@ def test_what_cannot_run_is_told_and_the_others_go_on() -> None:
     def broken(_: torch.Tensor) -> None:
         raise RuntimeError("no such instruction")
 
-    found, failed = time_kernels({"broken": broken, "fine": torch.sin}, [X], CPU, "eager", Effort(samples=5))
+    found, failed = time_kernels(
+        {"broken": broken, "fine": torch.sin}, [X], CPU, "eager", TimingBudget(samples=5)
+    )
     assert list(found) == ["fine"] and failed == {"broken": "RuntimeError: no such instruction"}
     assert len(found["fine"].samples) == 5
 
@@ -110,7 +116,7 @@ def test_the_hopeless_get_the_fewest_samples_that_count(clock: Ticks) -> None:
         return run
 
     runs = {"a": taking(200.0), "b": taking(10_000.0)}
-    found, _ = time_kernels(runs, [X], CPU, "eager", Effort(samples=12, budget_s=9.0))
+    found, _ = time_kernels(runs, [X], CPU, "eager", TimingBudget(samples=12, budget_s=9.0))
     assert (len(found["a"].samples), len(found["b"].samples)) == (12, 5)
 
 
@@ -125,7 +131,7 @@ def test_a_long_call_is_run_no_more_than_its_row_needs(clock: Ticks) -> None:
     def quick(_: torch.Tensor) -> None:
         clock.ns += 10_000
 
-    found, _ = time_kernels({"a": quick, "b": slow}, [X], CPU, "eager", Effort(samples=7))
+    found, _ = time_kernels({"a": quick, "b": slow}, [X], CPU, "eager", TimingBudget(samples=7))
     assert len(runs) == 3 and len(found["b"].samples) == FEW_SAMPLES
     assert LONG_US < found["b"].median_us < 250_000.0, "the first is not counted"
     row = Measurement(
@@ -148,7 +154,7 @@ def test_who_cannot_be_told_apart_is_sampled_longer(clock: Ticks) -> None:
 
         return run
 
-    effort = Effort(samples=15, sample_us=1.0, budget_s=9.0)
+    effort = TimingBudget(samples=15, sample_us=1.0, budget_s=9.0)
     runs = {"steady": taking(100.0), "restless": taking(60.0, 160.0, 170.0), "slow": taking(300.0)}
     found, _ = time_kernels(runs, [X], CPU, "eager", effort)
     assert len(found["slow"].samples) == 15

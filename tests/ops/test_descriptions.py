@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from layerzero.ops.attention.attention import ATTENTION, attention
 from layerzero.ops.attention.checks import infer_layout
-from layerzero.selection.key import KeyMaker, grid
+from layerzero.selection.key import KeyBuilder, grid
 from layerzero.spec.condition import parse_limit
 from tests.kernels import kernel
 from tests.profiles import most_examples
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LIMITS = ("Sk <= 1000", "D % 8 == 0", "Sq == Sk")
-KEYS = KeyMaker(ATTENTION, [kernel("made.attention.bounded", limits=LIMITS)], ())
+KEYS = KeyBuilder(ATTENTION, [kernel("made.attention.bounded", limits=LIMITS)], ())
 
 
 def tensors(

@@ -11,10 +11,10 @@ from layerzero.api.doctor import align_rows
 from layerzero.api.start import start
 from layerzero.gates.model_parity import Row, red_flags
 from layerzero.spec.settings import Settings
-from layerzero.spec.tolerances import need_full_float32
 from tests.parity.levels import run, suspect
 from tests.parity.model import CONFIGS
 from tests.parity.truth import planted
+from tests.precision import need_full_float32
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ import layerzero as lz
 from layerzero.planner.planned import PlannedBlock
 from layerzero.planner.search import CoverProblem, search
 from layerzero.runtime import Runtime, install, uninstall
-from layerzero.selection.context import AgreedTerms
+from layerzero.selection.context import AgreedState
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.modes import CAPTURE
 from layerzero.spec.kernel import Kernel
@@ -300,7 +300,7 @@ def test_ranks_of_a_group_run_one_plan() -> None:
         ready = frozenset(k.id for k in device.kernels()) - device.registry.unready()
         digests = []
         for _ in range(2):
-            terms = AgreedTerms(ready)
+            terms = AgreedState(ready)
             state = device.agreed_snapshot(device.snapshot.policy, terms)
             planned = PlannedBlock(block)
             with pytest.MonkeyPatch.context() as patch:
@@ -310,7 +310,7 @@ def test_ranks_of_a_group_run_one_plan() -> None:
                     lz.plan(block, X, RESIDUAL, measure=True)
             digests.append((planned.record.digest, terms.digest))
         assert digests[0] == digests[1]
-        assert digests[0][1] != AgreedTerms(ready).digest
+        assert digests[0][1] != AgreedState(ready).digest
 
 
 def test_a_measured_plan_is_the_fastest_of_those_timed() -> None:

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.planner.search import Alternative, CoverProblem, Solution, search
+from layerzero.planner.search import CoverOption, CoverProblem, Solution, search
 from tests.profiles import many_examples
 
 FORMATS = ("a", "b")
 
 
-def schedule(problem: CoverProblem, chosen: tuple[Alternative, ...]) -> list[Alternative] | None:
+def schedule(problem: CoverProblem, chosen: tuple[CoverOption, ...]) -> list[CoverOption] | None:
     """`chosen` in an order in which they can run; None where each waits for another."""
-    order: list[Alternative] = []
+    order: list[CoverOption] = []
     done: frozenset[int] = frozenset()
     waiting = list(chosen)
     while waiting:
@@ -31,7 +31,7 @@ def schedule(problem: CoverProblem, chosen: tuple[Alternative, ...]) -> list[Alt
     return order
 
 
-def price(problem: CoverProblem, chosen: tuple[Alternative, ...]) -> float:
+def price(problem: CoverProblem, chosen: tuple[CoverOption, ...]) -> float:
     """What a cover costs: its alternatives, and each pair of a value and a format once."""
     produced = dict(problem.input_formats)
     for each in chosen:
@@ -48,7 +48,7 @@ def brute_force(problem: CoverProblem) -> float:
     """The least cost of any cover; infinite where there is none."""
     best = math.inf
 
-    def extend(done: frozenset[int], chosen: tuple[Alternative, ...]) -> None:
+    def extend(done: frozenset[int], chosen: tuple[CoverOption, ...]) -> None:
         nonlocal best
         left = [op for op in range(len(problem.after)) if op not in done]
         if not left:
@@ -68,13 +68,13 @@ def random_problem(edges: list[tuple[int, int]], count: int, rng: random.Random)
     reads = {op: [before for before, after in edges if after == op] or [count + op] for op in range(count)}
     readers = {before for before, _ in edges}
 
-    def alternative(covers: frozenset[int]) -> Alternative:
+    def alternative(covers: frozenset[int]) -> CoverOption:
         inside = covers if rng.random() < 0.5 else frozenset[int]()
         outside = {value for op in covers for value in reads[op]} - covers
         visible = {
             op for op in covers if op not in readers or any(a == op and b not in covers for a, b in edges)
         }
-        return Alternative(
+        return CoverOption(
             covers, float(rng.randint(1, 20) * (1 + 0.5 * len(inside))),
             tuple((value, rng.choice(FORMATS)) for value in sorted(outside)),
             tuple((op, rng.choice(FORMATS)) for op in sorted(visible)),
@@ -186,7 +186,7 @@ def test_a_conversion_is_priced_once_for_all_readers() -> None:
     """Two ops that want a value in one other format pay for one conversion."""
     problem = CoverProblem(
         after=[frozenset(), frozenset()],
-        alternatives=[Alternative(frozenset({op}), 1.0, ((9, "b"),), ((op, "a"),)) for op in (0, 1)],
+        alternatives=[CoverOption(frozenset({op}), 1.0, ((9, "b"),), ((op, "a"),)) for op in (0, 1)],
         convert_us=lambda value, before, after: 10.0,
         input_formats={9: "a"},
     )
@@ -197,8 +197,8 @@ def test_a_conversion_is_priced_once_for_all_readers() -> None:
 
 def test_what_cannot_be_covered_has_no_solution() -> None:
     """An op that no alternative covers, or that waits for itself through a group, has no plan."""
-    single = Alternative(frozenset({0}), 1.0)
+    single = CoverOption(frozenset({0}), 1.0)
     assert search(CoverProblem([frozenset(), frozenset()], [single], lambda *_: 1.0)) is None
-    entangled = [Alternative(frozenset({0, 2}), 1.0), Alternative(frozenset({1}), 1.0)]
+    entangled = [CoverOption(frozenset({0, 2}), 1.0), CoverOption(frozenset({1}), 1.0)]
     chain = [frozenset[int](), frozenset({0}), frozenset({1})]
     assert search(CoverProblem(chain, entangled, lambda *_: 1.0)) is None

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.scheduler.core.pending_call import Batch, Caller, Failed, PendingCall
+from layerzero.scheduler.core.pending_call import Batch, Caller, Failure, PendingCall
 
-OWN = (PendingCall, Caller, Batch, Failed, asyncio.Task, asyncio.TimerHandle, Tensor)
+OWN = (PendingCall, Caller, Batch, Failure, asyncio.Task, asyncio.TimerHandle, Tensor)
 NORM, WEIGHT = torch.ones(16), torch.randn(16, 16)
 
 
@@ -73,5 +73,5 @@ def test_calls_that_ended_are_gone() -> None:
         stats = runtime.device("cpu").loop_drivers.stats()
         assert stats.submitted == stats.ended
         assert all(getattr(stats, name) > 0 for name in ("done", "failed", "cancelled", "expired"))
-    assert last["Ticket"] == last["Batch"] == last["Failed"] == 0
+    assert last["PendingCall"] == last["Batch"] == last["Failure"] == 0
     assert {kind: last[kind] - first[kind] for kind in last if last[kind] > first[kind]} == {}

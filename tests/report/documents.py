@@ -8,16 +8,16 @@ import msgspec
 
 from layerzero.report.document import (
     CallMap,
-    ExcerptRow,
     LedgerRow,
     MeasuredCall,
+    OpTraffic,
     RankFacts,
     ReportDocument,
     ReportTable,
     StoredVerdict,
     TimedKernel,
-    TimelineExcerpt,
-    TrafficOf,
+    TimelineRow,
+    TimelineWindow,
 )
 
 KERNELS = ("a.norm", "b.norm", "c.norm")
@@ -54,12 +54,12 @@ def document(**more: Any) -> ReportDocument:
         "notes": ("worth knowing",),
         "maps": (call_map(*calls, measured("float32 N=1", 3.0, 4.0, op="rope")),),
         "traffic": (
-            TrafficOf("t.json", "rms_norm", 3, 40, (("8", 1), ("16", 2)), 0.2, 0.3, 0.4, (("turn", 3),)),
+            OpTraffic("t.json", "rms_norm", 3, 40, (("8", 1), ("16", 2)), 0.2, 0.3, 0.4, (("turn", 3),)),
         ),
         "health": (("b.norm", "quarantined", "it lied"),),
-        "timeline": TimelineExcerpt(
+        "timeline": TimelineWindow(
             "t.json", 0.0, 100.0, 5, ("rms_norm", "callers 8"),
-            (ExcerptRow("batches of cpu", ((10.0, 20.0, 0, 1),)),),
+            (TimelineRow("batches of cpu", ((10.0, 20.0, 0, 1),)),),
         ),
         "ranks": (RankFacts("rank0", {"torch": "2.13.0"}), RankFacts("rank1", {"torch": "2.12.0"})),
         "ledger": (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from layerzero.measure.model_calls import ModelConfig
-from layerzero.report.call_maps import FreshChooser
-from layerzero.report.recommend import Advice, Load, Recommendation, recommend
+from layerzero.report.call_maps import FreshSelector
+from layerzero.report.recommend import FlagRecommendation, Load, Recommendation, recommend
 from layerzero.selection.policy import EMPTY
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.hardware import Hardware, hypothetical_gpu, probe
@@ -44,15 +44,15 @@ def advise(
     hardware: Hardware | None = None,
     **load: int,
 ) -> Recommendation:
-    chooser = FreshChooser(hardware or hypothetical_gpu(90), Records(us), EMPTY)
+    chooser = FreshSelector(hardware or hypothetical_gpu(90), Records(us), EMPTY)
     return recommend(engine, ModelConfig.of(config), chooser, Load(**load), tie_band=0.03)
 
 
-def flag(found: Recommendation, name: str) -> Advice:
+def flag(found: Recommendation, name: str) -> FlagRecommendation:
     return next(advice for advice in found.flags if advice.flag == name)
 
 
-def losses(advice: Advice) -> dict[str, float | None]:
+def losses(advice: FlagRecommendation) -> dict[str, float | None]:
     return {o.value: None if o.loss is None else round(o.loss, 3) for o in advice.options}
 
 
@@ -153,7 +153,7 @@ def test_values_of_other_generations_are_not_shown() -> None:
 def test_decode_steps_are_priced_as_graphs_and_prompts_are_not() -> None:
     """Engines replay a captured decode step and launch a prompt."""
     records = Records({("attention", FA3): 9.0})
-    chooser = FreshChooser(hypothetical_gpu(90), records, EMPTY)
+    chooser = FreshSelector(hypothetical_gpu(90), records, EMPTY)
     recommend("vllm", ModelConfig.of(LLAMA), chooser, Load(), tie_band=0.0)
     assert "paged_attention" in records.captured and "attention" not in records.captured
 

@@ -10,14 +10,14 @@ import torch
 import layerzero as lz
 from layerzero.observe.trace_files import StoredTrace
 from layerzero.report import traffic
-from layerzero.report.document import TrafficOf
+from layerzero.report.document import OpTraffic
 from layerzero.report.traffic import excerpt_of, traffic_of_runtime, traffic_of_trace
 
 
-def recorded(path: Path) -> tuple[StoredTrace, list[TrafficOf]]:
+def recorded(path: Path) -> tuple[StoredTrace, list[OpTraffic]]:
     """The trace of a program whose callers meet, and what its process counted."""
 
-    async def work() -> list[TrafficOf]:
+    async def work() -> list[OpTraffic]:
         async with lz.start(lz.Settings(device="cpu"), scoped=True) as runtime:
             for _ in range(3):
                 await asyncio.gather(*(lz.rms_norm(torch.ones(1, 8)) for _ in range(5)))

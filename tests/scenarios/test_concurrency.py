@@ -18,7 +18,7 @@ from layerzero.actors.device.registry import Registry
 from layerzero.ops import table as ops_table
 from layerzero.selection.decide import roofline_cost
 from layerzero.selection.dispatch import DispatchState
-from layerzero.selection.key import KeyMaker
+from layerzero.selection.key import KeyBuilder
 from layerzero.selection.modes import mode_bits
 from layerzero.selection.plan import Plan, signature_of
 from layerzero.selection.policy import Policy, make_rule
@@ -151,7 +151,7 @@ def test_a_hundred_threads_read_the_registry_while_it_changes() -> None:
 
 def test_the_device_is_in_the_key() -> None:
     """CS-007 and CS-019: two devices never share a remembered choice."""
-    maker = KeyMaker(RMS, [kernel("a.rms_norm")], ())
+    maker = KeyBuilder(RMS, [kernel("a.rms_norm")], ())
     request = CallSpec(op="rms_norm", platform="cuda", device="cuda:0", dims={"N": 4, "C": 8})
     assert maker.key(request) != maker.key(request.replace(device="cuda:1"))
 

@@ -18,7 +18,7 @@ from layerzero.calls.blocking import context_runtime
 from layerzero.graphs.rehearsal import rehearsal
 from layerzero.native import FAST_PATH
 from layerzero.ops import table as ops_table
-from layerzero.selection.key import KeyMaker, grid
+from layerzero.selection.key import KeyBuilder, grid
 from layerzero.selection.modes import CAPTURE, mode_bits
 from layerzero.selection.plan import signature_of
 from layerzero.selection.policy import Policy, make_rule
@@ -232,7 +232,7 @@ def test_keys_are_values_and_cannot_collide() -> None:
         {"features": frozenset({"causal"})}, {"modes": frozenset({"grad"})}, {"contiguous": False},
         {"last_stride1": False}, {"alignment": 4}, {"dims": {"B": 1, "Hq": 4, "D": 8, "Sk": 5}},
     ]  # fmt: skip
-    maker = KeyMaker(ATTENTION, [kernel("a.attention")], ())
+    maker = KeyBuilder(ATTENTION, [kernel("a.attention")], ())
     keys = [maker.key(base), *(maker.key(base.replace(**change)) for change in changes)]
     assert all(isinstance(key, tuple) for key in keys)
     assert len(set(keys)) == len(keys)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.scheduler.core.pending_call import Failed
+from layerzero.scheduler.core.pending_call import Failure
 from tests.clocks import VirtualLoop
 
 
@@ -44,7 +44,7 @@ class Device:
         if self.gate is not None:
             assert self.gate.wait(30)
         if any(args[0] == "poison" for args in calls):
-            failed = Failed(ValueError("a poisoned call"))
+            failed = Failure(ValueError("a poisoned call"))
             return [failed] * len(calls)
         return [args[0] * 2 for args in calls]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.actors.device.worker import Worker
 from layerzero.api import readback as module
-from layerzero.api.readback import HostRead
+from layerzero.api.readback import HostReadback
 from layerzero.scheduler.modes.torch_modes import Modes, capture, with_stream
 from tests.clocks import run_virtually
 from tests.scheduler.test_expected_callers import HERE, PASS_S, Machine
@@ -32,13 +32,13 @@ async def test_a_read_is_awaited_later_and_again() -> None:
     lz.to_host(torch.ones(1)).close()
 
 
-def started(machine: Machine) -> Callable[[Tensor], HostRead]:
+def started(machine: Machine) -> Callable[[Tensor], HostReadback]:
     """`to_host` for the results of a virtual device."""
 
     def modes() -> Modes:
         return with_stream(capture(), HERE)
 
-    return lambda out: HostRead(None, machine.readback.start(out, HERE), machine.front, modes)
+    return lambda out: HostReadback(None, machine.readback.start(out, HERE), machine.front, modes)
 
 
 def test_a_read_of_a_device_is_awaited_later_and_again(worker: Worker) -> None:

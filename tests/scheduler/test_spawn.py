@@ -12,7 +12,7 @@ import pytest
 from layerzero.actors.device.worker import Worker
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
 from layerzero.scheduler.loop_driver import LoopDriver
-from layerzero.scheduler.spawn import Spawned, spawn
+from layerzero.scheduler.spawn import SpawnedTask, spawn
 from layerzero.spec.errors import RuntimeClosedError
 from tests.native.twins import both_paths as both_paths
 from tests.scheduler.devices import Device, Double
@@ -140,7 +140,7 @@ async def sweep(victim: int, at: int, through_awaiter: bool) -> tuple[bool, bool
             await asyncio.sleep(0)
         return number.value
 
-    async def awaiter(spawned: Spawned[int]) -> int:
+    async def awaiter(spawned: SpawnedTask[int]) -> int:
         return await spawned
 
     spawned = [spawn(front, request(index)) for index in range(5)]

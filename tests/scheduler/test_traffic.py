@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from layerzero.scheduler.core.at_once import AtOnce
+from layerzero.scheduler.core.at_once import ImmediateGroups
 from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.pending_call import Batch, Caller, PendingCall
 
@@ -36,7 +36,7 @@ class Machine:
     def __init__(self, *, at_once: bool = False) -> None:
         self.lane = Batcher()
         if at_once:
-            self.lane.at_once = AtOnce(200.0, max_inline_us=500.0)
+            self.lane.at_once = ImmediateGroups(200.0, max_inline_us=500.0)
         self.now = 0.0
         self.sizes: dict[Hashable, list[int]] = {}
         self.left: dict[Caller, Iterator[Hashable]] = {}

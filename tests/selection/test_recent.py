@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.selection.recent import Recent
+from layerzero.selection.recent import RecentCache
 
 
 @pytest.mark.parametrize("limit", [2, 3, 16, 17])
 def test_a_key_in_use_outlives_all_others(limit: int) -> None:
     """Used after every insertion it is never lost; of the others no more than there is room for stay."""
-    recent: Recent[str, int] = Recent(limit)
+    recent: RecentCache[str, int] = RecentCache(limit)
     recent.put("hot", 0)
     for number in range(200):
         recent.put(str(number), number)
@@ -27,7 +27,7 @@ def test_it_holds_what_was_used_while_half_the_room_was_filled(
     limit: int, steps: list[tuple[int, bool]]
 ) -> None:
     """A value that is found is the last one put; keys of the last half of the room are all found."""
-    recent: Recent[int, int] = Recent(limit)
+    recent: RecentCache[int, int] = RecentCache(limit)
     last: dict[int, int] = {}
     order: list[int] = []
     for moment, (key, puts) in enumerate(steps):
@@ -46,10 +46,10 @@ def test_it_holds_what_was_used_while_half_the_room_was_filled(
 
 def test_no_room_keeps_nothing_and_one_keeps_one() -> None:
     """0 is off; with room for one the newest stays."""
-    off: Recent[str, int] = Recent(0)
+    off: RecentCache[str, int] = RecentCache(0)
     off.put("a", 1)
     assert len(off) == 0 and off.get("a") is None and "a" not in off
-    one: Recent[str, int] = Recent(1)
+    one: RecentCache[str, int] = RecentCache(1)
     for key in "abc":
         one.put(key, 1)
         assert list(one) == [key]

@@ -24,7 +24,7 @@ from layerzero.measure.tuning import TuneReport, TuningJob
 from layerzero.perfdb.store import read_rows
 from layerzero.selection.policy.policy import Policy
 from layerzero.selection.policy.rules import Layer, make_rule
-from layerzero.sharing.work import MEASURE, SHARED, Answer, Draft, SharedWork
+from layerzero.sharing.work import MEASURE, SHARED, PartialResult, SharedResult, SharedWork
 from tests.children import Child
 from tests.sharing.test_choices import _job, _norm
 from tests.sharing.test_work import KEY, printed, wait_for
@@ -186,9 +186,9 @@ def test_rows_that_a_killed_leader_had_not_written_are_written_once(
     made = [[tuned] for tuned in _run(path).tuned]
     monkeypatch.setattr(Tuner, "measure", lambda *_: pytest.fail("it was measured"))
 
-    def taken_over(*asked: Any) -> Answer:
+    def taken_over(*asked: Any) -> SharedResult:
         asked[3].begun = msgspec.json.encode(made)
-        return Answer(asked[2]())
+        return SharedResult(asked[2]())
 
     monkeypatch.setattr(SHARED, "once", taken_over)
     for written in (True, False):
@@ -201,7 +201,7 @@ def test_rows_that_a_killed_leader_had_not_written_are_written_once(
 
 def test_a_draft_is_for_those_who_waited_and_ends_with_the_answer(tmp_path: Path) -> None:
     """Who asks after a leader died begins anew, and what the dead one had is gone."""
-    shared, draft = SharedWork(tmp_path), Draft()
+    shared, draft = SharedWork(tmp_path), PartialResult()
 
     def dies() -> bytes:
         draft.keep(b"half")
@@ -211,7 +211,7 @@ def test_a_draft_is_for_those_who_waited_and_ends_with_the_answer(tmp_path: Path
         shared.once(MEASURE, KEY, dies, draft)
     (part,) = tmp_path.glob("*.part")
     assert b"half" in part.read_bytes()
-    late = Draft()
+    late = PartialResult()
     assert shared.once(MEASURE, KEY, lambda: late.begun or b"anew", late).body == b"anew"
     assert not part.exists()
 
@@ -242,7 +242,7 @@ def test_what_another_host_measured_is_kept_here_under_the_same_path(
     path = tmp_path / "perfdb.sqlite"
     there = _run(path)
     path.unlink()
-    answer = Answer(msgspec.json.encode(there), "another device of the cluster")
+    answer = SharedResult(msgspec.json.encode(there), "another device of the cluster")
     monkeypatch.setattr(SHARED, "once", lambda *_, **__: answer)
     for _ in range(2):
         assert _run(path).rows == there.rows and set(read_rows(path)) == set(there.rows)

@@ -19,20 +19,20 @@ from layerzero.sharing.work import (
     MEASURE,
     SharedFailureError,
     SharedWork,
-    Sharing,
+    WorkSpec,
     code_of,
     digest_of,
 )
 from tests.children import Child
 from tests.waiting import EVERY_S, LIMIT_S
 
-WAITED_FOR = Sharing("test", wait_s=200.0, poll_s=0.01)
+WAITED_FOR = WorkSpec("test", wait_s=200.0, poll_s=0.01)
 KEY = digest_of("the same question")
 
 _ASKER = """
 import os, sys, time
 from pathlib import Path
-from layerzero.sharing.work import Sharing, SharedWork
+from layerzero.sharing.work import SharedWork, WorkSpec
 folder, key, fresh_s, behave = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
 wait_s = float(sys.argv[5])
 
@@ -47,7 +47,7 @@ def work():
     return b"42"
 
 (folder / f"asks-{os.getpid()}").touch()
-sharing = Sharing("test", wait_s=wait_s, fresh_s=fresh_s, poll_s=0.01)
+sharing = WorkSpec("test", wait_s=wait_s, fresh_s=fresh_s, poll_s=0.01)
 answer = SharedWork(folder / "shared").once(sharing, key, work)
 print(answer.body.decode(), bool(answer.leader))
 """

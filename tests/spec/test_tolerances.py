@@ -10,6 +10,7 @@ from layerzero.ops import table
 from layerzero.spec import tolerances
 from tests.backends import cases
 from tests.parity.__main__ import main as ladder
+from tests.precision import need_full_float32
 
 ATTENTION = table.get("attention")
 
@@ -65,9 +66,9 @@ def test_numbers_are_not_compared_while_products_are_rounded(capsys: pytest.Capt
         for loose in ("high", "medium"):
             torch.set_float32_matmul_precision(loose)
             with pytest.raises(RuntimeError, match=f"get_float32_matmul_precision.* == '{loose}'"):
-                tolerances.need_full_float32()
+                need_full_float32()
             with pytest.raises(RuntimeError, match="full float32"):
                 ladder(["--level", "1", "--config", "tiny"])
     finally:
         torch.set_float32_matmul_precision(before)
-    tolerances.need_full_float32()
+    need_full_float32()

@@ -49,7 +49,7 @@ def _adder(device: torch.device, dtype: torch.dtype) -> Any:
     return function(device, ("join.cu",), "add_parts", HALF=HALF[dtype])
 
 
-class Cut(NamedTuple):
+class ThinTile(NamedTuple):
     """A block for few rows: tiles of 8 rows, strips of 16 columns, warps that share K, chunks on their way.
 
     A multiprocessor is to hold `blocks` of them.
@@ -72,7 +72,9 @@ class Cut(NamedTuple):
         return 16 * self.strips
 
 
-def _few(device: torch.device, form: str, dtype: torch.dtype, group: int, cut: Cut, *, zeros: bool) -> Any:
+def _few(
+    device: torch.device, form: str, dtype: torch.dtype, group: int, cut: ThinTile, *, zeros: bool
+) -> Any:
     kind, scale = _KINDS[form]
     return function(
         device, ("codes.cuh", "products.cu"), "product", KIND=kind, SCALE=scale, HALF=HALF[dtype],
@@ -97,16 +99,16 @@ def _wide(
     )  # fmt: skip
 
 
-def plan_of(form: str, rows: int, width: int, inner: int, dtype: torch.dtype) -> Cut | Tile:
-    """The block for rows, columns and K: a `Cut` for few rows, else a tile of many. By trials on an H200."""
+def plan_of(form: str, rows: int, width: int, inner: int, dtype: torch.dtype) -> ThinTile | Tile:
+    """The block for rows, columns and K: a `ThinTile` for few rows, else a tile. By trials (H200)."""
     if rows <= 8:
         if inner > _LONG or (form == "nvfp4" and width >= _LONG):
-            return Cut(1, 2, 8, 1, 2)
-        return Cut(1, 2, 4, 1, 3) if width >= _LONG else Cut(1, 1, 8, 1, 2)
+            return ThinTile(1, 2, 8, 1, 2)
+        return ThinTile(1, 2, 4, 1, 3) if width >= _LONG else ThinTile(1, 1, 8, 1, 2)
     if rows <= 16 and max(width, inner) <= _SHORT:
-        return Cut(2, 2, 8, 1, 1)
+        return ThinTile(2, 2, 8, 1, 1)
     if rows <= 16 and dtype != torch.bfloat16:
-        return Cut(2, 2, 4, 1, 2)
+        return ThinTile(2, 2, 4, 1, 2)
     return tile_of(rows, inner, dtype)
 
 
@@ -124,7 +126,7 @@ def parts_of(blocks: int, chunks: int, processors: int, is_few: bool) -> int:
     return max(1, min(processors // blocks, chunks // _LEAST_CHUNKS))
 
 
-def _asked(request: CallSpec) -> tuple[str, torch.dtype, Cut | Tile]:
+def _asked(request: CallSpec) -> tuple[str, torch.dtype, ThinTile | Tile]:
     """Format, type and block of a request."""
     dtype = getattr(torch, request.dtype)
     form = next((name for name in _KINDS if f"quant_{name}" in request.features), "")
@@ -144,7 +146,7 @@ def compile_for(request: CallSpec) -> None:
     form, dtype, plan = _asked(request)
     zeros = "zero_point" in request.features
     _adder(device, dtype)
-    if isinstance(plan, Cut):
+    if isinstance(plan, ThinTile):
         _few(device, form, dtype, group, plan, zeros=zeros)
         return
     _arrange(device, plan.rows)
@@ -180,11 +182,11 @@ def quantized_linear(
     others = [or_any(part, scale) for part in (zero_point, tensor_scale, bias)]
     plan = plan_of(form, count, width, inner, x.dtype)
     blocks, lines = -(-width // plan.columns), -(-count // plan.rows)
-    parts = parts_of(blocks * lines, chunks, multiprocessors(x.device), isinstance(plan, Cut))
+    parts = parts_of(blocks * lines, chunks, multiprocessors(x.device), isinstance(plan, ThinTile))
     out = torch.empty((count, width), dtype=x.dtype, device=x.device)
     sums = out if parts == 1 else torch.empty((parts, count, width), dtype=torch.float32, device=x.device)
     sizes, steps = [count, width, inner], [weight.stride(0), scale.stride(0)]
-    if isinstance(plan, Cut):
+    if isinstance(plan, ThinTile):
         _few(x.device, form, x.dtype, group, plan, zeros=zeros)(
             grid=(blocks, parts, lines), block=(32 * plan.warps, 1, 1),
             args=[rows, weight, scale, *others, sums, *sizes, rows.stride(0), *steps, *flags, parts],

@@ -47,7 +47,7 @@ _MAX_LOCK = 16 << 20
 _MAX_TURNS = 100
 
 
-class Locked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LockedRepository(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One repository: what is asked for, its commit, and each file's SHA-256 by its path."""
 
     class Dependency(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
@@ -80,7 +80,7 @@ class Hub:
         self.locked = _read(Path(lockfile))
         self._signed = signed
 
-    def entry(self, repository: str) -> Locked:
+    def entry(self, repository: str) -> LockedRepository:
         """What the lock file says of a repository that may be loaded.
 
         Raises: BackendNotAvailableError: it is not allowed, or not locked.
@@ -236,12 +236,12 @@ def lock_folder(
     return entries
 
 
-def _read(path: Path) -> dict[str, Locked]:
+def _read(path: Path) -> dict[str, LockedRepository]:
     try:
-        entries = decode_json(read_given(path, _MAX_LOCK), list[Locked])
+        entries = decode_json(read_given(path, _MAX_LOCK), list[LockedRepository])
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise ConfigurationError(f"lockfile needs a readable lock file, got {path}: {error}") from error
-    locked: dict[str, Locked] = {}
+    locked: dict[str, LockedRepository] = {}
     for entry in entries:
         name = entry.dependency.repo_id
         if name in locked:
@@ -272,7 +272,7 @@ def _files(repository: str, where: Path) -> dict[str, Path]:
     return paths
 
 
-def _pieces(repository: str, where: Path, entry: Locked) -> Iterator[tuple[str, bytes]]:
+def _pieces(repository: str, where: Path, entry: LockedRepository) -> Iterator[tuple[str, bytes]]:
     """Every file that is locked, by its path, with its content, once that has been checked.
 
     Raises: BackendNotAvailableError: a file is not what was locked, missing, or one too many.
@@ -288,7 +288,7 @@ def _pieces(repository: str, where: Path, entry: Locked) -> Iterator[tuple[str, 
             yield path, content
 
 
-def need_whole_variants(repository: str, present: Collection[str], entry: Locked) -> None:
+def need_whole_variants(repository: str, present: Collection[str], entry: LockedRepository) -> None:
     """Refuse a variant of which a file is missing; variants for other systems may be absent as a whole."""
     variants = {path.split("/")[1] for path in present if path.startswith("build/")}
     for path in sorted(entry.files.keys() - set(present)):
@@ -297,7 +297,7 @@ def need_whole_variants(repository: str, present: Collection[str], entry: Locked
             raise refusal(repository, f"{path} is locked and not there")
 
 
-def _checker(repository: str, entry: Locked) -> Check:
+def _checker(repository: str, entry: LockedRepository) -> Check:
     """What refuses a file that is not what was locked."""
 
     def check(path: str, content: bytes) -> None:
@@ -338,7 +338,7 @@ def _exchange(draft: Path, where: Path) -> None:
         os.close(around)
 
 
-def _intact(copy: Path, entry: Locked) -> bool:
+def _intact(copy: Path, entry: LockedRepository) -> bool:
     """Whether a copy holds every locked file; what Python has compiled beside them is this user's own."""
     try:
         return all(

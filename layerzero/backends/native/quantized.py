@@ -93,7 +93,7 @@ def kept_weights() -> _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class LaidOut:
+class NativeWeight:
     """A weight (..., C, K) as the module reads it, and how to call it."""
 
     codes: Tensor | dict[int, Tensor]  # by matrix
@@ -121,7 +121,7 @@ class LaidOut:
 def laid_out(
     weight: Tensor, scale: Tensor, format: str | None, zero_point: Tensor | None, tensor_scale: Tensor | None,
     block_size: int, matrices: Sequence[int] = (0,),
-) -> LaidOut:  # fmt: skip
+) -> NativeWeight:  # fmt: skip
     """Panels of the matrices of a weight that a call reads, made now where it is new or was changed.
 
     Where a weight is not kept its matrices are laid out for this call alone: a row has the same bits.
@@ -130,7 +130,7 @@ def laid_out(
     parts = cache.blocks if block_size else cache.scales
     spread = _kept_or_made(parts, scale)
     groups = spread.shape[-2]
-    return LaidOut(
+    return NativeWeight(
         codes=_codes_of(weight, form.packed == 1, matrices),
         scale=spread,
         zero=None if zero_point is None else _kept_or_made(cache.scales, zero_point),

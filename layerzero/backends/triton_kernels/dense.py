@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from layerzero.backends.triton_kernels.paged import LOG2_E, PoolArguments, scale_log2
+from layerzero.backends.triton_kernels.paged import LOG2_E, PoolArgs, scale_log2
 from layerzero.backends.triton_kernels.paged_rows import attend, tile_of
 from layerzero.backends.triton_kernels.products import INTERPRETED
 from layerzero.ops import kv_formats
@@ -52,7 +52,7 @@ def _attend(
     width, heads, axes = q.shape[3], q.shape[head], (0, token, head)
     sequences = q.shape[0] if offsets[0] is None else offsets[0].shape[0] - 1
     starts = [None if each is None else each.contiguous() for each in offsets]
-    pool = PoolArguments.of_pools((call.k, call.v), (call.k_scale, call.v_scale), token, head, 0)
+    pool = PoolArgs.of_pools((call.k, call.v), (call.k_scale, call.v_scale), token, head, 0)
     cut, queries = tile_of(heads // pool.key_heads, width)
     dtype = kv_formats.number_dtype(q)
     out = torch.empty(q.shape, dtype=dtype, device=q.device)

@@ -153,7 +153,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-class PoolArguments(NamedTuple):
+class PoolArgs(NamedTuple):
     """What kernels take of a pool of pages: scales, strides and constants."""
 
     scales: tuple[Tensor | None, Tensor | None]
@@ -163,7 +163,7 @@ class PoolArguments(NamedTuple):
     constants: dict[str, Any]
 
     @classmethod
-    def of(cls, call: PagedArgs) -> PoolArguments:
+    def of(cls, call: PagedArgs) -> PoolArgs:
         """Of one call."""
         token, head = (1, 2) if call.layout == "NHD" else (2, 1)
         pools = call.k_cache, call.v_cache
@@ -173,7 +173,7 @@ class PoolArguments(NamedTuple):
     def of_pools(
         cls, pools: tuple[Tensor, Tensor], scales: tuple[Tensor | None, Tensor | None], token: int, head: int,
         page: int,
-    ) -> PoolArguments:  # fmt: skip
+    ) -> PoolArgs:  # fmt: skip
         """Of pools with tokens and heads at these axes; `page` is 0 where no table says what lies where."""
         k_scale, v_scale = scales
         steps = (0, 0, 0)
@@ -204,7 +204,7 @@ def paged_attention(call: PagedArgs) -> Tensor:
     """One query token a sequence; of the options only the scales and the layout are more than defaults."""
     q, tables = call.q, rows_of_tables(call.block_tables)
     sequences, heads, width = q.shape
-    pool = PoolArguments.of(call)
+    pool = PoolArgs.of(call)
     most_tokens = tables.shape[1] * pool.constants["PAGE"]
     parts = parts_of(sequences * pool.key_heads, most_tokens, processors(q.device))
     out = torch.empty((sequences, heads, width), dtype=q.dtype, device=q.device)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from layerzero.backends.triton_kernels.paged import (
     LOG2_E,
-    PoolArguments,
+    PoolArgs,
     attend_tile,
     find_page,
     rows_of_tables,
@@ -175,7 +175,7 @@ def paged_attention(call: PagedArgs) -> Tensor:
     sequences = call.seq_lens.shape[0]
     if cu_seqlens_q is None:
         cu_seqlens_q = torch.arange(sequences + 1, dtype=torch.int32, device=q.device)
-    pool = PoolArguments.of(call)
+    pool = PoolArgs.of(call)
     cut, queries = tile_of(heads // pool.key_heads, width)
     out = torch.empty((rows, heads, width), dtype=q.dtype, device=q.device)
     attend[(rows // queries + sequences, pool.key_heads)](

@@ -9,9 +9,9 @@ from layerzero.api.tune import tune_blocking
 from layerzero.cli.common import output
 from layerzero.cli.common.options import json_option, runtime_of
 from layerzero.measure.model_calls import ModelConfig
-from layerzero.report.call_maps import FreshChooser, tables_for
+from layerzero.report.call_maps import FreshSelector, tables_for
 from layerzero.report.engine_flags import ENGINES
-from layerzero.report.recommend import Advice, Load, serving_calls
+from layerzero.report.recommend import FlagRecommendation, Load, serving_calls
 from layerzero.report.recommend import recommend as recommended
 from layerzero.spec.hardware import probe
 
@@ -51,9 +51,9 @@ def recommend(
                 tune_blocking(calls, device=str(opened.device), budget_s=tune_s, missing=True)
             opened.wait_for_costs()
             chooser = (
-                FreshChooser.of_table(table, runtime.policy)
+                FreshSelector.of_table(table, runtime.policy)
                 if table is not None
-                else FreshChooser(opened.hardware, opened.costs, runtime.policy)
+                else FreshSelector(opened.hardware, opened.costs, runtime.policy)
             )
             recommendation = recommended(
                 engine, model, chooser, load, tie_band=runtime.settings.tie_band, folder=model_config
@@ -67,7 +67,7 @@ def recommend(
     output.show(json_, msgspec.to_builtins(recommendation), title, *parts, recommendation.command)
 
 
-def _parts_of(advice: Advice) -> list[str | output.Table]:
+def _parts_of(advice: FlagRecommendation) -> list[str | output.Table]:
     """One flag for people."""
     line = f"{advice.flag} {advice.value}: {advice.why}"
     rows = [

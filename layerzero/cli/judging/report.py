@@ -12,7 +12,7 @@ from layerzero.cli.common.options import json_option, runtime_of, target_options
 from layerzero.cli.top import DeviceCounts, read_counts
 from layerzero.report.collect import as_plain, collect_report
 from layerzero.report.compare import ReportComparison, compare_reports
-from layerzero.report.document import ReportDocument, TrafficOf, read_report
+from layerzero.report.document import OpTraffic, ReportDocument, read_report
 from layerzero.report.page import page_of_comparison, page_of_report, write_page
 
 _FILE = click.Path(exists=True, dir_okay=False)
@@ -70,12 +70,12 @@ def _summary(path: str, document: ReportDocument) -> list[str]:
     return lines
 
 
-def _traffic_of(url: str) -> list[TrafficOf]:
+def _traffic_of(url: str) -> list[OpTraffic]:
     counts = read_counts(url, "layerzero_")
     return [_traffic_row(url, name, device) for name, device in counts.items() if device.batches]
 
 
-def _traffic_row(url: str, name: str, device: DeviceCounts) -> TrafficOf:
+def _traffic_row(url: str, name: str, device: DeviceCounts) -> OpTraffic:
     """A device's batches by size: the process counts those of at most each bound."""
     below, sizes = 0.0, []
     for bound, total in sorted(device.batch_sizes.items(), key=lambda each: float(each[0])):
@@ -85,7 +85,7 @@ def _traffic_row(url: str, name: str, device: DeviceCounts) -> TrafficOf:
         below = total
     calls = int(device.batched_calls)
     mean_ms = device.wait_s / calls * 1e3 if calls else None
-    return TrafficOf(
+    return OpTraffic(
         url,
         name,
         int(device.batches),

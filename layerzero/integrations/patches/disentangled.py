@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import layerzero.sync as sync
 from layerzero.integrations.patches import probe
-from layerzero.integrations.patches.substitute import PLAIN, Substitute
+from layerzero.integrations.patches.substitute import PLAIN, PatchedForward
 from layerzero.ops.attention.attention import attention_reference
 
 CLASS = "DisentangledSelfAttention"
 _HEADS, _WIDTH, _TOKENS = 2, 8, 3
 
 
-class DisentangledForward(Substitute):
+class DisentangledForward(PatchedForward):
     """Queries, keys and the bias of positions as the module makes them; their attention by the op.
 
     DeBERTa's first form joins its projections and scales queries before the bias (`in_proj`); its second and

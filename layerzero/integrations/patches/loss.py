@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 import layerzero.sync as sync
 from layerzero.integrations.patches.substitute import (
     PLAIN,
-    Substitute,
+    PatchedForward,
     autocast_dtype,
     has_hooks,
 )
@@ -33,7 +33,7 @@ _SHAPE = frozenset(
 )  # fmt: skip
 
 
-class LogitsLater(Tensor):
+class LazyLogits(Tensor):
     """Logits of `rows` (..., K) by `weight` (V, K), computed when a function of torch reads them."""
 
     rows: Tensor
@@ -44,7 +44,7 @@ class LogitsLater(Tensor):
     @staticmethod
     def __new__(
         cls, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None
-    ) -> LogitsLater:
+    ) -> LazyLogits:
         later: Any = Tensor._make_wrapper_subclass(
             cls, (*rows.shape[:-1], weight.shape[0]), dtype=dtype or rows.dtype, device=rows.device
         )
@@ -66,8 +66,8 @@ class LogitsLater(Tensor):
                 return function(*args, **(kwargs or {}))
         if function is Tensor.float and len(args) == 1:
             self = args[0]
-            return LogitsLater(self.rows, self.weight, self.bias, torch.float32)
-        args, kwargs = pytree.tree_map_only(LogitsLater, LogitsLater.now, (args, kwargs or {}))
+            return LazyLogits(self.rows, self.weight, self.bias, torch.float32)
+        args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.now, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     @classmethod
@@ -92,7 +92,7 @@ def _is_part_of_a_step() -> bool:
 _is_part_of_a_step._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class CausalForward(Substitute):
+class CausalForward(PatchedForward):
     """A causal model's own forward, in which the head's logits may wait while it trains with labels."""
 
     part, op = "loss", "linear_cross_entropy"
@@ -144,7 +144,7 @@ class CausalForward(Substitute):
                 self.module.loss_function = self.loss_before
 
 
-class HeadForward(Substitute):
+class HeadForward(PatchedForward):
     """The last projection: logits that wait where the loss alone may need them."""
 
     part, op = "loss", "linear_cross_entropy"
@@ -171,7 +171,7 @@ class HeadForward(Substitute):
         cast = autocast_dtype(rows)
         if cast is not None:
             rows, weight, bias = rows.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
-        return LogitsLater(rows, weight, bias)
+        return LazyLogits(rows, weight, bias)
 
     def _obstacle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         linear = self.module
@@ -204,7 +204,7 @@ class CausalLoss:
 
     def __call__(self, logits: Any, labels: Any, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
         """As `ForCausalLMLoss`: the mean over the targets, or their sum by `num_items_in_batch`."""
-        waiting = logits if type(logits) is LogitsLater and logits.computed is None else None
+        waiting = logits if type(logits) is LazyLogits and logits.computed is None else None
         traced = torch.compiler.is_compiling() and type(logits) is Tensor
         projected: Any = self.projected if traced and self.projected else (None, None)
         if not self.enabled or (waiting is None and not traced) or args or logits.shape[-1] != vocab_size:

@@ -14,7 +14,7 @@ from layerzero._util import foreign, log
 from layerzero.integrations.patches import probe
 from layerzero.integrations.patches.substitute import (
     PLAIN,
-    Substitute,
+    PatchedForward,
     autocast_dtype,
     has_hooks,
     is_left_alone,
@@ -30,7 +30,7 @@ WEIGHTS_APART = "integrations.weights_apart"
 C, F = 8, 12
 
 
-class MlpForward(Substitute):
+class MlpForward(PatchedForward):
     """`module(x)` by `mlp` while nothing needs a gradient.
 
     The op wants the gate's rows above the value's in one matrix. The first call puts the two weights there:

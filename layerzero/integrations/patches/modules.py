@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from layerzero.integrations.patches import disentangled, mlp, norm, rope, sdpa
-from layerzero.integrations.patches.substitute import PARTS, PatchTable, Substitute, Verdicts
+from layerzero.integrations.patches.substitute import PARTS, PatchedForward, PatchTable, Verdicts
 
 RECORD = "_layerzero_patch"
 # Such as accelerate, which puts a module's weights where they are needed just before.
 TAKEN = "another library has replaced its forward"
 # Of each part: which modules belong to it, and the substitute of one or why it has none.
-_KINDS: dict[str, tuple[Callable[[nn.Module], bool], Callable[[nn.Module], Substitute | str]]] = {
+_KINDS: dict[str, tuple[Callable[[nn.Module], bool], Callable[[nn.Module], PatchedForward | str]]] = {
     "norm": (norm.is_norm, norm.substitute),
     "mlp": (mlp.is_mlp, mlp.substitute),
     "attention": (disentangled.is_disentangled, disentangled.substitute),
@@ -28,7 +28,7 @@ class Patch:
 
     table: PatchTable
     parts: frozenset[str]
-    substitutes: list[Substitute] = field(default_factory=list)
+    substitutes: list[PatchedForward] = field(default_factory=list)
     # What to give each configuration back, and other such things: (object, attribute, value).
     settings: list[tuple[Any, str, Any]] = field(default_factory=list)
 
@@ -53,9 +53,9 @@ def need_parts(parts: Iterable[str]) -> frozenset[str]:
     return names
 
 
-def substitutes(model: nn.Module, parts: Iterable[str], verdicts: Verdicts) -> list[Substitute]:
+def substitutes(model: nn.Module, parts: Iterable[str], verdicts: Verdicts) -> list[PatchedForward]:
     """The substitute of each module that an op serves, not yet in place; every module gets a verdict."""
-    chosen: list[Substitute] = []
+    chosen: list[PatchedForward] = []
     kinds = [_KINDS[part] + (part,) for part in parts if part in _KINDS]
     for module in model.modules():
         for belongs, make, part in kinds:

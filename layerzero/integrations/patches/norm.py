@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import layerzero.sync as sync
 from layerzero.integrations.patches import probe
-from layerzero.integrations.patches.substitute import PLAIN, Substitute, autocast_dtype
+from layerzero.integrations.patches.substitute import PLAIN, PatchedForward, autocast_dtype
 from layerzero.ops.norm.layer_norm import layer_norm_reference
 from layerzero.ops.norm.rms_norm import rms_norm_reference
 
@@ -21,7 +21,7 @@ WIDTH = 16
 SCALES = (1e-3, 1.0)
 
 
-class NormForward(Substitute):
+class NormForward(PatchedForward):
     """`module(x)` by `rms_norm` or `layer_norm`; `shift` is added to the weight, as Gemma's norms do."""
 
     part = "norm"

@@ -15,7 +15,7 @@ from layerzero._util import foreign
 from layerzero.calls.blocking import context_device
 from layerzero.integrations.patches import probe, rewire, sdpa
 from layerzero.integrations.patches.rewire import reads
-from layerzero.integrations.patches.substitute import Substitute
+from layerzero.integrations.patches.substitute import PatchedForward
 from layerzero.ops.rope.rope import rope_reference
 
 PREFIX = "apply_rotary"
@@ -25,14 +25,14 @@ _TABLES = "_layerzero_tables"
 Tables = tuple[Tensor, tuple[int, int], Tensor, Tensor, Tensor]
 
 
-class HalvesRepeat(NamedTuple):
+class HalvesTable(NamedTuple):
     """Tables (B, S, R) of a rotary module in a graph, whose columns i and i + R / 2 are equal."""
 
     cos: Tensor
     sin: Tensor
 
 
-class PairsRepeat(NamedTuple):
+class PairsTable(NamedTuple):
     """Tables (B, S, R) of a rotary module in a graph, whose columns 2i and 2i + 1 are equal."""
 
     cos: Tensor
@@ -131,7 +131,7 @@ def _repeat(cos: Tensor, sin: Tensor, halves: bool) -> bool:
     return all(torch.equal(_columns(t, halves, 0), _columns(t, halves, 1)) for t in (cos, sin))
 
 
-class AttentionForward(Substitute):
+class AttentionForward(PatchedForward):
     """An attention module's own forward, in which the rotary function, torch's attention or both are ours."""
 
     part, op = "rope", "rope"
@@ -169,7 +169,7 @@ class AttentionForward(Substitute):
         self._read()
 
 
-class TablesForward(Substitute):
+class TablesForward(PatchedForward):
     """A rotary module's own forward; in a graph the class of what it returns says which columns are equal."""
 
     part, op = "rope", "rope"
@@ -201,7 +201,7 @@ def tables_substitute(module: nn.Module) -> TablesForward | None:
         probe.answer(type(module).forward, double, probe.numbers(1, 3, 8), positions, *layer)
         for layer in layers
     ]
-    for halves, tables in ((True, HalvesRepeat), (False, PairsRepeat)):
+    for halves, tables in ((True, HalvesTable), (False, PairsTable)):
         if pairs and all(_is_pair(pair) and _repeat(pair[0], pair[1], halves) for pair in pairs):
             return TablesForward(module, tables)
     return None
@@ -231,7 +231,7 @@ def forward_on_ops(
 def _tables_of(forward: Callable[..., Any]) -> type | None:
     """The class of tables for all rotations of a forward; None where they differ."""
     layouts = {rotation.halves for rotation in _rotations(forward).values()}
-    return None if len(layouts) != 1 else (HalvesRepeat if layouts.pop() else PairsRepeat)
+    return None if len(layouts) != 1 else (HalvesTable if layouts.pop() else PairsTable)
 
 
 def _rotations(forward: Callable[..., Any]) -> dict[str, Rotation]:

@@ -66,7 +66,7 @@ class Verdicts:
         return tuple(PatchRow(part, module, count, op, why) for (part, module, op, why), count in ordered)
 
 
-class Substitute:
+class PatchedForward:
     """A module's forward on one of our ops; what the op does not serve goes to the module's own.
 
     A call that goes there is counted (`own_forward`, by part and reason); a traced one is not.

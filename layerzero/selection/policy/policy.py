@@ -18,12 +18,12 @@ from functools import cached_property
 
 import msgspec
 
-from layerzero.selection.policy.rules import Action, Boost, Rule
+from layerzero.selection.policy.rules import Action, CostChange, Rule
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.condition import Condition
 from layerzero.spec.reasons import Reason, Rejected
 
-NO_BOOST = Boost()
+NO_BOOST = CostChange()
 _MAX_REMEMBERED = 8192
 
 
@@ -36,7 +36,7 @@ class PolicyVerdict(msgspec.Struct, frozen=True):
 
     allowed: bool
     reasons: tuple[Rejected, ...] = ()
-    boost: Boost = NO_BOOST
+    boost: CostChange = NO_BOOST
     lock: Rule | None = None
 
 

@@ -38,7 +38,7 @@ class Layer(IntEnum):
     REQUEST = 4
 
 
-class Boost(msgspec.Struct, frozen=True):
+class CostChange(msgspec.Struct, frozen=True):
     """A change of expected cost: `cost_us * factor + add_us`, never below zero; below 1 favours a kernel."""
 
     factor: float = 1.0
@@ -48,9 +48,9 @@ class Boost(msgspec.Struct, frozen=True):
         """The cost after this change, in microseconds."""
         return max(0.0, cost_us * self.factor + self.add_us)
 
-    def then(self, other: Boost) -> Boost:
+    def then(self, other: CostChange) -> CostChange:
         """This change followed by `other`, as one."""
-        return Boost(self.factor * other.factor, self.add_us * other.factor + other.add_us)
+        return CostChange(self.factor * other.factor, self.add_us * other.factor + other.add_us)
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     op: str = "*"
     kind: str | None = None
     when: tuple[Condition, ...] = ()
-    boost: Boost = Boost()
+    boost: CostChange = CostChange()
     layer: Layer = Layer.PROGRAM
     until: float | None = None
     source: str = "program"
@@ -147,7 +147,7 @@ def make_rule(
         op=name,
         kind=kind,
         when=parse_conditions(when if isinstance(when, str) else list(when)),
-        boost=Boost(float(factor), float(add_us)),
+        boost=CostChange(float(factor), float(add_us)),
         layer=layer,
         until=until,
         source=source,

@@ -82,7 +82,7 @@ class TreeSplit:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedTree:
     """A tree, and its mean loss over samples that it was not made from, beside the best single kernel's."""
 
     root: Node
@@ -165,7 +165,7 @@ def folds_of(samples: Samples, folds: int = FOLDS) -> Whole:
     return np.array([int.from_bytes(digest, "little") % folds for digest in digests], dtype=np.int64)
 
 
-def fit(samples: Samples, *, folds: int = FOLDS, max_leaves: int = MAX_LEAVES) -> Fitted:
+def fit(samples: Samples, *, folds: int = FOLDS, max_leaves: int = MAX_LEAVES) -> FittedTree:
     """The tree whose number of leaves loses least on held-out samples; one leaf where there are too few.
 
     Raises: ValueError: there is no sample, or no kernel.
@@ -181,7 +181,7 @@ def fit(samples: Samples, *, folds: int = FOLDS, max_leaves: int = MAX_LEAVES) -
     ]
     if not lost:
         root, _ = grow(samples.sizes, losses, 1)
-        return Fitted(root, 1, math.nan, math.nan)
+        return FittedTree(root, 1, math.nan, math.nan)
     held_out = np.concatenate(lost)
     means = held_out.mean(axis=0)
     best = int(np.argmin(means))
@@ -189,7 +189,7 @@ def fit(samples: Samples, *, folds: int = FOLDS, max_leaves: int = MAX_LEAVES) -
     errors = extra_loss.std(axis=0) / math.sqrt(len(held_out))
     size = int(np.argmax(means - means[best] <= _STANDARD_ERRORS * errors))
     root, done = grow(samples.sizes, losses, ladder[size])
-    return Fitted(root, len(done) + 1, float(means[size]), float(means[0]))
+    return FittedTree(root, len(done) + 1, float(means[size]), float(means[0]))
 
 
 def _ladder(max_leaves: int) -> list[int]:

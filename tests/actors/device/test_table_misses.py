@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import layerzero as lz
-from layerzero.actors.device.table_misses import EVERY_S, add_around
+from layerzero.actors.device.tables.misses import EVERY_S, add_around
 from layerzero.api.solve import solve
 from layerzero.api.tune import tune_blocking
 from layerzero.measure.shapes import norm
@@ -55,7 +55,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Seconds of processor time that the process has taken, as the test says."""
     taken = SimpleNamespace(s=0.0)
     monkeypatch.setattr(
-        "layerzero.actors.device.table_misses.time", SimpleNamespace(process_time=lambda: taken.s)
+        "layerzero.actors.device.tables.misses.time", SimpleNamespace(process_time=lambda: taken.s)
     )
     return taken
 
@@ -153,7 +153,7 @@ def test_under_another_policy_a_table_learns_nothing(
     """A table says under which policy it was solved: what is missed under another waits for the first."""
     runtime = opened(dispatch_table=str(table), next_dispatch_table=str(tmp_path / "next.json"))
     lz.add_policy(prefer="claims", op="rms_norm")
-    runtime.device().table_keeper.wait()
+    runtime.device().table_updater.wait()
     lz.sync.rms_norm(LONG, WEIGHT)
     pass_time(runtime, 3)
     assert not (tmp_path / "next.json").exists()

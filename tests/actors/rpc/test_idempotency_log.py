@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero.actors.rpc.idempotency_log import AlreadyAcknowledged, IdempotencyLog
+from layerzero.actors.rpc.idempotency_log import AcknowledgedError, IdempotencyLog
 from layerzero.actors.rpc.settling import RequestNumbers
 
 EVENTS = st.lists(
@@ -25,7 +25,7 @@ def test_no_history_runs_a_request_twice(history: list[tuple[str, int]]) -> None
     def arrive(number: int, floor: int) -> None:
         try:
             entry = ledger.find("client", number, floor)
-        except AlreadyAcknowledged:
+        except AcknowledgedError:
             return
         if entry is None:
             ledger.add("client", number, number)
@@ -65,7 +65,7 @@ def test_memory_is_bounded_by_what_is_outstanding() -> None:
         numbers.ack(number)
     ledger.find("c", numbers.new_number(), numbers.ack_watermark)
     assert ledger.entries() == []
-    with pytest.raises(AlreadyAcknowledged):
+    with pytest.raises(AcknowledgedError):
         ledger.find("c", 5, numbers.ack_watermark)
 
 
@@ -73,6 +73,6 @@ def test_a_request_that_was_cancelled_before_it_came_never_runs() -> None:
     """Settling comes first, the request later."""
     ledger: IdempotencyLog[str] = IdempotencyLog()
     assert ledger.ack("c", (3,)) == []
-    with pytest.raises(AlreadyAcknowledged):
+    with pytest.raises(AcknowledgedError):
         ledger.find("c", 3, 0)
     assert ledger.find("c", 4, 0) is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layerzero.actors.rpc.server import CallServer, Envelope
+from layerzero.actors.rpc.server import CallServer, RequestHeader
 from layerzero.actors.rpc.settling import result_of
 from layerzero.spec.errors import DeviceLostError
 
@@ -31,7 +31,7 @@ class Work:
 def served(server: CallServer, number: int, work: Callable[[], Awaitable[Any]], **more: Any) -> Any:
     """A request as a task, of the first client."""
     named = {"ack_watermark": 0, "incarnation": server.incarnation, **more}
-    return asyncio.ensure_future(server.serve(Envelope("client", number, **named), work))
+    return asyncio.ensure_future(server.serve(RequestHeader("client", number, **named), work))
 
 
 @pytest.mark.asyncio

@@ -30,7 +30,7 @@ from layerzero.scheduler.core.pending_call import (
     WAITING,
     Batch,
     Caller,
-    Failed,
+    Failure,
     PendingCall,
 )
 from layerzero.scheduler.core.round_robin import BatchQueue, ProgramPoint, RoundRobin
@@ -589,7 +589,7 @@ class LaneMachine(RuleBasedStateMachine):
     @rule(failing=st.booleans())
     def finish(self, failing: bool) -> None:
         batch = self.flying.pop()
-        outcome = Failed(ValueError("no")) if failing else "value"
+        outcome = Failure(ValueError("no")) if failing else "value"
         self.lane.on_batch_done(batch, [outcome] * len(batch), self.now)
         for ticket in batch.calls:
             assert ticket.state in (DONE, FAILED, CANCELLED)

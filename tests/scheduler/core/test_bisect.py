@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero.scheduler.core.bisect import bisect_failed_batch
-from layerzero.scheduler.core.pending_call import Failed
+from layerzero.scheduler.core.pending_call import Failure
 from layerzero.spec.errors import DeviceLostError
 
 
@@ -26,7 +26,7 @@ class Kernel:
         self.runs.append(len(calls))
         wrong = [args[0] for args in calls if args[0] in self.bad]
         if wrong:
-            failed = Failed(self.error or ValueError(f"bad {wrong}"))
+            failed = Failure(self.error or ValueError(f"bad {wrong}"))
             return [failed] * len(calls)
         return [args[0] for args in calls]
 
@@ -44,7 +44,7 @@ def test_exactly_the_culprits_fail(count: int, data: st.DataObject) -> None:
     outcomes = bisect_failed_batch(kernel, calls(count), pure=True)
     for index, outcome in enumerate(outcomes):
         if index in bad:
-            assert isinstance(outcome, Failed) and str(outcome.error) == f"bad [{index}]"
+            assert isinstance(outcome, Failure) and str(outcome.error) == f"bad [{index}]"
         else:
             assert outcome == index
     assert len(kernel.runs) <= 1 + 2 * len(bad) * math.ceil(math.log2(max(count, 2)))
@@ -55,7 +55,7 @@ def test_what_is_not_pure_runs_once() -> None:
     kernel = Kernel({3})
     outcomes = bisect_failed_batch(kernel, calls(8), pure=False)
     assert kernel.runs == [8]
-    assert all(isinstance(outcome, Failed) for outcome in outcomes)
+    assert all(isinstance(outcome, Failure) for outcome in outcomes)
 
 
 def test_a_lost_device_is_nobodys_fault() -> None:
@@ -63,12 +63,12 @@ def test_a_lost_device_is_nobodys_fault() -> None:
     kernel = Kernel({3}, DeviceLostError("gone", retryable=False))
     outcomes = bisect_failed_batch(kernel, calls(8), pure=True)
     assert kernel.runs == [8]
-    assert all(isinstance(outcome, Failed) for outcome in outcomes)
+    assert all(isinstance(outcome, Failure) for outcome in outcomes)
 
 
 def test_outcomes_that_differ_are_final() -> None:
     """An executor that already knows whom to blame is believed."""
-    mixed: list[Any] = [Failed(ValueError("one")), 1, 2]
+    mixed: list[Any] = [Failure(ValueError("one")), 1, 2]
     runs: list[int] = []
 
     def run(these: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -91,4 +91,4 @@ def test_an_executor_that_breaks_its_contract_fails_its_calls() -> None:
     for run, text in ((raises, "inside"), (too_few, "0 outcomes")):
         outcomes = bisect_failed_batch(run, calls(2), pure=True)
         assert len(outcomes) == 2
-        assert all(isinstance(o, Failed) and text in str(o.error) for o in outcomes)
+        assert all(isinstance(o, Failure) and text in str(o.error) for o in outcomes)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerzero.selection.policy.policy import EMPTY, NO_BOOST, Policy, describe, merge
-from layerzero.selection.policy.rules import AVOIDED, PREFERRED, Action, Boost, Layer, Rule, make_rule
+from layerzero.selection.policy.rules import AVOIDED, PREFERRED, Action, CostChange, Layer, Rule, make_rule
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import PolicyValidationError
 from layerzero.spec.reasons import Reason
@@ -132,7 +132,7 @@ def test_boosts_compose_in_chain_order() -> None:
     )
     assert value.verdict(*FLASH, CAUSAL).boost.apply(100.0) == (100.0 * 0.5 + 10.0) * 2.0
     assert value.verdict(*TORCH, CAUSAL).boost == NO_BOOST
-    assert Boost(1.0, -50.0).apply(20.0) == 0.0
+    assert CostChange(1.0, -50.0).apply(20.0) == 0.0
     assert PREFERRED < 1.0 < AVOIDED
 
 

@@ -23,7 +23,7 @@ BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 def _programs() -> Any:
     """The module that compiles; torch's part of it is imported with the first program."""
-    return importlib.import_module("layerzero.backends.torch_flex.programs")
+    return importlib.import_module("layerzero.backends.torch_kernels.flex_programs")
 
 
 def _attention() -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""TableKeeper: the dispatch table of one device under the policy of the moment, solved again where needed."""
+"""TableUpdater: the dispatch table of one device under the policy of now, solved again where needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from layerzero.actors.device.loading import KernelLoader, dispatch_table_for
 from layerzero.actors.device.registry import Registry
-from layerzero.actors.device.selection_inputs import SelectionInputs
+from layerzero.actors.device.tables.selection_inputs import SelectionInputs
 from layerzero.ops.op import Args
 from layerzero.selection.context import SelectionOptions
 from layerzero.selection.policy.policy import Policy
@@ -16,12 +16,12 @@ from layerzero.spec.hardware import Hardware
 
 if TYPE_CHECKING:
     from layerzero.actors.device.local_device import LocalDevice
-    from layerzero.actors.device.table_misses import TableMisses
+    from layerzero.actors.device.tables.misses import TableMisses
     from layerzero.selection.active_table import ActiveDispatchTable
     from layerzero.selection.plan import Plan
 
 
-class TableKeeper:
+class TableUpdater:
     """Keeps `inputs.dispatch_table`: the file's own where it holds, else what is solved again of it.
 
     `changed()` is called from the background thread when a table solved again came in force.
@@ -105,7 +105,7 @@ class TableKeeper:
         """Keep a call that the table missed, where such are measured and folded in."""
         if plan.selection.table_miss is None or self._inputs.settings.next_dispatch_table is None:
             return
-        from layerzero.actors.device.table_misses import TableMisses  # few deployments measure
+        from layerzero.actors.device.tables.misses import TableMisses  # few deployments measure
 
         with self._lock:
             if self._misses is None:

@@ -144,7 +144,7 @@ class TableMisses:
         )
         path = device.settings.next_dispatch_table or before.path
         differs = kernels_differ(after, path, device.hardware.platform, device.registry.of)
-        if not device.table_keeper.replace(before, ActiveDispatchTable(after, path, differs=differs)):
+        if not device.table_updater.replace(before, ActiveDispatchTable(after, path, differs=differs)):
             return  # another table came in force meanwhile, whose misses are its own
         log.info(FOLDED, path=path, calls=len(requests), buckets=len(buckets), content=after.content[:12])
         try:

@@ -14,7 +14,7 @@ from layerzero.actors.device.registry import Registry
 from layerzero.health import Health
 from layerzero.observe.counters import Counters
 from layerzero.selection.context import (
-    AgreedTerms,
+    AgreedState,
     CostModel,
     KernelStatus,
     SelectionContext,
@@ -95,7 +95,7 @@ class SelectionInputs:
         return sized
 
     def context(
-        self, op: str, policy: Policy, terms: AgreedTerms | None, middlewares: tuple[object, ...]
+        self, op: str, policy: Policy, terms: AgreedState | None, middlewares: tuple[object, ...]
     ) -> SelectionContext:
         """What one op is selected from; under `terms`, what all ranks of a group agreed on."""
         settings = self.settings
