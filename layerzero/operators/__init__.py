@@ -110,7 +110,7 @@ def define_all() -> tuple[str, ...]:
 def defined_schemas(op: str) -> tuple[OperatorSchema, ...]:
     """The schemas of an op's operators, which are defined."""
     getattr(torch.ops.layerzero, op)
-    return tuple(schema for schema in _DEFINED.values() if schema.op.name == op)
+    return tuple(schema for schema in list(_DEFINED.values()) if schema.op.name == op)
 
 
 def known_calls(name: str) -> Any:

@@ -375,7 +375,7 @@ def _decision(
     record = make_record(
         placed, choices, solution, alone_us, state.policy.digest[:12] if state.policy else ""
     )
-    tables = {name: table for name, table in state.tables.items() if name in choices.ops}
+    tables = {name: table for name, table in list(state.tables.items()) if name in choices.ops}
     return _Decision(tables, solution, record)
 
 

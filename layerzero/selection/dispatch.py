@@ -378,7 +378,7 @@ class DispatchState:
     @property
     def may_be_captured(self) -> bool:
         """Whether graphs may hold a choice of it."""
-        return any(table.may_be_captured for table in self.tables.values())
+        return any(table.may_be_captured for table in list(self.tables.values()))
 
     def successor(
         self, version: int, policy: Policy, context: Callable[[str, Policy], SelectionContext] | None
@@ -386,12 +386,13 @@ class DispatchState:
         """The next version: tables whose `context` (of an op under a policy) cannot have changed stay."""
         tables: dict[str, PlanTable] = {}
         rehearsed = dict(self.rehearsed_plans)
-        for name, table in list(self.tables.items()):
+        tables_before = list(self.tables.items())  # another thread may ask for an op for the first time
+        for name, table in tables_before:
             if context is not None and context(name, policy).fingerprint(name) == table.fingerprint:
                 tables[name] = table
             rehearsed[name] = table.rehearsed_plans()
         state = DispatchState(version, policy, tables, rehearsed_plans=rehearsed)
-        if all(name in tables or not table.may_be_captured for name, table in self.tables.items()):
+        if all(name in tables or not table.may_be_captured for name, table in tables_before):
             state.captures = self.captures
         if policy is self.policy:
             state.batch_keys[None] = self.batch_keys.setdefault(None, {})

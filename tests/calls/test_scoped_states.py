@@ -78,3 +78,29 @@ def test_a_scope_that_is_asked_in_the_midst_of_a_change_does_not_keep_what_was_b
         monkeypatch.setattr(DispatchState, "successor", asked_meanwhile)
         device.refresh()
         assert context_snapshot(device, "rms_norm", None).version == device.snapshot.version
+
+
+class AskedMeanwhile:
+    """A table that another thread's first call of an op comes between, whenever it is looked at."""
+
+    fingerprint = None
+
+    def __init__(self, state: DispatchState) -> None:
+        self._tables: dict[str, Any] = state.tables
+
+    def rehearsed_plans(self) -> dict[Any, Any]:
+        return {}
+
+    @property
+    def may_be_captured(self) -> bool:
+        self._tables[f"op {len(self._tables)}"] = self
+        return False
+
+
+def test_an_op_may_be_asked_for_first_while_states_are_walked() -> None:
+    """A kernel loads in the background, the next state is made there, and the program's next op is new."""
+    with lz.start(lz.Settings(warm="off"), scoped=True) as runtime:
+        state = DispatchState(1, runtime.policy)
+        state.tables["linear"] = AskedMeanwhile(state)  # type: ignore[assignment]
+        assert not state.may_be_captured
+        assert state.successor(2, runtime.policy, None).captures == state.captures

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from layerzero.cli.top import DeviceCounts, rows_of
 from tests import children
 from tests.cli.command import Lz
 
@@ -159,3 +160,10 @@ def test_what_is_wrong_is_said_by_name(lz: Lz, tmp_path: Path) -> None:
     with answering(b"\xff\xfe\x00") as url:
         assert lz("top", url, "--once").exit_code == 1
     assert lz("top", "--interval", "0").exit_code == 2
+
+
+def test_a_rate_is_what_was_added_over_the_time_between() -> None:
+    """A process that began anew counts from zero: its rates are none below that."""
+    now, before = ({"cpu": DeviceCounts(calls=calls, tokens=tokens)} for calls, tokens in ((30, 5), (10, 9)))
+    ((_, calls, _, tokens, *_),) = rows_of(now, before, 4.0)
+    assert (calls, tokens) == ("5.0", "0.0")

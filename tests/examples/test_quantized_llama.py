@@ -157,7 +157,7 @@ def plain_of_all(passages: list[Tensor]) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "form", [f if f in ("int4", "nvfp4") else pytest.param(f, marks=pytest.mark.slow) for f in LAYOUTS]
+    "form", [f if f == "int4" else pytest.param(f, marks=pytest.mark.slow) for f in LAYOUTS]
 )
 def test_gptq_reads_text_that_it_was_not_calibrated_by_no_worse_than_the_nearest(
     form: str, tmp_path: Path, passages: list[Tensor], calibration: Any, plain_of_all: float

@@ -80,7 +80,13 @@ def test_a_request_that_is_left_gives_its_pages_back(reads_behind: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("per", "reads_behind"), [("op", False), ("layer", False), ("step", False), ("step", True)]
+    ("per", "reads_behind"),
+    [
+        ("op", False),
+        pytest.param("layer", False, marks=pytest.mark.slow),
+        pytest.param("step", False, marks=pytest.mark.slow),
+        ("step", True),
+    ],
 )
 def test_a_small_pool_draws_the_tokens_of_a_large_one(per: llama.Per, reads_behind: bool) -> None:
     """Eight requests of up to six pages in a pool of nine, some of which leave: the same tokens, preempted

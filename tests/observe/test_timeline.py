@@ -14,6 +14,7 @@ import torch
 
 import layerzero as lz
 from layerzero.observe.timeline import RUNNING
+from layerzero.observe.trace import Trace
 from layerzero.runtime import current
 from layerzero.scheduler.core.launch_reasons import REASONS
 from tests.native.twins import both_paths as both_paths
@@ -261,3 +262,13 @@ async def test_a_batch_says_why_it_was_launched_when_it_was(tmp_path: Path) -> N
     assert ("rms_norm", "priority") in whys
     assert whys[-2:] == [("rms_norm", "alone"), ("rms_norm", "alone")]
     assert {why for _, why in whys} <= set(REASONS)
+
+
+def test_a_batch_names_the_kernels_of_its_own_time_and_thread() -> None:
+    """Each once; neither those before and behind it nor those of another thread."""
+    trace = Trace(0, 100, {}, {})
+    trace.add_kernels(
+        [(name, thread, at, at + 1, None) for name, thread, at in
+         (("before", 1, 5), ("its", 1, 15), ("its", 1, 17), ("another's", 2, 16), ("behind", 1, 25))]
+    )  # fmt: skip
+    assert trace.kernels_in(1, 10, 20) == ["its"]

@@ -164,3 +164,9 @@ def test_inputs_may_be_views_of_one_tensor() -> None:
         result = planned(pool, values, other, pool)
         pool.copy_(start)
         torch.testing.assert_close(result, block(pool, values, other, pool))
+
+
+def test_a_view_of_a_value_is_read_as_a_reshape() -> None:
+    """A plan may keep the value in memory that has no such view; `reshape` copies there."""
+    block = trace(lambda x: (x * 2).view(-1), (rows(),), {})
+    assert [op.op for op in block.ops][-1] == "aten.reshape.default"

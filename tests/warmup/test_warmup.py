@@ -104,6 +104,16 @@ def test_without_it_the_monitor_sees_the_compilation(runtime: lz.Runtime, tmp_pa
     assert later.events == []
 
 
+@needs_compiler
+def test_where_nothing_may_compile_the_compiler_does_not_begin(runtime: lz.Runtime, tmp_path: Path) -> None:
+    """The load ends with an error before its compiler's process is there, and leaves no library."""
+    runtime.add_kernel(cold("made", compiles(tmp_path)))
+    with watching(forbid=True) as monitor:
+        runtime.device().warm(["made.rms_norm"])
+    assert len(monitor.compiled) == 1 and not monitor.loaded
+    assert list(tmp_path.rglob("made.so")) == []
+
+
 def test_critical_calls_come_first_and_the_others_go_on_behind(runtime: lz.Runtime) -> None:
     """The report is there while the others wait; progress counts them all."""
     gate, seen = threading.Event(), list[str]()

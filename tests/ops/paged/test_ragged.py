@@ -25,6 +25,14 @@ def operands(
     return [q, k, v, *offsets], dense
 
 
+@pytest.mark.parametrize("keys", [4, 6])
+def test_offsets_of_the_queries_are_judged_by_the_keys_too(keys: int) -> None:
+    """One tensor for both: fewer keys would be read beyond their end, and of more some would be left out."""
+    (q, k, v, offsets, _), _ = operands([2, 3], [2, keys - 2])
+    with pytest.raises(ValueError, match="cu_seqlens_k needs"):
+        call(RAGGED_ATTENTION, q, k, v, offsets)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("options", [{}, {"window": (2, 1)}, {"softcap": 1.5}, {"scale": 0.6}])
 def test_sequences_agree_with_a_loop(causal: bool, options: dict[str, Any]) -> None:
