@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Hashable
 from typing import TYPE_CHECKING, Any, Final
 
 from layerzero.scheduler.core.at_once import AtOnce, GroupCosts
-from layerzero.scheduler.core.pending_call import PendingCall
+from layerzero.scheduler.core.pending_call import Batch, PendingCall
 from layerzero.scheduler.modes.task_modes import TASK_MODES
 from layerzero.scheduler.modes.torch_modes import restore
 from layerzero.spec.errors import RuntimeClosedError
@@ -28,11 +28,16 @@ class InlineRuns:
     """
 
     __slots__ = (
-        "_at_once", "_driver", "_paused", "_shares", "_shares_due", "groups", "limit_us", "max_us", "used_us"
+        "_at_once", "_driver", "_paused", "_shares", "_shares_due", "groups", "inflight", "limit_us",
+        "max_us", "stats", "used_us",
     )  # fmt: skip
 
-    def __init__(self, driver: LoopDriver, at_once: AtOnce | None, max_us: float) -> None:
+    def __init__(
+        self, driver: LoopDriver, at_once: AtOnce | None, max_us: float, inflight: list[Batch]
+    ) -> None:
         self._driver = driver
+        self.inflight = inflight  # the driver's batches elsewhere
+        self.stats = driver.batcher.stats
         self._at_once = at_once
         self.groups: dict[Hashable, GroupCosts] = {} if at_once is None else at_once.groups
         self.set_max(max_us)
@@ -50,7 +55,7 @@ class InlineRuns:
 
         Not beside a batch of the worker: its caller may have left it behind, and it still writes.
         """
-        return self.used_us < self.limit_us and not self._driver.busy
+        return self.used_us < self.limit_us and not self.inflight
 
     async def share(self, call: PendingCall) -> bool:
         """Wait for a share of another turn; whether the call may run now."""
@@ -79,7 +84,7 @@ class InlineRuns:
         key = call.op if call.batch_key is None else call.batch_key
         driver, costs, at_once = self._driver, self.groups.get(key), self._at_once
         caller = driver.caller_here()
-        driver.batcher.stats.at_once += 1
+        self.stats.at_once += 1
         if costs is None or at_once is None:  # others have joined meanwhile
             self.used_us += call.expected_us
             return run(call)

@@ -87,7 +87,9 @@ class LoopDriver:
         self._max_inflight = self.batcher.limits.max_inflight_batches
         if streams is None and not always_inline:
             self.batcher.at_once = AtOnce(settings.inline_limit_us, settings.max_inline_us)
-        self.inline = InlineRuns(self, self.batcher.at_once, settings.max_inline_us)
+        self.inline = InlineRuns(
+            self, self.batcher.at_once, settings.max_inline_us, self._runs.inflight
+        )
         self.at_once = self.inline.groups  # for those that ask at each call
         self._in_tick = False
         self._followed = 0
