@@ -7,11 +7,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from typing import TYPE_CHECKING, Any, Final
 
-from layerzero.scheduler.core.at_once import AtOnce, GroupCosts
+from layerzero.scheduler.core.at_once import GroupCosts
 from layerzero.scheduler.core.pending_call import Batch, PendingCall
 from layerzero.scheduler.modes.task_modes import TASK_MODES
 from layerzero.scheduler.modes.torch_modes import restore
-from layerzero.spec.errors import RuntimeClosedError
 
 if TYPE_CHECKING:
     from layerzero.scheduler.loop_driver import LoopDriver
@@ -32,13 +31,11 @@ class InlineRuns:
         "max_us", "stats", "used_us",
     )  # fmt: skip
 
-    def __init__(
-        self, driver: LoopDriver, at_once: AtOnce | None, max_us: float, inflight: list[Batch]
-    ) -> None:
+    def __init__(self, driver: LoopDriver, max_us: float, inflight: list[Batch]) -> None:
         self._driver = driver
+        self._at_once = at_once = driver.batcher.at_once
         self.inflight = inflight  # the driver's batches elsewhere
         self.stats = driver.batcher.stats
-        self._at_once = at_once
         self.groups: dict[Hashable, GroupCosts] = {} if at_once is None else at_once.groups
         self.set_max(max_us)
         self.used_us = 0.0
@@ -62,7 +59,7 @@ class InlineRuns:
         driver = self._driver
         modes = call.modes
         leaks = modes.grad is not driver.ambient_grad and not modes.inference and not TASK_MODES.is_isolated()
-        if driver.busy or driver.state != "running" or leaks:
+        if self.inflight or driver.state != "running" or leaks:
             return False
         paused = driver.loop.create_future()
         self._paused.append(paused)
@@ -70,7 +67,7 @@ class InlineRuns:
         await paused
         if not call.unchanged():
             restore(modes)
-        return not driver.busy
+        return not self.inflight
 
     def joins(self, key: Hashable, costs: GroupCosts) -> bool:
         """Whether the current task, which is new to a group, may run its calls at once too; it is counted."""
@@ -125,11 +122,11 @@ class InlineRuns:
         """What could run has run: those that are paused have their share before the next batch."""
         self._shares_due = len(self._paused)
 
-    def close(self, *, loop_closed: bool) -> None:
-        """No caller continues: what is paused fails."""
-        for paused in () if loop_closed else self._paused:
+    def close(self, error: Exception | None) -> None:
+        """No caller continues: what is paused fails with `error`; None where its loop is closed."""
+        for paused in () if error is None else self._paused:
             if not paused.done():
-                paused.set_exception(RuntimeClosedError("the runtime was closed before this call ended"))
+                paused.set_exception(error)
         self._paused.clear()
 
 

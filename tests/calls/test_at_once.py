@@ -162,8 +162,9 @@ async def test_requests_join_the_groups_of_others_that_have_gone_without_a_look(
     monkeypatch.setattr(at_once, "BATCH_US", 1e9)  # however long a call takes here, few share it
     asked = {"_look": 0, "joins": 0}
     for kind, name in ((AtOnce, "_look"), (InlineRuns, "joins")):
+        answer = getattr(kind, name)
 
-        def counted(self: Any, *given: Any, name: str = name, answer: Any = getattr(kind, name)) -> Any:
+        def counted(self: Any, *given: Any, name: str = name, answer: Any = answer) -> Any:
             asked[name] += 1
             return answer(self, *given)
 
@@ -203,8 +204,14 @@ async def test_one_caller_too_many_ends_what_runs_at_once(monkeypatch: pytest.Mo
         await asyncio.gather(*(products(weights, 5) for _ in range(2)))
         after = stats(runtime)
         assert (after.at_once - before.at_once, after.submitted - before.submitted) == (10, 0)
-        await asyncio.gather(*(products(weights, 5) for _ in range(4)))
-        assert stats(runtime).submitted - after.submitted >= 9
+        all_there = asyncio.Barrier(4)
+
+        async def request(own: Tensor) -> None:
+            await products([own, *weights * 5], 1)  # the driver knows it from the first one on
+            await all_there.wait()
+
+        await asyncio.gather(*(request(Model(seed).weight) for seed in range(1, 5)))
+        assert stats(runtime).submitted - after.submitted >= 4 + 9
 
 
 @pytest.mark.asyncio
