@@ -310,8 +310,7 @@ def alarmed(at: int, expected_us: float) -> tuple[str, list[Any]]:
 
     def on_line(frame: Any, event: str, value: Any) -> Any:
         nonlocal lines, hit
-        lines += event == "line"
-        if event == "line" and lines == at:
+        if event == "line" and (lines := lines + 1) == at:
             hit = f"{frame.f_code.co_name}:{frame.f_lineno}"
             sys.settrace(None)
             raise Alarm
