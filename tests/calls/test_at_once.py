@@ -176,7 +176,7 @@ async def test_requests_join_the_groups_of_others_that_have_gone_without_a_look(
         asked.update(_look=0, joins=0)
         for _ in range(8):
             await asyncio.gather(*(products(weights, 2) for weights in models))
-        assert stats(runtime).at_once - before >= 0.9 * requests * 8 * 2
+        assert stats(runtime).at_once - before >= 0.7 * requests * 8 * 2
         assert asked["_look"] <= requests
         assert asked["joins"] <= (2 * requests if both_paths == "compiled" else 0)  # one new task each
 
