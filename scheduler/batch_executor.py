@@ -40,7 +40,7 @@ class BatchExecutor:
     def execute(
         self, op: Op | BatchedFunction, calls: Sequence[Args], modes: Modes, snapshot: DispatchState | None
     ) -> list[Any]:
-        """One outcome a call: (value, its plan), or Failed; a failed batch fails every call alike."""
+        """One outcome a call: (value, its plan), or Failure; a failed batch fails every call alike."""
         spans = self._device.spans
         if spans is not None:
             with spans.batch(op.name, calls) as failed:

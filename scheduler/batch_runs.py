@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from layerzero._util import log
 from layerzero.actors.device.worker import Worker
 from layerzero.scheduler.core.bisect import Executor, bisect_failed_batch
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
-from layerzero.scheduler.core.pending_call import RUNNING, Batch, Failure, LateResults, PendingCall
+from layerzero.scheduler.core.pending_call import (
+    FAILED,
+    PENDING_CALL,
+    RUNNING,
+    Batch,
+    Failure,
+    LateResults,
+    PendingCall,
+)
 from layerzero.scheduler.core.round_robin import BatchQueue
 from layerzero.scheduler.modes.streams import HOST, CrossStreamModes, DeviceStreams
 from layerzero.scheduler.modes.torch_modes import Modes
@@ -27,6 +37,7 @@ TURN_S = 5e-4  # what one turn of a loop that serves many callers may take
 MOST_TURNS = 6
 MOST = 7 / 8  # of those that were resumed make the turns worth it
 MOST_UNWAITED = 63  # batches of a group for which no turn is waited, where that was in vain
+STOPPED = "stopped"  # the state of a driver that takes no call any more
 LOOP_CLOSED = "loop_driver.loop_closed"
 
 
@@ -37,14 +48,16 @@ class BatchRuns:
     """
 
     __slots__ = (
-        "_asked", "_driver", "_executor", "_last_modes", "_late", "_lock", "_loop_closed_noted", "_resumed",
-        "_turns", "_worker", "_yielded", "inflight", "streams",
+        "_asked", "_batch_done", "_completed", "_driver", "_executor", "_is_interrupted", "_last_modes",
+        "_late", "_lock", "_loop_closed_noted", "_resumed", "_turns", "_worker", "_yielded", "inflight",
+        "streams",
     )  # fmt: skip
 
     def __init__(
         self, driver: LoopDriver, executor: Executor, worker: Worker, streams: DeviceStreams | None
     ) -> None:
         self._driver = driver
+        self._batch_done, self._completed = self.whole(self._on_batch_done), self.whole(self._on_completed)
         self._executor = executor
         self._worker = worker
         self.streams = streams
@@ -52,12 +65,71 @@ class BatchRuns:
         self._late: list[Batch] = []  # that have run, and whose results others bring
         self._last_modes: Modes | CrossStreamModes | None = None  # of the batch that was launched last
         self._asked = False  # whether the device is to say when it has run
-        self._loop_closed_noted = False
+        self._loop_closed_noted = self._is_interrupted = False
         self._yielded = False  # whether the last turn launched nothing, for readers
         # Of the last batch whose callers have not all called again: its group, size, and the calls before.
         self._resumed: tuple[BatchQueue, int, int] | None = None
         self._turns = 0  # that were waited for them
         self._lock = threading.Lock()  # for the end of a loop driver whose loop is closed: see _drop
+
+    # -- changes that are cut short ----------------------------------------------------------------
+
+    def submit(self, call: PendingCall, now_s: float) -> bool:
+        """As `Batcher.submit`, in its caller's step."""
+        try:
+            return self._driver.batcher.submit(call, now_s)
+        except ValueError:  # its own
+            raise
+        except Exception as error:
+            self.interrupted(error)
+            raise
+
+    def whole(self, step: Callable[..., None]) -> Callable[..., None]:
+        """A callback of the loop that does `step`, all of it, or has every caller get the error."""
+
+        def callback(*given: Any) -> None:
+            if self._is_interrupted:
+                return
+            try:
+                step(*given)
+            except Exception as error:
+                self.interrupted(error)
+                raise
+
+        return callback
+
+    def interrupted(self, error: Exception) -> None:
+        """A signal handler has raised in the middle of a change: nothing counts or queues right from here on.
+
+        All that wait get its error, and the driver is not used any more: the next call makes another one.
+        """
+        driver, batcher = self._driver, self._driver.batcher
+        if self._is_interrupted:
+            return
+        self._is_interrupted = True
+        driver.state, driver.sole_caller, batcher.draining = STOPPED, None, True
+        lines = [line for queue in batcher.round_robin.all_queues() for line in queue.by_priority]
+        # A call that no queue and no batch has just then is what its task waits for.
+        awaited = [getattr(task, "_fut_waiter", None) for task in driver._callers]
+        batches = [batch.calls for batch in (*self.inflight, *self._late)]
+        calls = dict.fromkeys(chain(*lines, *batches, batcher._waiting_for_room, awaited))
+        self.inflight.clear()
+        self._late.clear()
+        for call in calls:
+            if isinstance(call, PENDING_CALL.cls | PendingCall) and call.driver is driver:
+                if call.state <= RUNNING:
+                    call.state, call.args = FAILED, ()
+                    driver.fail(call, error)
+                elif call.wake is not None:
+                    wake, call.wake = call.wake, None
+                    driver.loop.call_soon(wake, call, context=call.context)
+        driver._deadlines.cancel()
+        driver._hold_end.cancel()
+        driver.inline.close(error)
+        if driver.on_interrupted is not None:
+            driver.on_interrupted(driver)
+
+    # -- batches -----------------------------------------------------------------------------------
 
     def launch(self, batch: Batch) -> None:
         """Run a batch here where it is expected to be short, else on the worker."""
@@ -125,7 +197,7 @@ class BatchRuns:
     def _hand_to_loop(self, batch: Batch, outcomes: list[Any]) -> None:
         """From another thread: complete a batch in the loop's next turn, in one wake for all its callers."""
         try:
-            self._driver.loop.call_soon_threadsafe(self._on_batch_done, batch, outcomes)
+            self._driver.loop.call_soon_threadsafe(self._batch_done, batch, outcomes)
         except RuntimeError:
             self.note_loop_closed(len(batch))
             self._drop(batch)
@@ -263,7 +335,7 @@ class BatchRuns:
     def _device_ran(self, launches: int, error: Exception | None) -> None:
         """On the event thread; an error of the device is for those that read its results."""
         with suppress(RuntimeError):  # the loop is closed: no caller waits
-            self._driver.loop.call_soon_threadsafe(self._on_completed, launches)
+            self._driver.loop.call_soon_threadsafe(self._completed, launches)
 
     def _on_completed(self, launches: int) -> None:
         self._asked = False

@@ -54,7 +54,7 @@ class CallDeadlines:
 
     def __init__(self, driver: LoopDriver, context: Context) -> None:
         self._driver = driver
-        self._due = DueTimer(driver.loop, self._on_time, context)
+        self._due = DueTimer(driver.loop, driver._runs.whole(self._on_time), context)
 
     def watch(self) -> None:
         """A call with a deadline has come."""

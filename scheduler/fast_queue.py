@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from layerzero.native import FAST_PATH
-from layerzero.scheduler.batch_runs import BatchRuns
 from layerzero.scheduler.core.at_once import GroupCosts
 from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.limits import BatcherStats, BatchLimits
@@ -35,7 +34,7 @@ class FastQueue:
             return
         module.attributes(
             LoopDriver, Batcher, BatchQueue, ProgramPoint, Caller, BatchLimits, BatcherStats, RoundRobin,
-            InlineRuns, BatchRuns, GroupCosts,
+            InlineRuns, GroupCosts,
         )  # fmt: skip
         self.try_submit = module.queue
 

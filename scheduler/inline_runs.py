@@ -7,11 +7,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from typing import TYPE_CHECKING, Any, Final
 
-from layerzero.scheduler.core.at_once import GroupCosts, ImmediateGroups
-from layerzero.scheduler.core.pending_call import PendingCall
+from layerzero.scheduler.core.at_once import GroupCosts
+from layerzero.scheduler.core.pending_call import Batch, PendingCall
 from layerzero.scheduler.modes.task_modes import TASK_MODES
 from layerzero.scheduler.modes.torch_modes import restore
-from layerzero.spec.errors import RuntimeClosedError
 
 if TYPE_CHECKING:
     from layerzero.scheduler.loop_driver import LoopDriver
@@ -28,12 +27,15 @@ class InlineRuns:
     """
 
     __slots__ = (
-        "_at_once", "_driver", "_paused", "_shares", "_shares_due", "groups", "limit_us", "max_us", "used_us"
+        "_at_once", "_driver", "_paused", "_shares", "_shares_due", "groups", "inflight", "limit_us",
+        "max_us", "stats", "used_us",
     )  # fmt: skip
 
-    def __init__(self, driver: LoopDriver, at_once: ImmediateGroups | None, max_us: float) -> None:
+    def __init__(self, driver: LoopDriver, max_us: float, inflight: list[Batch]) -> None:
         self._driver = driver
-        self._at_once = at_once
+        self._at_once = at_once = driver.batcher.at_once
+        self.inflight = inflight  # the driver's batches elsewhere
+        self.stats = driver.batcher.stats
         self.groups: dict[Hashable, GroupCosts] = {} if at_once is None else at_once.groups
         self.set_max(max_us)
         self.used_us = 0.0
@@ -50,14 +52,14 @@ class InlineRuns:
 
         Not beside a batch of the worker: its caller may have left it behind, and it still writes.
         """
-        return self.used_us < self.limit_us and not self._driver.busy
+        return self.used_us < self.limit_us and not self.inflight
 
     async def share(self, call: PendingCall) -> bool:
         """Wait for a share of another turn; whether the call may run now."""
         driver = self._driver
         modes = call.modes
         leaks = modes.grad is not driver.ambient_grad and not modes.inference and not TASK_MODES.is_isolated()
-        if driver.busy or driver.state != "running" or leaks:
+        if self.inflight or driver.state != "running" or leaks:
             return False
         paused = driver.loop.create_future()
         self._paused.append(paused)
@@ -65,7 +67,7 @@ class InlineRuns:
         await paused
         if not call.unchanged():
             restore(modes)
-        return not driver.busy
+        return not self.inflight
 
     def joins(self, key: Hashable, costs: GroupCosts) -> bool:
         """Whether the current task, which is new to a group, may run its calls at once too; it is counted."""
@@ -79,7 +81,7 @@ class InlineRuns:
         key = call.op if call.batch_key is None else call.batch_key
         driver, costs, at_once = self._driver, self.groups.get(key), self._at_once
         caller = driver.caller_here()
-        driver.batcher.stats.at_once += 1
+        self.stats.at_once += 1
         if costs is None or at_once is None:  # others have joined meanwhile
             self.used_us += call.expected_us
             return run(call)
@@ -120,11 +122,11 @@ class InlineRuns:
         """What could run has run: those that are paused have their share before the next batch."""
         self._shares_due = len(self._paused)
 
-    def close(self, *, loop_closed: bool) -> None:
-        """No caller continues: what is paused fails."""
-        for paused in () if loop_closed else self._paused:
+    def close(self, error: Exception | None) -> None:
+        """No caller continues: what is paused fails with `error`; None where its loop is closed."""
+        for paused in () if error is None else self._paused:
             if not paused.done():
-                paused.set_exception(RuntimeClosedError("the runtime was closed before this call ended"))
+                paused.set_exception(error)
         self._paused.clear()
 
 

@@ -17,7 +17,7 @@ import torch
 
 from layerzero.actors.device.worker import Worker
 from layerzero.native import FAST_PATH
-from layerzero.scheduler.batch_runs import BatchRuns
+from layerzero.scheduler.batch_runs import STOPPED, BatchRuns
 from layerzero.scheduler.core.at_once import ImmediateGroups
 from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.bisect import Executor
@@ -33,7 +33,6 @@ from layerzero.spec.settings import Settings
 
 OPEN: Final = "running"
 DRAINING: Final = "draining"
-STOPPED: Final = "stopped"
 MAX_INFLIGHT_ON_HOST = 2  # batches that may be launched and not have run, where callers wait until theirs has
 MAX_FOLLOWING = 8  # batches that follow one another without a turn of the loop
 
@@ -50,8 +49,9 @@ class LoopDriver:
     __slots__ = (
         "__weakref__", "_callers", "_callers_changed", "_completed_at_s", "_context", "_current_task",
         "_deadlines", "_drained", "_followed", "_hold_end", "_in_tick", "_max_inflight", "_now_s", "_runs",
-        "_tick_scheduled", "_ticked_at_s", "ambient_grad", "ambient_stream", "at_once", "batcher", "inline",
-        "inline_limit_us", "loop", "readback", "sole_caller", "state", "stepping", "watch",
+        "_tick_scheduled", "_ticked_at_s", "_turn", "ambient_grad", "ambient_stream", "at_once", "batcher",
+        "inline", "inline_limit_us", "loop", "on_interrupted", "readback", "sole_caller", "state", "stepping",
+        "watch",
     )  # fmt: skip
 
     foreign = False  # whether its loop is another library's, whose tasks wait through `waiting`
@@ -79,7 +79,9 @@ class LoopDriver:
         self.readback: HostReader | None = None if make_reader is None else make_reader(self)
         self.stepping: Caller | None = None  # the spawned coroutine that runs just now
         self.watch: BatchWatch | None = None  # of a timeline, where one runs
+        self.on_interrupted: Callable[[LoopDriver], None] | None = None  # see `BatchRuns.interrupted`
         self._runs = BatchRuns(self, executor, worker, streams)
+        self._turn = self._runs.whole(self._tick)
         if streams is not None:
             self.batcher.expected_callers = ExpectedCallers(self.batcher.limits)
             if streams.completion == HOST:
@@ -87,7 +89,7 @@ class LoopDriver:
         self._max_inflight = self.batcher.limits.max_inflight_batches
         if streams is None and not always_inline:
             self.batcher.at_once = ImmediateGroups(settings.inline_limit_us, settings.max_inline_us)
-        self.inline = InlineRuns(self, self.batcher.at_once, settings.max_inline_us)
+        self.inline = InlineRuns(self, settings.max_inline_us, self._runs.inflight)
         self.at_once = self.inline.groups  # for those that ask at each call
         self._in_tick = False
         self._followed = 0
@@ -101,7 +103,7 @@ class LoopDriver:
         self._tick_scheduled = False
         self._context = Context()  # batches belong to no caller more than to the others
         self._deadlines = CallDeadlines(self, self._context)
-        self._hold_end = DueTimer(loop, self._on_hold_end, self._context)  # what is held back goes by then
+        self._hold_end = DueTimer(loop, self._runs.whole(self._on_hold_end), self._context)
         self._drained: asyncio.Future[None] | None = None  # set when a draining driver's last caller has gone
 
     # -- callers -----------------------------------------------------------------------------------
@@ -116,13 +118,13 @@ class LoopDriver:
         call.driver = self
         call._loop = loop = self.loop
         batcher = self.batcher
-        if not batcher.submit(call, self._now_s or loop.time()):
+        if not self._runs.submit(call, self._now_s or loop.time()):
             self._raise_rejected()
         if call.deadline is not None:
             self._deadlines.watch()
         if not self._tick_scheduled and batcher.inflight_batches < self._max_inflight:
-            self._tick_scheduled = True
-            loop.call_soon(self._tick, context=self._context)
+            loop.call_soon(self._turn, context=self._context)
+            self._tick_scheduled = True  # behind it: a signal handler may raise between the two
         return call
 
     def caller_here(self) -> Caller:
@@ -172,11 +174,6 @@ class LoopDriver:
     def add_caller(self, ended: Task) -> Caller:
         """Know a caller that is no task until `ended` is done."""
         return self._add_task(ended)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a batch runs elsewhere, or on a device that answers early."""
-        return bool(self._runs.inflight)
 
     @property
     def callers(self) -> int:
@@ -232,8 +229,8 @@ class LoopDriver:
     def schedule_tick(self) -> None:
         """Have a turn of the loop pass, and what follows from it done."""
         if not self._tick_scheduled and self.state != STOPPED:
+            self.loop.call_soon(self._turn, context=self._context)
             self._tick_scheduled = True
-            self.loop.call_soon(self._tick, context=self._context)
 
     def _tick(self) -> None:
         """A turn has passed: what was resumed has submitted."""
@@ -392,7 +389,8 @@ class LoopDriver:
             self.fail(call, RuntimeClosedError("the runtime was closed before this call ended"))
         self._deadlines.cancel()
         self._hold_end.cancel()
-        self.inline.close(loop_closed=loop_closed)
+        error = RuntimeClosedError("the runtime was closed before this call ended")
+        self.inline.close(None if loop_closed else error)
         for task in self._callers:
             if not loop_closed:
                 task.remove_done_callback(self._remove_task)

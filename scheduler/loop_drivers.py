@@ -188,8 +188,18 @@ class LoopDrivers:
                 streams=self._streams,
                 make_reader=self._make_reader,
             )
+            driver.on_interrupted = self._replace
             self._watch(driver)
         return driver
+
+    def _replace(self, driver: LoopDriver) -> None:
+        """On its own thread: have the next call of a driver's loop make another one."""
+        with self._lock:
+            if self.by_loop.get(driver.loop) is driver:
+                del self.by_loop[driver.loop]
+                self._closed_stats.add(driver.batcher.stats)
+        if not driver.foreign:
+            stop_isolating_task_modes(driver.loop)
 
     def watch(self, timeline: Timeline | None, device: str = "") -> None:
         """Tell `timeline` of every batch of this device from now on, or none."""

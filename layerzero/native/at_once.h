@@ -4,22 +4,26 @@
 #pragma once
 
 // Whether the callers of this turn may go on, and no batch runs elsewhere.
-bool may_go_on(PyObject* front, PyObject* inline_runs) {
+bool may_go_on(PyObject* inline_runs) {
   Ref used = in_inline.used_us.of(inline_runs), limit = in_inline.limit_us.of(inline_runs);
   if (!(PyFloat_AsDouble(used.get()) < PyFloat_AsDouble(limit.get()))) return false;
   if (PyErr_Occurred()) throw PythonError();
-  Ref inflight = in_inline.inflight.of(in_front.runs.of(front).get());
+  Ref inflight = in_inline.inflight.of(inline_runs);
   return PyList_CheckExact(inflight.get()) && PyList_GET_SIZE(inflight.get()) == 0;
 }
 
-// Whether the caller that submits now is one of those that share the group, or may be from now on: `InlineRuns.joins` says.
-bool shares(PyObject* front, PyObject* inline_runs, PyObject* key, PyObject* costs) {
-  Ref loop = in_front.loop.of(front), caller = caller_of(front, loop.get());
-  if (caller) {
+// Whether the caller that submits now is one of those that share the group, or may be from now on: `InlineRuns.joins` says
+// of one that nobody knows, and where who is still there needs a look. As `AtOnce.call_ran`.
+bool shares(PyObject* front, PyObject* loop, PyObject* inline_runs, PyObject* key, PyObject* costs, long long unlooked) {
+  if (Ref caller = caller_of(front, loop); caller) {
     Ref number(PyLong_FromVoidPtr(caller.get())), callers = in_costs.callers.of(costs);
     const int there = number ? PySet_Contains(callers.get(), number.get()) : -1;
     if (there < 0) throw PythonError();
     if (there) return true;
+    if (PySet_Size(callers.get()) < unlooked) {
+      if (PySet_Add(callers.get(), number.get())) throw PythonError();
+      return true;
+    }
   }
   Ref joins(PyObject_CallMethod(inline_runs, "joins", "OO", key, costs));
   if (!joins) throw PythonError();
@@ -55,18 +59,19 @@ PyObject* value_by_plan(PyObject* plan, PyObject* device, PyObject* const* value
 
 // Whether a call of a group (`key`: its group, or the op where it has none) runs now, in its caller's step; it is counted.
 // Throws: PythonError.
-Ref costs_at_once(PyObject* front, PyObject* key) {
+Ref costs_at_once(PyObject* front, PyObject* loop, PyObject* key) {
   if (!has(in_front.lane, front) || !in_front.alone.is(front, Py_None)) return Ref();
   Ref groups = in_front.at_once.of(front);
   if (PyDict_GET_SIZE(groups.get()) == 0) return Ref();
   Ref costs = looked_up(groups.get(), key);
-  if (!has(in_costs.untimed, costs.get()) || in_costs.untimed.number(costs.get()) != 0) return Ref();
+  if (!has(in_costs.unlooked, costs.get())) return Ref();
+  const long long unlooked = in_costs.unlooked.number(costs.get());  // none: calls are to be timed
   Ref inline_runs = in_front.inline_runs.of(front);
-  if (in_costs.until_anew.number(costs.get()) < 3 || !may_go_on(front, inline_runs.get()) ||
-      !shares(front, inline_runs.get(), key, costs.get()))
+  if (unlooked == 0 || in_costs.until_anew.number(costs.get()) < 3 || !may_go_on(inline_runs.get()) ||
+      !shares(front, loop, inline_runs.get(), key, costs.get(), unlooked))
     return Ref();
   in_costs.until_anew.set(costs.get(), in_costs.until_anew.number(costs.get()) - 1);
-  Ref stats = in_lane.stats.of(in_front.lane.of(front).get());
+  Ref stats = in_inline.stats.of(inline_runs.get());
   in_rest.ran_at_once.set(stats.get(), in_rest.ran_at_once.number(stats.get()) + 1);
   return costs;
 }

@@ -998,7 +998,7 @@ int modes_of_call(const Self* self) {
 }
 
 // at_once.h
-Ref costs_at_once(PyObject* front, PyObject* key);
+Ref costs_at_once(PyObject* front, PyObject* loop, PyObject* key);
 double alone_us_of(PyObject* costs);
 bool alone_runs(PyObject* front, PyObject* loop, double expected_us);
 void add_inline(PyObject* front, double us);
@@ -1035,7 +1035,8 @@ Ref found(Memo* self, PyObject* args, PyObject* kwargs, bool* ran) {
   const Py_ssize_t all = PyTuple_GET_SIZE(self->names);
   if (ran != nullptr && place == HOST) {
     const bool alone = alone_runs(front.get(), loop.get(), expected_us);
-    Ref costs = alone ? Ref() : costs_at_once(front.get(), group.get() == Py_None ? self->subject : group.get());
+    PyObject* key = group.get() == Py_None ? self->subject : group.get();
+    Ref costs = alone ? Ref() : costs_at_once(front.get(), loop.get(), key);
     if (alone || costs) {
       for (Py_ssize_t i = 0; i < all; ++i) {
         PyObject* constant = PyTuple_GET_ITEM(constants.get(), i);

@@ -37,12 +37,12 @@ struct Attribute {
 };
 
 struct FrontAttributes {
-  Attribute ahead, alone, ambient_grad, at_once, armed, callers, inline_limit, inline_runs, lane, loop, now, runs, stepping;
+  Attribute ahead, alone, ambient_grad, at_once, armed, callers, inline_limit, inline_runs, lane, loop, now, stepping;
 } in_front;
 struct LaneAttributes { Attribute backlog, caps, draining, in_flight, queued, queued_bytes, stats, sweep, turn_owed, urgent; } in_lane;
 struct GroupAttributes { Attribute busy, bytes, count, lines, slots, tokens; } in_group;
-struct InlineAttributes { Attribute inflight, limit_us, max_us, used_us; } in_inline;
-struct CostsAttributes { Attribute alone_us, callers, until_anew, untimed; } in_costs;
+struct InlineAttributes { Attribute inflight, limit_us, max_us, stats, used_us; } in_inline;
+struct CostsAttributes { Attribute alone_us, callers, unlooked, until_anew; } in_costs;
 struct OtherAttributes {
   Attribute caller_last, caller_slot, caps_bytes, caps_items, ran_at_once, slot_count, submitted, sweep_arrived, sweep_groups,
       sweep_pending;
@@ -63,19 +63,19 @@ bool find_attribute(PyObject* type, const char* name, Attribute& attribute) {
 }
 
 // attributes(LoopDriver, Batcher, BatchQueue, ProgramPoint, Caller, BatchLimits, BatcherStats, RoundRobin, InlineRuns,
-// BatchRuns, GroupCosts): the classes whose objects `queue` and `at_once` are given.
+// GroupCosts): the classes whose objects `queue` and `at_once` are given.
 PyObject* attributes(PyObject*, PyObject* given) {
-  PyObject *front, *lane, *group, *slot, *caller, *caps, *stats, *sweep, *inlined, *runs, *costs;
-  if (!PyArg_ParseTuple(given, "OOOOOOOOOOO", &front, &lane, &group, &slot, &caller, &caps, &stats, &sweep, &inlined, &runs, &costs))
+  PyObject *front, *lane, *group, *slot, *caller, *caps, *stats, *sweep, *inlined, *costs;
+  if (!PyArg_ParseTuple(given, "OOOOOOOOOO", &front, &lane, &group, &slot, &caller, &caps, &stats, &sweep, &inlined, &costs))
     return nullptr;
   const struct { PyObject* type; const char* name; Attribute& attribute; } wanted[] = {
       {front, "_tick_scheduled", in_front.armed}, {front, "_max_inflight", in_front.ahead}, {front, "sole_caller", in_front.alone},
       {front, "ambient_grad", in_front.ambient_grad}, {front, "at_once", in_front.at_once}, {front, "_callers", in_front.callers},
       {front, "batcher", in_front.lane}, {front, "loop", in_front.loop}, {front, "_now_s", in_front.now},
-      {front, "stepping", in_front.stepping}, {front, "inline", in_front.inline_runs}, {front, "_runs", in_front.runs},
+      {front, "stepping", in_front.stepping}, {front, "inline", in_front.inline_runs},
       {inlined, "used_us", in_inline.used_us}, {inlined, "limit_us", in_inline.limit_us}, {inlined, "max_us", in_inline.max_us},
-      {front, "inline_limit_us", in_front.inline_limit}, {runs, "inflight", in_inline.inflight},
-      {costs, "alone_us", in_costs.alone_us}, {costs, "callers", in_costs.callers}, {costs, "untimed", in_costs.untimed},
+      {front, "inline_limit_us", in_front.inline_limit}, {inlined, "inflight", in_inline.inflight}, {inlined, "stats", in_inline.stats},
+      {costs, "alone_us", in_costs.alone_us}, {costs, "callers", in_costs.callers}, {costs, "unlooked", in_costs.unlooked},
       {costs, "until_anew", in_costs.until_anew}, {stats, "at_once", in_rest.ran_at_once},
       {lane, "_waiting_for_room", in_lane.backlog}, {lane, "limits", in_lane.caps}, {lane, "draining", in_lane.draining},
       {lane, "inflight_batches", in_lane.in_flight}, {lane, "queued", in_lane.queued},

@@ -40,7 +40,8 @@ class GroupCosts:
 
     `alone_us` is what one call takes by itself, as far as it is known, `untimed` how many of the next calls
     at once are to be timed, `queued` how many have queued since the last look at who shares the group,
-    `until_anew` how many calls remain until who makes them, and what one takes, is seen anew.
+    `until_anew` how many calls remain until who makes them, and what one takes, is seen anew. Up to
+    `unlooked` callers, those that have left counted, no look is needed at who is still there.
     """
 
     alone_us: float = float("inf")
@@ -48,6 +49,7 @@ class GroupCosts:
     callers: set[int] = field(default_factory=set)  # numbers only: no caller is kept alive
     queued: int = 0  # calls since the last look
     until_anew: int = FORGOTTEN
+    unlooked: int = 0  # none while calls are to be timed
     _fastest_us: float = float("inf")
     timed: bool = False
     # What batches take of what is expected of their calls one by one, and how many did, by bits of size.
@@ -73,6 +75,9 @@ class GroupCosts:
         self._fastest_us = min(self._fastest_us, took_us)
         if not self.untimed:
             self.alone_us, self._fastest_us, self.timed = self._fastest_us, float("inf"), True
+            spared_us = self.alone_us - CALL_US
+            most = MOST_SEEN if spared_us <= 0.0 else (BATCH_US + self.alone_us) / spared_us
+            self.unlooked = int(min(most, MOST_SEEN))
 
     def few_enough(self, live: set[int], limit_us: float) -> bool:
         """Whether so few of those that are there share the group that each call had better run at once."""
@@ -89,7 +94,7 @@ class GroupCosts:
         """Count calls; now and then it is seen anew who makes them, and what one takes."""
         self.until_anew -= calls
         if self.until_anew <= 0:
-            self.until_anew, self.untimed = FORGOTTEN, TIMED
+            self.until_anew, self.untimed, self.unlooked = FORGOTTEN, TIMED, 0
             self.callers.clear()
 
 
@@ -141,7 +146,8 @@ class ImmediateGroups:
         costs.called(1)
         if id(caller) not in costs.callers:
             costs.callers.add(id(caller))
-            self._look(key, costs)
+            if len(costs.callers) > costs.unlooked:
+                self._look(key, costs)
 
     def timed(self, key: Hashable, costs: GroupCosts, took_us: float) -> None:
         """A call of a group that was to be timed has run at once, and took so long."""

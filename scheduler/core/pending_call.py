@@ -386,7 +386,9 @@ class Batch:
 
     def interrupted(self, error: BaseException) -> list[Any]:
         """The outcomes of a batch that something other than its calls has ended."""
-        return [Failure(RuntimeClosedError(f"the batch was interrupted by {error!r}"))] * len(self.calls)
+        if not isinstance(error, Exception):  # it ends the program, and no caller by itself
+            error = RuntimeClosedError(f"the batch was interrupted by {error!r}")
+        return [Failure(error)] * len(self.calls)
 
     def __len__(self) -> int:
         return len(self.calls)

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.scheduler import inline_runs
+from layerzero.scheduler.core import at_once
+from layerzero.scheduler.core.at_once import AtOnce
 from layerzero.scheduler.core.limits import BatcherStats
+from layerzero.scheduler.inline_runs import InlineRuns
 from tests.kernels import kernel
 from tests.native.twins import both_paths as both_paths
 
@@ -141,6 +145,73 @@ async def test_what_a_call_at_once_raises_is_its_callers_alone() -> None:
         )
         assert isinstance(results[0], ValueError)
         assert all(isinstance(result, Tensor) for result in results[1:])
+
+
+async def products(weights: list[Tensor], steps: int) -> None:
+    """A request that goes through several products, so many times."""
+    for _ in range(steps):
+        for weight in weights:
+            await lz.linear(torch.ones(1, WIDTH), weight)
+
+
+@pytest.mark.asyncio
+async def test_requests_join_the_groups_of_others_that_have_gone_without_a_look(
+    monkeypatch: pytest.MonkeyPatch, both_paths: str
+) -> None:
+    """Each request is a task of its own, new to every group: nobody asks for each who is still there."""
+    monkeypatch.setattr(at_once, "BATCH_US", 1e9)  # however long a call takes here, few share it
+    asked = {"_look": 0, "joins": 0}
+    for kind, name in ((AtOnce, "_look"), (InlineRuns, "joins")):
+        answer = getattr(kind, name)
+
+        def counted(self: Any, *given: Any, name: str = name, answer: Any = answer) -> Any:
+            asked[name] += 1
+            return answer(self, *given)
+
+        monkeypatch.setattr(kind, name, counted)
+    models = [[Model(9 * seed + layer).weight for layer in range(8)] for seed in range(CALLERS)]
+    async with lz.start(SETTINGS) as runtime:
+        await asyncio.gather(*(products(weights, 60) for weights in models))
+        before, requests = stats(runtime).at_once, 8 * CALLERS
+        asked.update(_look=0, joins=0)
+        for _ in range(8):
+            await asyncio.gather(*(products(weights, 2) for weights in models))
+        assert stats(runtime).at_once - before >= 0.7 * requests * 8 * 2
+        assert asked["_look"] <= requests
+        assert asked["joins"] <= (2 * requests if both_paths == "compiled" else 0)  # one new task each
+
+
+class Ticking:
+    """A clock by which whatever is timed takes 30 microseconds."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        """Later than the last time."""
+        self.now_s += 30e-6
+        return self.now_s
+
+
+@pytest.mark.asyncio
+async def test_one_caller_too_many_ends_what_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of 30 us run at once for two callers that are there, and queue from the third on."""
+    monkeypatch.setattr(inline_runs, "time", Ticking())
+    weights = [Model(0).weight]
+    async with lz.start(SETTINGS) as runtime:
+        for _ in range(4):
+            await asyncio.gather(*(products(weights, 30) for _ in range(2)))
+        before = stats(runtime)
+        await asyncio.gather(*(products(weights, 5) for _ in range(2)))
+        after = stats(runtime)
+        assert (after.at_once - before.at_once, after.submitted - before.submitted) == (10, 0)
+        all_there = asyncio.Barrier(4)
+
+        async def request(own: Tensor) -> None:
+            await products([own, *weights * 5], 1)  # the driver knows it from the first one on
+            await all_there.wait()
+
+        await asyncio.gather(*(request(Model(seed).weight) for seed in range(1, 5)))
+        assert stats(runtime).submitted - after.submitted >= 4 + 9
 
 
 @pytest.mark.asyncio

@@ -20,7 +20,6 @@ import layerzero as lz
 from layerzero.calls.blocking import last_selection
 from layerzero.native import FAST_PATH
 from layerzero.ops import batching
-from layerzero.scheduler.batch_runs import BatchRuns
 from layerzero.scheduler.core.at_once import GroupCosts
 from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.limits import BatcherStats, BatchLimits
@@ -316,7 +315,6 @@ CLASSES: tuple[type, ...] = (
     BatcherStats,
     RoundRobin,
     InlineRuns,
-    BatchRuns,
     GroupCosts,
 )
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from layerzero.actors.device.worker import Worker
+from layerzero.scheduler.batch_runs import BatchRuns
+from layerzero.scheduler.core.batcher import Batcher
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
 from layerzero.scheduler.loop_driver import LoopDriver
 from layerzero.scheduler.loop_drivers import LoopDrivers
@@ -284,6 +288,79 @@ def test_a_caller_that_stops_the_loop_strands_nobody() -> None:
     assert loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks[1:]), 5)) == [2, 4]
     assert isinstance(tasks[0].exception(), SystemExit)
     loop.close()
+
+
+class Alarm(Exception):
+    """What a signal handler raises."""
+
+
+def alarmed(at: int, expected_us: float) -> tuple[str, list[Any]]:
+    """Three callers, and a fourth later, where a signal comes in the `at`th line of a driver's callbacks.
+
+    That line, or nothing where there are fewer; what each caller got.
+    """
+    lines, hit = 0, ""
+    waking = LoopDriver._wake.__code__  # no signal is looked at between taking a waiter and waking it
+    callbacks = {LoopDriver._tick.__code__, BatchRuns._on_batch_done.__code__, Batcher.submit.__code__}
+
+    def is_ours(frame: Any) -> bool:
+        while frame is not None and frame.f_code not in callbacks:
+            frame = frame.f_back
+        return frame is not None
+
+    def on_line(frame: Any, event: str, value: Any) -> Any:
+        nonlocal lines, hit
+        if event == "line" and (lines := lines + 1) == at:
+            hit = f"{frame.f_code.co_name}:{frame.f_lineno}"
+            sys.settrace(None)
+            raise Alarm
+        return on_line
+
+    def on_call(frame: Any, event: str, value: Any) -> Any:
+        ours = "scheduler" in Path(frame.f_code.co_filename).parts and frame.f_code is not waking
+        return on_line if ours and is_ours(frame) else None
+
+    async def main() -> list[Any]:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        worker = HandWorker()
+        drivers = LoopDrivers(Device(), cast(Worker, worker))
+
+        async def caller(value: int) -> Any:
+            return await drivers.current().submit(PENDING_CALL.cls(OP, (value,), "g", expected_us))
+
+        async def turns() -> None:
+            for _ in range(12):
+                await asyncio.sleep(0)
+                worker.run()
+
+        tasks = [asyncio.ensure_future(caller(value)) for value in range(3)]
+        before = sys.gettrace()
+        sys.settrace(on_call)
+        try:
+            await turns()
+        finally:
+            sys.settrace(before)
+        tasks.append(asyncio.ensure_future(caller(3)))
+        await turns()
+        return ["waits" if not task.done() else task.exception() or task.result() for task in tasks]
+
+    answers = asyncio.run(main())
+    return hit, answers
+
+
+@pytest.mark.parametrize("expected_us", [1.0, 1e6], ids=["on the loop", "on the worker"])
+def test_a_signal_handler_that_raises_in_the_middle_of_a_change_strands_nobody(expected_us: float) -> None:
+    """Wherever it raises, its exception or a result comes to every caller, and later calls run."""
+    points = 0
+    while True:
+        hit, answers = alarmed(points + 1, expected_us)
+        assert answers[3] == 6 and all(
+            answer == 2 * value or isinstance(answer, Alarm) for value, answer in enumerate(answers)
+        ), (hit, answers)
+        if not hit:  # it has fewer lines
+            break
+        points += 3
+    assert points > 300
 
 
 @pytest.mark.asyncio

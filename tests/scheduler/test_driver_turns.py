@@ -218,7 +218,7 @@ def test_a_nearer_deadline_that_comes_later_is_kept() -> None:
         running = asyncio.ensure_future(caller(1e9, None))
         for _ in range(3):
             await asyncio.sleep(0)
-        assert driver.busy and not driver.inline.ready()  # nothing runs at once beside it
+        assert driver.inline.inflight and not driver.inline.ready()  # nothing runs at once beside it
         await asyncio.gather(caller(1.0, at + 9.0), caller(1.0, at + 2.0))
         driver.close()
         await running
