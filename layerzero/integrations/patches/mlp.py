@@ -18,6 +18,7 @@ from layerzero.integrations.patches.substitute import (
     autocast_dtype,
     has_hooks,
     is_left_alone,
+    learnt_of,
 )
 from layerzero.ops.linear.mlp import GATES, mlp_reference
 from layerzero.ops.linear.mlp import PLAIN as UNGATED
@@ -42,8 +43,7 @@ class MlpForward(Substitute):
 
     def __init__(self, module: nn.Module, up: tuple[str, ...], down: str, activation: str) -> None:
         super().__init__(module)
-        self.up, self.down = up, down
-        self.activation: Any = activation  # one of the op's names
+        self.learnt = up, down, activation
         self.joins = 0
         self.joint: StorageWeakRef | None = None  # the weights alone keep it alive
 
@@ -54,17 +54,18 @@ class MlpForward(Substitute):
         if len(args) != 1 or kwargs:
             return self.decline("arguments", args, kwargs)
         x, inside = args[0], self.module.__dict__["_modules"]
-        ups: list[Any] = [inside[name] for name in self.up]
-        down: Any = inside[self.down]
+        up, down_name, activation = learnt_of(self)
+        ups: list[Any] = [inside[name] for name in up]
+        down: Any = inside[down_name]
         if type(x) is Tensor and (x.device.type == "meta" or is_left_alone(x)):
             return self.original(x)
-        why = self._obstacle(x, [*ups, down])
+        why = _obstacle(self.module, x, [*ups, down])
         if why:
             return self.decline(why, args, kwargs)
         weight, bias = ups[0].weight, ups[0].bias
         if len(ups) == 2 and torch.compiler.is_compiling():
             gate, value = (sync.linear(x, up.weight, up.bias) for up in ups)
-            return sync.linear(GATES[self.activation](gate) * value, down.weight, down.bias)
+            return sync.linear(GATES[activation](gate) * value, down.weight, down.bias)
         if len(ups) == 2 and foreign.is_traced():
             return self.decline("transform", args, kwargs)
         if len(ups) == 2:
@@ -76,27 +77,7 @@ class MlpForward(Substitute):
                     _warn_apart(type(self.module).__name__)
                 return self.decline("weights apart", args, kwargs)
             weight, bias = joint, None if bias is None else torch.cat((bias, ups[1].bias))
-        return sync.mlp(x, weight, down.weight, bias, down.bias, activation=self.activation)
-
-    def _obstacle(self, x: Any, linears: list[Any]) -> str:
-        """Why this call is not for the op; empty where it is."""
-        if not all(is_linear(linear) for linear in linears):
-            return "projections"
-        # By the dictionary: torch's compiler guards on every place that an attribute could have been in.
-        if has_hooks(linears) or self.module.__dict__.get("_is_fsdp_managed_module", False):
-            return "hooks"
-        weights = [value for linear in linears for value in (linear.weight, linear.bias) if value is not None]
-        if type(x) is not Tensor or any(type(weight) not in PLAIN for weight in weights):
-            return "tensor subclass"
-        if any(weight.dtype is not x.dtype for weight in weights):
-            return "dtypes"
-        if autocast_dtype(x) is not None:
-            return "autocast"
-        if torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in weights)):
-            return "gradient"
-        if self.module.training and any(isinstance(m, nn.Dropout) and m.p for m in self.module.children()):
-            return "dropout"
-        return ""
+        return sync.mlp(x, weight, down.weight, bias, down.bias, activation=activation)
 
     def _joined(self, gate: Tensor, value: Tensor) -> Tensor | None:
         """Both weights as one matrix, where they still lie in the one that they were put into."""
@@ -135,7 +116,7 @@ class MlpForward(Substitute):
     def remove(self) -> None:
         """Give each projection a weight of its own again, too."""
         super().remove()
-        ups: list[Any] = [self.module._modules[name] for name in self.up]
+        ups: list[Any] = [self.module._modules[name] for name in self.learnt[0]]
         if len(ups) == 2 and all(is_linear(linear) for linear in ups):
             first, second = (linear.weight for linear in ups)
             if type(first) in PLAIN and type(second) in PLAIN and self._joined(first, second) is not None:
@@ -145,6 +126,27 @@ class MlpForward(Substitute):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has weights of its own, which are apart."""
         return {**self.__dict__, "joint": None, "joins": 0}
+
+
+def _obstacle(module: nn.Module, x: Any, linears: list[Any]) -> str:
+    """Why this call is not for the op; empty where it is."""
+    if not all(is_linear(linear) for linear in linears):
+        return "projections"
+    # By the dictionary: torch's compiler guards on every place that an attribute could have been in.
+    if has_hooks(linears) or module.__dict__.get("_is_fsdp_managed_module", False):
+        return "hooks"
+    weights = [value for linear in linears for value in (linear.weight, linear.bias) if value is not None]
+    if type(x) is not Tensor or any(type(weight) not in PLAIN for weight in weights):
+        return "tensor subclass"
+    if any(weight.dtype is not x.dtype for weight in weights):
+        return "dtypes"
+    if autocast_dtype(x) is not None:
+        return "autocast"
+    if torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in weights)):
+        return "gradient"
+    if module.training and any(isinstance(m, nn.Dropout) and m.p for m in module.children()):
+        return "dropout"
+    return ""
 
 
 @functools.cache
