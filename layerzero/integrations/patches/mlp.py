@@ -25,6 +25,8 @@ from layerzero.ops.linear.mlp import PLAIN as UNGATED
 
 NAMES = ("mlp", "feedforward", "feed_forward", "densegatedactdense", "denseactdense", "ffn",
          "experts")  # fmt: skip
+# The first projection of a block that has no module, or a nameless one, in its layer.
+_IN_LAYERS = frozenset({"fc1", "ffn", "lin1", "linear1"})
 # How often the gate's and the value's weights are put into one matrix anew after something moved them.
 JOINS = 4
 WEIGHTS_APART = "integrations.weights_apart"
@@ -166,13 +168,23 @@ def _part(storage: torch.UntypedStorage, start: int, like: Tensor) -> Tensor:
 
 
 def is_mlp(module: nn.Module) -> bool:
-    """Whether a module's class says that it is a feed-forward block and its projections are its own."""
+    """Whether a module's class says that it is a feed-forward block, or the block is a part of this layer."""
     kind = type(module).__name__.lower()
-    return any(name in kind for name in NAMES) and bool(module._modules or module._parameters)
+    named = any(name in kind for name in NAMES) and bool(module._modules or module._parameters)
+    return named or _is_spread(module)
+
+
+def _is_spread(module: nn.Module) -> bool:
+    """Whether a feed-forward block's projections lie in its layer, or each in a module of its own."""
+    kind, inside = type(module).__name__.lower(), module._modules
+    halves = kind.endswith("intermediate") and "dense" in inside
+    return halves or (kind.endswith("layer") and not inside.keys().isdisjoint(_IN_LAYERS))
 
 
 def substitute(module: nn.Module) -> MlpForward | str:
     """The block on our op, or why it has none."""
+    if _is_spread(module):
+        return "its projections are in no module of their own"
     linears: dict[str, Any] = {name: part for name, part in module._modules.items() if _projects(part)}
     strange = sorted({type(part).__name__ for part in linears.values() if not is_linear(part)})
     if strange:
