@@ -108,10 +108,10 @@ def moe_reference(
     mapped = foreign.in_transform()  # vmap cannot count rows: each goes through every expert
     for expert in range(w_up.shape[0]):
         chosen = experts == expert
-        row, place = (slice(None), None) if mapped else chosen.nonzero(as_tuple=True)
-        up = F.linear(wide[row], w_up[expert].to(wide.dtype))
+        row, place = (None, None) if mapped else chosen.nonzero(as_tuple=True)
+        up = F.linear(wide if row is None else wide[row], w_up[expert].to(wide.dtype))
         down = F.linear(activate(up, activation), w_down[expert].to(wide.dtype)).to(parts.dtype)  # autocast
-        if mapped:
+        if row is None:
             parts = torch.where(chosen.unsqueeze(-1), down.unsqueeze(1), parts)
         else:
             parts = parts.index_put((row, place), down)
