@@ -58,26 +58,35 @@ class CompileChoice:
         self.serves = {mark: serves or before.get(mark, False) for mark, serves in self.serves.items()}
 
 
+def as_constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have torch's compiler take what `function` returns for a constant of the graph, without a guard.
+
+    As torch.compiler's own decorator does, which imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@as_constant
+def mark_under_guard() -> str | None:
+    """The mark of the graph that is being compiled, where it has a guard of ours, which reads the rest."""
+    mark = None if CHOICE.guards is None or CHOICE.mark is not None else CHOICE.guards.open()
+    return None if mark is None else _MARK + mark
+
+
 def mark_of_graph() -> str | None:
-    """What an operator of the graph that is being compiled carries.
+    """What an operator of a graph without such a guard carries.
 
     The compiler reads this with its guards: a graph of a mark runs while `serves` says so, a graph without
     one while nothing else was decided.
     """
     mark = _mark_now()
-    if mark is not None and CHOICE.serves[mark]:
-        return mark
-    return _guarded_mark() if CHOICE.mark is None else CHOICE.mark
+    return mark if mark is not None and CHOICE.serves[mark] else CHOICE.mark
 
 
+@as_constant
 def _mark_now() -> str | None:
     return CHOICE.mark
-
-
-def _guarded_mark() -> str | None:
-    """The mark of a graph that has a guard of its own."""
-    mark = None if CHOICE.guards is None else CHOICE.guards.open()
-    return None if mark is None else _MARK + mark
 
 
 def inliner_of(backend: str | None) -> Callable[[Op, Args], Any] | None:
@@ -91,10 +100,6 @@ def inliner_of(backend: str | None) -> Callable[[Op, Args], Any] | None:
     return CHOICE.guards.inliner_of(mark)
 
 
-# The compiler takes what they return for constants, without a guard; so does torch.compiler's own decorator,
-# which imports the compiler.
-for _constant in (_mark_now, _guarded_mark):
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 CHOICE = CompileChoice()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.operators.choice import mark_of_graph
+from layerzero.operators.choice import mark_of_graph, mark_under_guard
 from layerzero.ops import table
 from layerzero.ops.op import Op
 
@@ -187,29 +187,32 @@ def front(op: Op) -> Callable[..., Any]:
     """The op's public signature in a form that torch's compiler reads: a call of its operator.
 
     A call with what torch has no word for is the op's reference, in plain torch. Before each run of a graph
-    torch's compiler looks at the defaults and globals of what it has read: here few, and one of each.
+    torch's compiler looks at the defaults and globals of what it has read: here few globals alone.
     """
     schemas = schemas_of(op)
     parameters = inspect.signature(op.build).parameters
     names = list(parameters)
-    by_name = {
-        p.name: p.default
-        for p in parameters.values()
-        if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
-    }
-    head = [p.replace(annotation=p.empty) for p in parameters.values() if p.name not in by_name]
+    optional = [p for p in parameters.values() if p.default is not p.empty]
+    by_position = [p for p in optional if p.kind is not p.KEYWORD_ONLY]
+    head = [p.replace(annotation=p.empty) for p in parameters.values() if p.default is p.empty]
+    head.append(inspect.Parameter("rest", inspect.Parameter.VAR_POSITIONAL))
     head.append(inspect.Parameter("named", inspect.Parameter.VAR_KEYWORD))
+    head.sort(key=lambda p: p.kind)
     lines = [f"def {op.name}{inspect.Signature(head)}:"]
-    by_name["backend"] = None
+    for place, p in enumerate(by_position):
+        given = f"rest[{place}] if rest[{place}:] else"
+        lines.append(f"    {p.name} = {given} named.pop({p.name!r}, {p.default!r})")
+    by_name = {p.name: p.default for p in optional if p not in by_position} | {"backend": None}
     lines += [f"    {name} = named.pop({name!r}, {default!r})" for name, default in by_name.items()]
-    lines += ["    if named:", f"        _refuse({op.name!r}, *named)"]
+    lines += [f"    if named or rest[{len(by_position)}:]:"]
+    lines += [f"        _refuse({op.name!r}, {len(head) - 2 + len(by_position)}, named)"]
     if schemas[0].without_type:
         is_given = " or ".join(f"{name} is not None" for name in schemas[0].without_type)
         lines += [f"    if {is_given}:", f"        return _plain_{op.name}({', '.join(names)})"]
     for schema in reversed(schemas):
         flags = [name for name, value in schema.fixed.items() if value]
         packed = [_packed(p) for p in schema.parameters[:-1]]
-        packed.append("_mark() if backend is None else backend")
+        packed.append("(_under_guard() or _mark()) if backend is None else backend")
         call = f"_ops.{NAMESPACE}.{schema.name}.default({', '.join(packed)})"
         if op.name in _GIVEN_BACK:
             lines += [f"    {call}", f"    return {_GIVEN_BACK[op.name]}"]
@@ -221,8 +224,10 @@ def front(op: Op) -> Callable[..., Any]:
     return _made(op.name, lines, _FRONTS)
 
 
-def _refuse(name: str, unknown: str, *more: str) -> None:
-    raise TypeError(f"{name}(): got an unexpected keyword argument {unknown!r}")
+def _refuse(name: str, takes: int, unknown: dict[str, Any]) -> None:
+    if not unknown:
+        raise TypeError(f"{name}() takes {takes} arguments by position, and got more")
+    raise TypeError(f"{name}(): got an unexpected keyword argument {next(iter(unknown))!r}")
 
 
 def run_operator(name: str, named: dict[str, Any]) -> Any:
@@ -301,7 +306,8 @@ def _returned(schema: OperatorSchema) -> str:
 
 # What the functions of all ops read.
 _FRONTS: dict[str, Any] = {
-    "_ops": torch.ops, "_Tensor": Tensor, "_int64": int64, "_mark": mark_of_graph, "_refuse": _refuse,
+    "_ops": torch.ops, "_Tensor": Tensor, "_int64": int64, "_mark": mark_of_graph,
+    "_under_guard": mark_under_guard, "_refuse": _refuse,
 }  # fmt: skip
 
 

@@ -77,6 +77,22 @@ def compiled(graphs: Graphs, fn: Callable[..., Any] = norm, **options: Any) -> C
     return torch.compile(fn, fullgraph=True, backend=graphs, **options)
 
 
+def guards_of(run: Any, *args: Tensor) -> int:
+    """How many guards a compiled function is checked by before each run."""
+    torch._dynamo.reset()
+    guards: list[Any] = []
+
+    def keep(found: Any) -> list[bool]:
+        guards.extend(found)
+        return [True] * len(found)
+
+    options: Any = {"guard_filter_fn": keep}
+    compiled: Any = torch.compile(run, fullgraph=True, dynamic=False, backend="eager", options=options)
+    with torch.no_grad():
+        compiled(*args)
+    return len(guards)
+
+
 X, WEIGHT = torch.randn(3, 8), torch.rand(8)
 
 
@@ -205,6 +221,22 @@ def test_a_model_on_our_ops_is_the_program_that_it_is_on_torchs(shape: tuple[int
         plain = program("")
         assert plain["aten.mm.default"] == 9
         assert program("runtime") == plain
+
+
+def test_a_model_on_our_ops_is_checked_by_few_more_guards_than_on_torchs() -> None:
+    """Before each run: one for each op's function, and one of ours for all that may move a choice."""
+    ids = torch.zeros((8, 1), dtype=torch.long)
+    plain = guards_of(compiled_benchmark.Model(""), ids)
+    assert guards_of(compiled_benchmark.Model("runtime"), ids) <= plain + 5
+
+
+@pytest.mark.parametrize(("more", "named"), [((None, None), {}), ((), {"nobody": 1})])
+def test_what_an_op_does_not_take_is_refused_in_a_graph_as_outside(more: Any, named: Any) -> None:
+    """By an argument too many, and by name."""
+    linear: Callable[..., Any] = lz.sync.linear
+    for call, error in ((linear, TypeError), (compiled(Graphs(), linear), Exception)):
+        with pytest.raises(error, match=r"takes 3 arguments|too many|'nobody'"):
+            call(X, torch.eye(8), *more, **named)
 
 
 def test_symbolic_sizes_hold_one_kernel_until_a_choice_may_depend_on_the_size(runtime: lz.Runtime) -> None:

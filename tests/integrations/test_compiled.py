@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import layerzero as lz
-from layerzero.integrations.patches import mlp, rope
+from layerzero.integrations.patches import mlp, norm, rope
 from layerzero.integrations.patches.substitute import PARTS
 from layerzero.runtime import current
-from tests.calls.test_inline_guards import Graphs
+from tests.calls.test_inline_guards import Graphs, guards_of
 from tests.integrations import models
 
 FEW = ("llama", "gemma2", "bert", "t5")
@@ -73,24 +73,16 @@ def test_a_patched_model_is_one_graph_with_the_numbers_of_the_model(family: str)
     assert bool(found["linear"] or found["mlp"]) is (bool(table.ops("mlp")) and family != "falcon")
 
 
-def test_a_block_on_our_ops_is_guarded_by_few_more_guards_than_its_own() -> None:
+@pytest.mark.parametrize(("part", "more"), [("mlp", 19), ("norm", 23)])
+def test_a_part_on_our_ops_is_guarded_by_few_more_guards_than_its_own(part: str, more: int) -> None:
     """Each is checked before each run: of a token, that is a part."""
-    block, counts = models.build("llama").model.layers[0].mlp, []
-    instead = mlp.substitute(block)
+    layer = models.build("llama").model.layers[0]
+    module = layer.mlp if part == "mlp" else layer.input_layernorm
+    instead = mlp.substitute(module) if part == "mlp" else norm.substitute(module)
     assert not isinstance(instead, str)
-    for change in (instead.remove, instead.install):
-        change()
-        instead.enabled = True
-        torch._dynamo.reset()
-        guards: list[Any] = []
-        options: Any = {
-            "guard_filter_fn": lambda found, kept=guards: kept.extend(found) or [True] * len(found)
-        }
-        run: Any = torch.compile(block, fullgraph=True, backend="eager", options=options)
-        with torch.no_grad():
-            run(torch.randn(3, 32))
-        counts.append(len(guards))
-    assert counts[0] < counts[1] <= counts[0] + 27
+    own = guards_of(module, torch.randn(3, 32))
+    instead.install()
+    assert own < guards_of(module, torch.randn(3, 32)) <= own + more
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

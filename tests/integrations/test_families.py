@@ -337,6 +337,14 @@ def test_the_table_says_what_was_not_replaced_and_why() -> None:
     assert experts.module == "MixtralExperts" and "experts are chosen before it" in experts.why
     deberta = lz.patch_table(lz.patch(models.build("deberta")))
     assert deberta.ops("attention") == {"attention"} and deberta.ops("norm") == {"layer_norm"}
+    for family, module in (
+        ("bart", "BartDecoderLayer"),
+        ("bert", "BertIntermediate"),
+        ("opt", "OPTDecoderLayer"),
+    ):
+        rows = lz.patch_table(lz.patch(models.build(family))).rows
+        found = {row.module: row.why for row in rows if row.part == "mlp"}
+        assert found[module] == "its projections are in no module of their own"
     with pytest.raises(ValueError, match="this GPT2LMHeadModel is not"):
         lz.patch_table(models.build("gpt2"))
 

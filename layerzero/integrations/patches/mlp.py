@@ -18,12 +18,15 @@ from layerzero.integrations.patches.substitute import (
     autocast_dtype,
     has_hooks,
     is_left_alone,
+    learnt_of,
 )
 from layerzero.ops.linear.mlp import GATES, mlp_reference
 from layerzero.ops.linear.mlp import PLAIN as UNGATED
 
 NAMES = ("mlp", "feedforward", "feed_forward", "densegatedactdense", "denseactdense", "ffn",
          "experts")  # fmt: skip
+# The first projection of a block that has no module, or a nameless one, in its layer.
+_IN_LAYERS = frozenset({"fc1", "ffn", "lin1", "linear1"})
 # How often the gate's and the value's weights are put into one matrix anew after something moved them.
 JOINS = 4
 WEIGHTS_APART = "integrations.weights_apart"
@@ -42,8 +45,7 @@ class MlpForward(PatchedForward):
 
     def __init__(self, module: nn.Module, up: tuple[str, ...], down: str, activation: str) -> None:
         super().__init__(module)
-        self.up, self.down = up, down
-        self.activation: Any = activation  # one of the op's names
+        self.learnt = up, down, activation
         self.joins = 0
         self.joint: StorageWeakRef | None = None  # the weights alone keep it alive
 
@@ -54,17 +56,18 @@ class MlpForward(PatchedForward):
         if len(args) != 1 or kwargs:
             return self.decline("arguments", args, kwargs)
         x, inside = args[0], self.module.__dict__["_modules"]
-        ups: list[Any] = [inside[name] for name in self.up]
-        down: Any = inside[self.down]
+        up, down_name, activation = learnt_of(self)
+        ups: list[Any] = [inside[name] for name in up]
+        down: Any = inside[down_name]
         if type(x) is Tensor and (x.device.type == "meta" or is_left_alone(x)):
             return self.original(x)
-        why = self._obstacle(x, [*ups, down])
+        why = _obstacle(self.module, x, [*ups, down])
         if why:
             return self.decline(why, args, kwargs)
         weight, bias = ups[0].weight, ups[0].bias
         if len(ups) == 2 and torch.compiler.is_compiling():
             gate, value = (sync.linear(x, up.weight, up.bias) for up in ups)
-            return sync.linear(GATES[self.activation](gate) * value, down.weight, down.bias)
+            return sync.linear(GATES[activation](gate) * value, down.weight, down.bias)
         if len(ups) == 2 and foreign.is_traced():
             return self.decline("transform", args, kwargs)
         if len(ups) == 2:
@@ -76,27 +79,7 @@ class MlpForward(PatchedForward):
                     _warn_apart(type(self.module).__name__)
                 return self.decline("weights apart", args, kwargs)
             weight, bias = joint, None if bias is None else torch.cat((bias, ups[1].bias))
-        return sync.mlp(x, weight, down.weight, bias, down.bias, activation=self.activation)
-
-    def _obstacle(self, x: Any, linears: list[Any]) -> str:
-        """Why this call is not for the op; empty where it is."""
-        if not all(is_linear(linear) for linear in linears):
-            return "projections"
-        # By the dictionary: torch's compiler guards on every place that an attribute could have been in.
-        if has_hooks(linears) or self.module.__dict__.get("_is_fsdp_managed_module", False):
-            return "hooks"
-        weights = [value for linear in linears for value in (linear.weight, linear.bias) if value is not None]
-        if type(x) is not Tensor or any(type(weight) not in PLAIN for weight in weights):
-            return "tensor subclass"
-        if any(weight.dtype is not x.dtype for weight in weights):
-            return "dtypes"
-        if autocast_dtype(x) is not None:
-            return "autocast"
-        if torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in weights)):
-            return "gradient"
-        if self.module.training and any(isinstance(m, nn.Dropout) and m.p for m in self.module.children()):
-            return "dropout"
-        return ""
+        return sync.mlp(x, weight, down.weight, bias, down.bias, activation=activation)
 
     def _joined(self, gate: Tensor, value: Tensor) -> Tensor | None:
         """Both weights as one matrix, where they still lie in the one that they were put into."""
@@ -135,7 +118,7 @@ class MlpForward(PatchedForward):
     def remove(self) -> None:
         """Give each projection a weight of its own again, too."""
         super().remove()
-        ups: list[Any] = [self.module._modules[name] for name in self.up]
+        ups: list[Any] = [self.module._modules[name] for name in self.learnt[0]]
         if len(ups) == 2 and all(is_linear(linear) for linear in ups):
             first, second = (linear.weight for linear in ups)
             if type(first) in PLAIN and type(second) in PLAIN and self._joined(first, second) is not None:
@@ -145,6 +128,27 @@ class MlpForward(PatchedForward):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has weights of its own, which are apart."""
         return {**self.__dict__, "joint": None, "joins": 0}
+
+
+def _obstacle(module: nn.Module, x: Any, linears: list[Any]) -> str:
+    """Why this call is not for the op; empty where it is."""
+    if not all(is_linear(linear) for linear in linears):
+        return "projections"
+    # By the dictionary: torch's compiler guards on every place that an attribute could have been in.
+    if has_hooks(linears) or module.__dict__.get("_is_fsdp_managed_module", False):
+        return "hooks"
+    weights = [value for linear in linears for value in (linear.weight, linear.bias) if value is not None]
+    if type(x) is not Tensor or any(type(weight) not in PLAIN for weight in weights):
+        return "tensor subclass"
+    if any(weight.dtype is not x.dtype for weight in weights):
+        return "dtypes"
+    if autocast_dtype(x) is not None:
+        return "autocast"
+    if torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in weights)):
+        return "gradient"
+    if module.training and any(isinstance(m, nn.Dropout) and m.p for m in module.children()):
+        return "dropout"
+    return ""
 
 
 @functools.cache
@@ -164,13 +168,23 @@ def _part(storage: torch.UntypedStorage, start: int, like: Tensor) -> Tensor:
 
 
 def is_mlp(module: nn.Module) -> bool:
-    """Whether a module's class says that it is a feed-forward block and its projections are its own."""
+    """Whether a module's class says that it is a feed-forward block, or the block is a part of this layer."""
     kind = type(module).__name__.lower()
-    return any(name in kind for name in NAMES) and bool(module._modules or module._parameters)
+    named = any(name in kind for name in NAMES) and bool(module._modules or module._parameters)
+    return named or _is_spread(module)
+
+
+def _is_spread(module: nn.Module) -> bool:
+    """Whether a feed-forward block's projections lie in its layer, or each in a module of its own."""
+    kind, inside = type(module).__name__.lower(), module._modules
+    halves = kind.endswith("intermediate") and "dense" in inside
+    return halves or (kind.endswith("layer") and not inside.keys().isdisjoint(_IN_LAYERS))
 
 
 def substitute(module: nn.Module) -> MlpForward | str:
     """The block on our op, or why it has none."""
+    if _is_spread(module):
+        return "its projections are in no module of their own"
     linears: dict[str, Any] = {name: part for name, part in module._modules.items() if _projects(part)}
     strange = sorted({type(part).__name__ for part in linears.values() if not is_linear(part)})
     if strange:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import layerzero.sync as sync
 from layerzero.integrations.patches import probe
-from layerzero.integrations.patches.substitute import PLAIN, PatchedForward, autocast_dtype
+from layerzero.integrations.patches.substitute import PLAIN, PatchedForward, autocast_dtype, learnt_of
 from layerzero.ops.norm.layer_norm import layer_norm_reference
 from layerzero.ops.norm.rms_norm import rms_norm_reference
 
@@ -28,7 +28,7 @@ class NormForward(PatchedForward):
 
     def __init__(self, module: nn.Module, op: str, eps: float, shift: float) -> None:
         super().__init__(module)
-        self.op, self.eps, self.shift = op, eps, shift
+        self.op, self.learnt = op, (op, eps, shift)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One tensor by the op; anything else by the module itself."""
@@ -46,12 +46,13 @@ class NormForward(PatchedForward):
             return self.decline("dtypes", args, kwargs)
         if x.dtype is not torch.float32 and autocast_dtype(x) is not None:
             return self.decline("autocast", args, kwargs)
-        if self.op == "rms_norm":
-            if self.shift and weight is not None:
-                weight = weight.float() + self.shift
-            return sync.rms_norm(x, weight, eps=self.eps)
+        op, eps, shift = learnt_of(self)
+        if op == "rms_norm":
+            if shift and weight is not None:
+                weight = weight.float() + shift
+            return sync.rms_norm(x, weight, eps=eps)
         bias = self.module.__dict__["_parameters"].get("bias")
-        return sync.layer_norm(x, weight, bias, eps=self.eps)
+        return sync.layer_norm(x, weight, bias, eps=eps)
 
 
 def is_norm(module: nn.Module) -> bool:

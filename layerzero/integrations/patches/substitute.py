@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from layerzero.calls.blocking import context_device
+from layerzero.operators.choice import as_constant
 
 PARTS = ("attention", "norm", "rope", "mlp", "loss")
 # Subclasses of Tensor (DTensor, fake and functional tensors) go to the module's own forward.
@@ -74,6 +75,8 @@ class PatchedForward:
 
     part: ClassVar[str]
     op: str
+    # What was learnt of the module when it was patched.
+    learnt: tuple[Any, ...] = ()
     # What of the module the op does not serve all the same.
     note = ""
 
@@ -107,6 +110,12 @@ class PatchedForward:
     def __signature__(self) -> inspect.Signature:
         """The module's own: libraries read it to learn what may be passed."""
         return inspect.signature(type(self.module).forward.__get__(self.module))
+
+
+@as_constant
+def learnt_of(substitute: Substitute) -> tuple[Any, ...]:
+    """What a substitute learnt of its module; a graph guards on the substitute, and not on each of these."""
+    return substitute.learnt
 
 
 def is_left_alone(x: object) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from layerzero._util import foreign
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
@@ -104,11 +105,16 @@ def moe_reference(
     wide = rows if x.dtype == torch.float64 else rows.float()
     experts, scores = route(router_logits.reshape(len(rows), -1), top_k, scoring, renormalize)
     parts = wide.new_zeros(len(rows), top_k, rows.shape[1])
+    mapped = foreign.in_transform()  # vmap cannot count rows: each goes through every expert
     for expert in range(w_up.shape[0]):
-        row, place = (experts == expert).nonzero(as_tuple=True)
-        up = F.linear(wide[row], w_up[expert].to(wide.dtype))
-        down = F.linear(activate(up, activation), w_down[expert].to(wide.dtype))
-        parts = parts.index_put((row, place), down.to(parts.dtype))  # autocast rounds products
+        chosen = experts == expert
+        row, place = (None, None) if mapped else chosen.nonzero(as_tuple=True)
+        up = F.linear(wide if row is None else wide[row], w_up[expert].to(wide.dtype))
+        down = F.linear(activate(up, activation), w_down[expert].to(wide.dtype)).to(parts.dtype)  # autocast
+        if row is None:
+            parts = torch.where(chosen.unsqueeze(-1), down.unsqueeze(1), parts)
+        else:
+            parts = parts.index_put((row, place), down)
     # Answers are added in the order of their scores, whatever the order of the experts.
     return (parts * scores.to(wide.dtype).unsqueeze(-1)).sum(1).to(x.dtype).view(x.shape)
 
