@@ -138,7 +138,7 @@ def children_s() -> float:
 def run(tree: Path, number: int) -> PairedResult:
     """One run of the gate: this tree is what `tree` is compared with."""
     result = confirm(lambda: compare_paces(CALL, ROOT, tree, slower=LIMIT))
-    print(f"  {number}: {result.answer} {result.ratio:.3f} {result.above}/{result.rounds}", flush=True)
+    print(f"  {number}: {result.answer} {result.ratio:.3f} {result.why}", flush=True)
     return result
 
 
