@@ -35,7 +35,8 @@ def main() -> None:
     with torch.inference_mode():
         if order["anchor"]:
             plain, where = anchor_of(op, arguments), torch.__file__
-            run = awaited_anchor(plain, order["callers"]) if order["callers"] else blocks_of(plain)
+            callers, loop = order["callers"], asyncio.new_event_loop()
+            run = awaited_anchor(plain, callers, loop) if callers else blocks_of(plain)
         else:
             import layerzero as lz
 
@@ -116,12 +117,13 @@ def awaited_blocks(lz: Any, op: str, arguments: dict[str, Any], callers: int) ->
     return lambda rounds: loop.run_until_complete(together(rounds))
 
 
-def awaited_anchor(call: Callable[[], object], callers: int) -> Callable[[int], None]:
+def awaited_anchor(
+    call: Callable[[], object], callers: int, loop: asyncio.AbstractEventLoop
+) -> Callable[[int], None]:
     """Rounds of so many callers that await plain torch together, which one other thread runs for them all.
 
     So what delays a waking thread or loop delays them as it does the callers of an op.
     """
-    loop = asyncio.new_event_loop()
     pool = ThreadPoolExecutor(1)
 
     async def one(waiting: list[asyncio.Future[object]]) -> object:

@@ -19,7 +19,13 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.api.doctor import doctor
 from layerzero.backends import load_builtin
-from layerzero.gates.baseline import BaselineCall, BaselineRefusedError, judge_call, measure_call, read_baseline
+from layerzero.gates.baseline import (
+    BaselineCall,
+    BaselineRefusedError,
+    judge_call,
+    measure_call,
+    read_baseline,
+)
 from layerzero.gates.model_parity import compare_model
 from layerzero.gates.numerics import KernelRun, default_limit, run_kernels
 from layerzero.gates.outcome import Finding, StageOutcome
