@@ -15,6 +15,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
+from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -53,7 +54,7 @@ class SteadyRatio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def of_rounds(cls, ratios: Sequence[float]) -> SteadyRatio:
         """Of at least `GROUPS` rounds in their order; a group is rounds that follow each other."""
         bounds = [len(ratios) * group // GROUPS for group in range(GROUPS + 1)]
-        groups = [statistics.median(ratios[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        groups = [statistics.median(ratios[a:b]) for a, b in pairwise(bounds)]
         lower, middle, upper = statistics.quantiles(ratios, n=4)
         return cls(*(round(each, 5) for each in (middle, min(groups), max(groups), upper / lower)))
 
@@ -68,7 +69,7 @@ class BaselineCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def unrest(self) -> str:
-        """How the rounds disagree with each other more than on a machine that does nothing else, or nothing."""
+        """How the rounds disagree with each other more than on a quiet machine; empty where they do not."""
         ratios = (self.ratio, self.control)
         spread = max(each.most / each.least for each in ratios)
         scatter = max(each.scatter for each in ratios)

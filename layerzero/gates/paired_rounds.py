@@ -41,7 +41,7 @@ class PacedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PairedResult(msgspec.Struct, frozen=True):
-    """What the rounds said: the answer, how many they were, the median ratio, and what the answer rests on."""
+    """The answer, how many rounds there were, the median ratio, and what the answer rests on."""
 
     call: str
     answer: Answer

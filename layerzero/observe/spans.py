@@ -17,14 +17,22 @@ from layerzero.spec.errors import ConfigurationError
 
 try:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Link, Span, Status, StatusCode, get_tracer, use_span
+    from opentelemetry.trace import (
+        Link,
+        Span,
+        Status,
+        StatusCode,
+        get_current_span,
+        get_tracer,
+        use_span,
+    )
 except ImportError as missing:
     raise ConfigurationError(
         "spans needs opentelemetry-api, which is not installed: pip install 'layerzero-runtime[otel]'"
     ) from missing
 
 Attributes = dict[str, str | int]
-_KERNEL = "layerzero.spec.kernel"
+_KERNEL = "layerzero.kernel"
 
 
 class Spans:
@@ -32,8 +40,9 @@ class Spans:
 
     `layerzero.<op>` is one run of a kernel, `layerzero.select` one choice, `layerzero.await` a caller's
     waiting, `layerzero.batch` one batch, `layerzero.fallback` a kernel that answered for another.
-    The program's sampler is asked first. A run that it leaves out, or that is not recorded, costs no more
-    and is not made current: what a kernel opens itself then belongs to the caller's span, or to the batch's.
+    A run and a caller's waiting are parts of a trace: where the caller's span, or for a run the batch's, is
+    not recorded, or there is none, they have no span and ask no sampler. What the sampler leaves out is not
+    made current: what a kernel opens itself then belongs to the caller's span, or to the batch's.
     """
 
     reads_arguments = False
@@ -54,6 +63,8 @@ class Spans:
         start, name = self._tracer.start_span, f"layerzero.{op.name}"
 
         def traced(*args: Any) -> Any:
+            if not _is_traced(get_current_span()):
+                return call(*args)
             span = start(name, attributes=chosen)
             if not span.is_recording():
                 return call(*args)
@@ -65,7 +76,9 @@ class Spans:
     @contextmanager
     def waiting(self, name: str, args: Args) -> Iterator[Callable[[Plan | None], None]]:
         """A caller's span while its call is in the batcher; gives what notes the plan that answered."""
-        span = self._tracer.start_span("layerzero.await", attributes={"layerzero.op": name})
+        span = get_current_span()
+        if _is_traced(span):
+            span = self._tracer.start_span("layerzero.await", attributes={"layerzero.op": name})
         if not span.is_recording():
             yield lambda plan: None
             return
@@ -119,6 +132,11 @@ class Spans:
 
     def close(self) -> None:
         """Nothing to stop: spans end by themselves."""
+
+
+def _is_traced(span: Span) -> bool:
+    """Whether what runs inside belongs to a trace that is kept, here or by the process that called."""
+    return span.is_recording() or span.get_span_context().trace_flags.sampled
 
 
 def _attributes_of(selection: Selection) -> Attributes:

@@ -40,7 +40,7 @@ class Machine:
         self.set_load(busy=False)
 
     def set_load(self, *, busy: bool, evenly: bool = False) -> None:
-        """Another moment: how long a waking thread waits, how bursty it is, how far clocks are; or `evenly`."""
+        """Another moment: how long a waking thread waits, how bursty it is, at what speed; or `evenly`."""
         self.busy = busy
         if evenly:
             self.busy, self.wait_us, self.bursts, self.speed = False, self.draw.uniform(40, 900), 0.0, 1.0
