@@ -5,10 +5,10 @@
 
 `--gates` runs the command itself, `lz gate`, with the calls and the limit of RELEASE.yaml and nothing
 changed: by turns against a copy of this tree and against a baseline that this machine has just written. It
-ends with status 1 where one of them fails; one that is undecided is counted. Otherwise each run is what `lz gate` does for one call: two fresh
-processes, paired rounds, the sign test, and once more where the answer is not "as fast". The slower tree is a
-copy whose function waits by the clock, so that the least time of many blocks is so much longer. `--load`
-keeps a process a core busy with products, in bursts.
+ends with status 1 where one of them fails; one that is undecided is counted. Otherwise each run is what
+`lz gate` does for one call: two fresh processes, paired rounds, the sign test, and once more where the answer
+is not "as fast". The slower tree is a copy whose function waits by the clock, so that the least time of many
+blocks is so much longer. `--load` keeps a process a core busy with products, in bursts.
 """
 
 from __future__ import annotations

@@ -141,6 +141,22 @@ def test_a_load_that_waits_evenly_is_told_by_the_control(machine: Machine, writt
     }
 
 
+def test_rounds_that_disagree_decide_nothing(machine: Machine) -> None:
+    """Then or now, of the call or of the control: medians that are fine by chance pass nothing."""
+    calm = measure_call(AWAITED, rounds=ROUNDS, device="cpu")
+    assert judge_call(calm, calm, slower=SLOWER, rounds=ROUNDS).answer == "as fast"
+    for name in ("ratio", "control"):
+        steady = getattr(calm, name)
+        for restless in (
+            msgspec.structs.replace(steady, scatter=1.3),
+            msgspec.structs.replace(steady, least=steady.most / 1.11),
+        ):
+            busy = msgspec.structs.replace(calm, **{name: restless})
+            for pair in ((calm, busy), (busy, calm)):
+                judged = judge_call(*pair, slower=5.0, rounds=ROUNDS)
+                assert judged.answer == "undecided" and "quartiles" in judged.why
+
+
 def test_what_cannot_be_told_from_noise_is_a_state_of_its_own(machine: Machine, tmp_path: Path) -> None:
     """Through the file and the stage: quiet it passes or is slower, busy it is undecided, with both loads."""
     with lz.start(lz.Settings(device="cpu", warm="off"), scoped=True) as runtime:

@@ -191,7 +191,7 @@ def test_a_run_that_the_sampler_leaves_out_costs_nothing_else(exporter: InMemory
 @pytest.mark.asyncio
 @pytest.mark.parametrize("parent", ["none", "not sampled", "sampled elsewhere"])
 async def test_what_belongs_to_no_trace_asks_no_sampler(exporter: InMemorySpanExporter, parent: str) -> None:
-    """Callers without a span that is kept: one span a batch with its run, none a call; a remote one counts."""
+    """Callers without a span that is kept: one span a batch and its run, none a call; a remote one counts."""
     flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if parent == "sampled elsewhere" else 0)
     context = trace.SpanContext(trace_id=7, span_id=8, is_remote=True, trace_flags=flags)
     outer = trace.INVALID_SPAN if parent == "none" else trace.NonRecordingSpan(context)
