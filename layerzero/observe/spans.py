@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from layerzero.ops.op import Args, Op
@@ -40,8 +41,8 @@ class Spans:
 
     `layerzero.<op>` is one run of a kernel, `layerzero.select` one choice, `layerzero.await` a caller's
     waiting, `layerzero.batch` one batch, `layerzero.fallback` a kernel that answered for another.
-    A run and a caller's waiting are parts of a trace: where the caller's span, or for a run the batch's, is
-    not recorded, or there is none, they have no span and ask no sampler. What the sampler leaves out is not
+    A run and a caller's waiting are parts of a caller's trace: where none is recorded, they have no span and
+    ask no sampler, and a batch is one span. What the sampler leaves out is not
     made current: what a kernel opens itself then belongs to the caller's span, or to the batch's.
     """
 
@@ -103,21 +104,26 @@ class Spans:
     ) -> Iterator[Callable[[BaseException], None]]:
         """The span of a batch, with links to its callers; gives what notes why it failed.
 
-        It is separate: which context the thread has is chance. `inside` is a caller's own run.
+        It is separate: which context the thread has is chance. `inside` is a caller's own run. Where no trace
+        of a caller is recorded, it is the one span of the batch: what runs in it has none.
         """
         waiting = [self._waiting.get(id(args)) for args in calls]
         links = [Link(span.get_span_context()) for span in waiting if span is not None]
         attributes: Attributes = {"layerzero.op": name, "layerzero.callers": len(calls)}
-        context = None if inside else Context()
-        with self._tracer.start_as_current_span(
-            "layerzero.batch", context, attributes=attributes, links=links
-        ) as span:
-
-            def record_failure(error: BaseException) -> None:
-                span.record_exception(error)
-                span.set_status(Status(StatusCode.ERROR, type(error).__name__))
-
-            yield record_failure
+        span = self._tracer.start_span(
+            "layerzero.batch", None if inside else Context(), attributes=attributes, links=links
+        )
+        if links or (inside and _is_traced(get_current_span())):
+            with use_span(span, end_on_exit=True):
+                yield partial(_fail, span)
+            return
+        try:
+            yield partial(_fail, span)
+        except BaseException as error:
+            _fail(span, error)
+            raise
+        finally:
+            span.end()
 
     def fell_back(self, plan: Plan, used: str, error: Exception) -> None:
         """One kernel answered for another."""
@@ -132,6 +138,11 @@ class Spans:
 
     def close(self) -> None:
         """Nothing to stop: spans end by themselves."""
+
+
+def _fail(span: Span, error: BaseException) -> None:
+    span.record_exception(error)
+    span.set_status(Status(StatusCode.ERROR, type(error).__name__))
 
 
 def _is_traced(span: Span) -> bool:
