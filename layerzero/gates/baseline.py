@@ -46,8 +46,8 @@ class SteadyRatio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     median: float
-    least: float
-    most: float
+    lowest: float
+    highest: float
     scatter: float
 
     @classmethod
@@ -71,7 +71,7 @@ class BaselineCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def unrest(self) -> str:
         """How the rounds disagree with each other more than on a quiet machine; empty where they do not."""
         ratios = (self.ratio, self.control)
-        spread = max(each.most / each.least for each in ratios)
+        spread = max(each.highest / each.lowest for each in ratios)
         scatter = max(each.scatter for each in ratios)
         if spread <= MOST_SPREAD and scatter <= MOST_SCATTER:
             return ""
@@ -136,23 +136,23 @@ def _measure_steady(call: PacedCall, rounds: int, device: str) -> BaselineCall:
     raise BaselineRefusedError.of("baseline", problem)
 
 
-def judge_call(stored: BaselineCall, now: BaselineCall, *, slower: float, rounds: int) -> PairedResult:
+def judge_call(stored: BaselineCall, later: BaselineCall, *, slower: float, rounds: int) -> PairedResult:
     """Whether a call is slower than it was by more than the share `slower`, as far as noise lets one say."""
-    name, ratio = str(stored.call), now.ratio.median / stored.ratio.median
-    for when, measured in (("stored", stored), ("now", now)):
+    name, ratio = str(stored.call), later.ratio.median / stored.ratio.median
+    for when, measured in (("stored", stored), ("now", later)):
         if unrest := measured.unrest:
             return PairedResult(name, "undecided", rounds, ratio, f"{when} {unrest}")
-    moved = now.control.median / stored.control.median
+    moved = later.control.median / stored.control.median
     unsure = max(moved, 1 / moved)
-    least = now.ratio.least / stored.ratio.most / unsure
-    most = now.ratio.most / stored.ratio.least * unsure
+    lowest = later.ratio.lowest / stored.ratio.highest / unsure
+    highest = later.ratio.highest / stored.ratio.lowest * unsure
     why = (
-        f"between {least:.3f} and {most:.3f} times with the noise; torch over a fixed product is "
-        f"{moved:.3f} times what it was (load {stored.load:g} then, {now.load:g} now)"
+        f"between {lowest:.3f} and {highest:.3f} times with the noise; torch over a fixed product is "
+        f"{moved:.3f} times what it was (load {stored.load:g} then, {later.load:g} now)"
     )
-    if most <= 1 + slower:
+    if highest <= 1 + slower:
         return PairedResult(name, "as fast", rounds, ratio, why)
-    return PairedResult(name, "slower" if least > 1 + slower else "undecided", rounds, ratio, why)
+    return PairedResult(name, "slower" if lowest > 1 + slower else "undecided", rounds, ratio, why)
 
 
 def write_baseline(path: str | os.PathLike[str], baseline: Baseline) -> str:

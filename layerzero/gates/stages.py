@@ -257,8 +257,8 @@ def confirm(measure: Callable[[], PairedResult]) -> PairedResult:
 
 
 def _against_stored(stored: BaselineCall, stage: PerformanceStage, device: str) -> PairedResult:
-    now = measure_call(stored.call, rounds=stage.rounds, device=device)
-    return judge_call(stored, now, slower=stage.slower, rounds=stage.rounds)
+    measured = measure_call(stored.call, rounds=stage.rounds, device=device)
+    return judge_call(stored, measured, slower=stage.slower, rounds=stage.rounds)
 
 
 def _own_tree() -> Path:

@@ -219,7 +219,7 @@ class Reason(StrEnum):
     BASELINE_UNSTEADY = "BASELINE_UNSTEADY", "gate", "was measured on a machine that was busy"
     WAIVER_EXPIRED = "WAIVER_EXPIRED", "gate", "has passed its last day"
     PACE_SLOWER = "PACE_SLOWER", "gate", "is slower than what it is compared with"
-    PACE_UNDECIDED = "PACE_UNDECIDED", "gate", "cannot be told from the noise of its rounds"
+    PACE_UNDECIDED = "PACE_UNDECIDED", "gate", "cannot be separated from the noise of its rounds"
 
     TOKENIZER_MISMATCH = "TOKENIZER_MISMATCH", "tokenizer", "is another tokenizer than the one meant"
     TOKENIZER_CHANGED = "TOKENIZER_CHANGED", "tokenizer", "is not the tokenizer that a cache was filled by"

@@ -149,7 +149,7 @@ def test_rounds_that_disagree_decide_nothing(machine: Machine) -> None:
         steady = getattr(calm, name)
         for restless in (
             msgspec.structs.replace(steady, scatter=1.3),
-            msgspec.structs.replace(steady, least=steady.most / 1.11),
+            msgspec.structs.replace(steady, lowest=steady.highest / 1.11),
         ):
             busy = msgspec.structs.replace(calm, **{name: restless})
             for pair in ((calm, busy), (busy, calm)):
