@@ -40,7 +40,8 @@ def gate(
     """Run the stages of RELEASE.yaml and say whether all hold, but for what its waivers excuse.
 
     Exit status: 0 all hold, 1 something does not, 2 the file or the command line is wrong, or a baseline
-    cannot be written on a machine that is busy, 3 nothing failed but a call's time cannot be separated from noise.
+    cannot be written on a machine that is busy, 3 nothing failed, but the time of a call cannot be
+    separated from noise.
     """
     file = read_release(release)
     with runtime_of(device, policy_file, strict) as runtime:
