@@ -11,7 +11,7 @@ import msgspec
 from layerzero.gates.release_file import Waiver
 from layerzero.spec.reasons import Reason
 
-State = Literal["passed", "failed", "waived"]
+State = Literal["passed", "failed", "undecided", "waived"]
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -39,14 +39,15 @@ class StageOutcome(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> State:
-        """Whether it passed, failed, or passes by waivers alone."""
-        if any(finding.fails for finding in self.findings):
-            return "failed"
+        """Whether it passed, failed, could not tell, or passes by waivers alone."""
+        codes = {finding.code for finding in self.findings if finding.fails}
+        if codes:
+            return "undecided" if codes == {Reason.PACE_UNDECIDED.value} else "failed"
         return "waived" if self.findings else "passed"
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All stages of a suite; `passed` is the exit status."""
+    """All stages of a suite; the verdict is the exit status."""
 
     kind: str = "layerzero gate"
     format: int = 1
@@ -60,16 +61,19 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True):
     artifacts: tuple[tuple[str, str], ...] = ()
 
     @property
-    def passed(self) -> bool:
-        """Whether no finding is left that no waiver excuses."""
-        return all(stage.state != "failed" for stage in self.stages)
+    def verdict(self) -> Literal["passed", "failed", "undecided"]:
+        """Passed where no finding is left that no waiver excuses, undecided where all that are left are."""
+        states = {stage.state for stage in self.stages}
+        if "failed" in states:
+            return "failed"
+        return "undecided" if "undecided" in states else "passed"
 
     def as_plain(self) -> dict[str, Any]:
         """The report as JSON-ready values, each stage with its state."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         for entry, stage in zip(plain["stages"], self.stages, strict=True):
             entry["state"] = stage.state
-        return plain | {"passed": self.passed}
+        return plain | {"verdict": self.verdict, "passed": self.verdict == "passed"}
 
 
 def excuse(outcome: StageOutcome, waivers: Iterable[Waiver], today: date) -> StageOutcome:

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ def main() -> None:
     op, arguments = parse_call(order["call"], device)
     with torch.inference_mode():
         if order["anchor"]:
-            run, where = blocks_of(anchor_of(op, arguments)), torch.__file__
+            plain, where = anchor_of(op, arguments), torch.__file__
+            callers, loop = order["callers"], asyncio.new_event_loop()
+            run = awaited_anchor(plain, callers, loop) if callers else blocks_of(plain)
         else:
             import layerzero as lz
 
@@ -110,6 +113,33 @@ def awaited_blocks(lz: Any, op: str, arguments: dict[str, Any], callers: int) ->
     async def together(rounds: int) -> None:
         for _ in range(rounds):
             await asyncio.gather(*(function(**arguments) for _ in range(callers)))
+
+    return lambda rounds: loop.run_until_complete(together(rounds))
+
+
+def awaited_anchor(
+    call: Callable[[], object], callers: int, loop: asyncio.AbstractEventLoop
+) -> Callable[[int], None]:
+    """Rounds of so many callers that await plain torch together, which one other thread runs for them all.
+
+    So what delays a waking thread or loop delays them as it does the callers of an op.
+    """
+    pool = ThreadPoolExecutor(1)
+
+    async def one(waiting: list[asyncio.Future[object]]) -> object:
+        future: asyncio.Future[object] = loop.create_future()
+        waiting.append(future)
+        return await future
+
+    async def together(rounds: int) -> None:
+        for _ in range(rounds):
+            waiting: list[asyncio.Future[object]] = []
+            together_calls = asyncio.gather(*(one(waiting) for _ in range(callers)))
+            await asyncio.sleep(0)
+            result = await loop.run_in_executor(pool, call)
+            for future in waiting:
+                future.set_result(result)
+            await together_calls
 
     return lambda rounds: loop.run_until_complete(together(rounds))
 

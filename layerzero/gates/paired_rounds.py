@@ -1,4 +1,4 @@
-"""Two processes timed in pairs of blocks, in turn, on one core: a tree against another, or against torch."""
+"""Processes timed block by block, in turn, on one core: a tree against another, or beside plain torch."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ BLOCK_NS: Final = 400_000
 ROUNDS: Final = 800
 # Stopping as soon as the answer is likely would favour extreme rounds in the ratio that is shown.
 LEAST_ROUNDS: Final = 100
+# What the yardsticks of a baseline are measured by: the same small product, whatever the call.
+REFERENCE_WORDS: Final = "linear x=64x64:float32 weight=64x64:float32"
 _WARM_BLOCKS: Final = 30
 _SIZING_BLOCKS: Final = 5
 
@@ -39,15 +41,13 @@ class PacedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PairedResult(msgspec.Struct, frozen=True):
-    """What the rounds said: the answer, how many, how many above the limit, the median ratio and times."""
+    """The answer, how many rounds there were, the median ratio, and what the answer rests on."""
 
     call: str
     answer: Answer
     rounds: int
-    above: int
     ratio: float
-    first_us: float
-    second_us: float
+    why: str
 
 
 class PaceProcess:
@@ -136,66 +136,58 @@ class PaceProcess:
 
 def compare_paces(
     call: PacedCall, first: Path | None, second: Path | None, *, slower: float, rounds: int = ROUNDS,
-    device: str = "cpu", first_is_anchor: bool = False, expected_ratio: float = 1.0,
+    device: str = "cpu",
 ) -> PairedResult:  # fmt: skip
     """Whether `second` is slower than `first` by more than the share `slower`, in at most so many rounds.
-
-    With `first_is_anchor`, plain torch is the first; `expected_ratio` is what the ratio was when it was
-    stored.
 
     Raises: ConfigurationError: the call does not run in one of the trees.
     """
     cpu = _core()
     with ExitStack() as stack:
-        ours = stack.enter_context(
-            PaceProcess(call, tree=first, anchor=first_is_anchor, device=device, cpu=cpu)
-        )
+        ours = stack.enter_context(PaceProcess(call, tree=first, device=device, cpu=cpu))
         theirs = stack.enter_context(PaceProcess(call, tree=second, device=device, cpu=cpu))
         ours.start()
         theirs.start()
-        if not first_is_anchor:
-            theirs.use_calls_of(ours)
+        theirs.use_calls_of(ours)
         test = SignTest()
-        times: list[tuple[float, float]] = []
-        for pair in _rounds(ours, theirs, rounds):
-            times.append(pair)
-            test.add(pair[1] / pair[0] > expected_ratio * (1 + slower))
+        ratios: list[float] = []
+        for first_us, second_us in _rounds((ours, theirs), rounds):
+            ratios.append(second_us / first_us)
+            test.add(ratios[-1] > 1 + slower)
             if test.answer != "undecided" and test.rounds >= LEAST_ROUNDS:
                 break
-    return _result(call, test, times)
+    why = f"{test.above} of {test.rounds} rounds above"
+    return PairedResult(str(call), test.answer, test.rounds, statistics.median(ratios), why)
 
 
-def measure_ratio(call: PacedCall, *, rounds: int, device: str = "cpu") -> PairedResult:
-    """The installed tree's time over plain torch's, for a baseline."""
+def measure_beside_torch(call: PacedCall, *, rounds: int, device: str = "cpu") -> list[tuple[float, ...]]:
+    """Microseconds a call of a fixed product, of plain torch as the call runs, and of the call; by round.
+
+    Raises: ConfigurationError: the call does not run.
+    """
     cpu = _core()
     with ExitStack() as stack:
-        anchor = stack.enter_context(PaceProcess(call, anchor=True, device=device, cpu=cpu))
-        ours = stack.enter_context(PaceProcess(call, device=device, cpu=cpu))
-        anchor.start()
-        ours.start()
-        return _result(call, SignTest(), list(_rounds(anchor, ours, rounds)))
+        processes = [
+            stack.enter_context(PaceProcess(each, anchor=anchor, device=device, cpu=cpu))
+            for each, anchor in ((PacedCall(REFERENCE_WORDS), True), (call, True), (call, False))
+        ]
+        for process in processes:
+            process.start()
+        return list(_rounds(processes, rounds))
 
 
-def _rounds(first: PaceProcess, second: PaceProcess, rounds: int) -> Iterator[tuple[float, float]]:
-    """Microseconds a call of both, round by round; each order in turn, so that a drift favours none."""
-    # The first one has waited while the second one started: neither may begin colder than the other.
+def _rounds(processes: Sequence[PaceProcess], rounds: int) -> Iterator[tuple[float, ...]]:
+    """Microseconds a call of each, round by round; each order in turn, so that a drift favours none."""
+    # The first one has waited while the last one started: none may begin colder than the others.
     for _ in range(_WARM_BLOCKS):
-        first.block(), second.block()
+        for process in processes:
+            process.block()
     for number in range(rounds):
-        order = (first, second, second, first) if number % 2 else (second, first, first, second)
-        sums = {id(first): 0.0, id(second): 0.0}
-        for process in order:
-            sums[id(process)] += process.call_us(process.block()) / 2
-        yield sums[id(first)], sums[id(second)]
-
-
-def _result(call: PacedCall, test: SignTest, times: Sequence[tuple[float, float]]) -> PairedResult:
-    return PairedResult(
-        str(call), test.answer, len(times), test.above,
-        ratio=statistics.median(second / first for first, second in times),
-        first_us=statistics.median(first for first, _ in times),
-        second_us=statistics.median(second for _, second in times),
-    )  # fmt: skip
+        order = processes if number % 2 else processes[::-1]
+        sums = dict.fromkeys(processes, 0.0)
+        for process in (*order, *order[::-1]):
+            sums[process] += process.call_us(process.block()) / 2
+        yield tuple(sums.values())
 
 
 def _core() -> int | None:

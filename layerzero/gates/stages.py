@@ -19,11 +19,17 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.api.doctor import doctor
 from layerzero.backends import load_builtin
-from layerzero.gates.baseline import BaselineRefusedError, read_baseline
+from layerzero.gates.baseline import (
+    BaselineCall,
+    BaselineRefusedError,
+    judge_call,
+    measure_call,
+    read_baseline,
+)
 from layerzero.gates.model_parity import compare_model
 from layerzero.gates.numerics import KernelRun, default_limit, run_kernels
 from layerzero.gates.outcome import Finding, StageOutcome
-from layerzero.gates.paired_rounds import PacedCall, PairedResult, compare_paces
+from layerzero.gates.paired_rounds import PairedResult, compare_paces
 from layerzero.gates.release_file import (
     CommandStage,
     ContractStage,
@@ -118,29 +124,29 @@ class StageRunner:
     def performance(self, stage: PerformanceStage) -> StageOutcome:
         """No call is slower than the baseline's, by paired rounds."""
         try:
-            pairs = list(self._pairs(stage))
+            results = list(self._results(stage))
         except BaselineRefusedError as error:
             (problem,) = error.problems
             finding = Finding("baseline", str(problem), problem.reason.value)
             return StageOutcome("", 1, 0.0, (finding,))
-        lines = tuple(
-            f"{r.call}: {r.answer}, {r.ratio / expected:.3f} times, {r.above} of {r.rounds} rounds above"
-            for expected, r in pairs
-        )
-        findings = tuple(_slow(stage, expected, each) for expected, each in pairs if each.answer != "as fast")
-        return StageOutcome("", len(pairs), 0.0, findings, lines)
+        lines = tuple(f"{r.call}: {r.answer}, {r.ratio:.3f} times, {r.why}" for r in results)
+        findings = tuple(_slow(stage, each) for each in results if each.answer != "as fast")
+        return StageOutcome("", len(results), 0.0, findings, lines)
 
-    def _pairs(self, stage: PerformanceStage) -> Iterator[tuple[float, PairedResult]]:
-        """For each call, the ratio that is expected and what the rounds said."""
+    def _results(self, stage: PerformanceStage) -> Iterator[PairedResult]:
+        """For each call, what the rounds said."""
         device = str(self.device.device)
-        rounds: dict[str, Any] = {"slower": stage.slower, "rounds": stage.rounds, "device": device}
         if stage.against:
             tree = self._folder / stage.against
             if not (tree / "layerzero" / "__init__.py").is_file():
                 raise ConfigurationError(f"against needs a tree with layerzero/, got {tree}", path=str(tree))
             for call in stage.paced_calls:
-                measure = partial(compare_paces, call, tree.resolve(), _own_tree(), **rounds)
-                yield 1.0, confirm(measure)
+                yield confirm(
+                    partial(
+                        compare_paces, call, tree.resolve(), _own_tree(),
+                        slower=stage.slower, rounds=stage.rounds, device=device,
+                    )
+                )  # fmt: skip
             return
         environment = Environment.of_hardware(self.device.hardware)
         today = datetime.now(UTC).date()
@@ -157,7 +163,7 @@ class StageRunner:
             raise ConfigurationError(f"calls needs calls that {stage.baseline} has, got {names}")
         for each in stored.paced:
             if not only or each.call in only:
-                yield each.ratio, confirm(partial(_against_anchor, each.call, each.ratio, rounds))
+                yield confirm(partial(_against_stored, each, stage, device))
 
     def matrix(self, stage: MatrixStage) -> StageOutcome:
         """The environment has what the release promises."""
@@ -250,8 +256,9 @@ def confirm(measure: Callable[[], PairedResult]) -> PairedResult:
     return first if first.answer == "as fast" else measure()
 
 
-def _against_anchor(call: PacedCall, ratio: float, rounds: Mapping[str, Any]) -> PairedResult:
-    return compare_paces(call, None, None, first_is_anchor=True, expected_ratio=ratio, **rounds)
+def _against_stored(stored: BaselineCall, stage: PerformanceStage, device: str) -> PairedResult:
+    measured = measure_call(stored.call, rounds=stage.rounds, device=device)
+    return judge_call(stored, measured, slower=stage.slower, rounds=stage.rounds)
 
 
 def _own_tree() -> Path:
@@ -259,14 +266,10 @@ def _own_tree() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
-def _slow(stage: PerformanceStage, expected: float, result: PairedResult) -> Finding:
-    is_slower = result.answer == "slower"
-    code = Reason.PACE_SLOWER if is_slower else Reason.PACE_UNDECIDED
-    text = (
-        f"{code.value}: {result.ratio / expected:.3f} times as long, allowed {1 + stage.slower:.3f}; "
-        f"{result.above} of {result.rounds} rounds above"
-    )
-    return Finding(result.call, text, code.value)
+def _slow(stage: PerformanceStage, result: PairedResult) -> Finding:
+    code = Reason.PACE_SLOWER if result.answer == "slower" else Reason.PACE_UNDECIDED
+    times = f"{result.ratio:.3f} times as long, allowed {1 + stage.slower:.3f}"
+    return Finding(result.call, f"{code.value}: {times}; {result.why}", code.value)
 
 
 def _limit_of(limits: Mapping[str, Mapping[str, float]], run: KernelRun) -> float:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from layerzero._util.files import decode_json, read_given
-from layerzero.gates.baseline import Baseline
+from layerzero.gates.baseline import FORMAT, Baseline
 from layerzero.perfdb.shipped import read_table
 from layerzero.perfdb.table_file import read_table_file
 from layerzero.report.document import read_report
@@ -23,7 +23,7 @@ from layerzero.warmup.manifest import manifest_of
 _KINDS: Final[Mapping[str, tuple[str, Callable[[Path], Any]]]] = {
     "rows": ("table of measurements", read_table),
     "buckets": ("dispatch table", DispatchTable.load),
-    "paced": ("baseline", lambda path: read_table_file(path, Baseline, "paced", {}, format=1)),
+    "paced": ("baseline", lambda path: read_table_file(path, Baseline, "paced", {}, format=FORMAT)),
     "maps": ("report", read_report),
     "kernels": ("capabilities", capability_overlays.read),
     "calls": ("manifest", manifest_of),

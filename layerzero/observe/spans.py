@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from layerzero.ops.op import Args, Op
@@ -17,14 +18,22 @@ from layerzero.spec.errors import ConfigurationError
 
 try:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Link, Span, Status, StatusCode, get_tracer, use_span
+    from opentelemetry.trace import (
+        Link,
+        Span,
+        Status,
+        StatusCode,
+        get_current_span,
+        get_tracer,
+        use_span,
+    )
 except ImportError as missing:
     raise ConfigurationError(
         "spans needs opentelemetry-api, which is not installed: pip install 'layerzero-runtime[otel]'"
     ) from missing
 
 Attributes = dict[str, str | int]
-_KERNEL = "layerzero.spec.kernel"
+_KERNEL = "layerzero.kernel"
 
 
 class Spans:
@@ -32,8 +41,9 @@ class Spans:
 
     `layerzero.<op>` is one run of a kernel, `layerzero.select` one choice, `layerzero.await` a caller's
     waiting, `layerzero.batch` one batch, `layerzero.fallback` a kernel that answered for another.
-    The program's sampler is asked first. A run that it leaves out, or that is not recorded, costs no more
-    and is not made current: what a kernel opens itself then belongs to the caller's span, or to the batch's.
+    A run and a caller's waiting are parts of a caller's trace: where none is recorded, they have no span and
+    ask no sampler, and a batch is one span. What the sampler leaves out is not
+    made current: what a kernel opens itself then belongs to the caller's span, or to the batch's.
     """
 
     reads_arguments = False
@@ -54,6 +64,8 @@ class Spans:
         start, name = self._tracer.start_span, f"layerzero.{op.name}"
 
         def traced(*args: Any) -> Any:
+            if not _is_traced(get_current_span()):
+                return call(*args)
             span = start(name, attributes=chosen)
             if not span.is_recording():
                 return call(*args)
@@ -65,7 +77,9 @@ class Spans:
     @contextmanager
     def waiting(self, name: str, args: Args) -> Iterator[Callable[[Plan | None], None]]:
         """A caller's span while its call is in the batcher; gives what notes the plan that answered."""
-        span = self._tracer.start_span("layerzero.await", attributes={"layerzero.op": name})
+        span = get_current_span()
+        if _is_traced(span):
+            span = self._tracer.start_span("layerzero.await", attributes={"layerzero.op": name})
         if not span.is_recording():
             yield lambda plan: None
             return
@@ -90,21 +104,26 @@ class Spans:
     ) -> Iterator[Callable[[BaseException], None]]:
         """The span of a batch, with links to its callers; gives what notes why it failed.
 
-        It is separate: which context the thread has is chance. `inside` is a caller's own run.
+        It is separate: which context the thread has is chance. `inside` is a caller's own run. Where no trace
+        of a caller is recorded, it is the one span of the batch: what runs in it has none.
         """
         waiting = [self._waiting.get(id(args)) for args in calls]
         links = [Link(span.get_span_context()) for span in waiting if span is not None]
         attributes: Attributes = {"layerzero.op": name, "layerzero.callers": len(calls)}
-        context = None if inside else Context()
-        with self._tracer.start_as_current_span(
-            "layerzero.batch", context, attributes=attributes, links=links
-        ) as span:
-
-            def record_failure(error: BaseException) -> None:
-                span.record_exception(error)
-                span.set_status(Status(StatusCode.ERROR, type(error).__name__))
-
-            yield record_failure
+        span = self._tracer.start_span(
+            "layerzero.batch", None if inside else Context(), attributes=attributes, links=links
+        )
+        if links or (inside and _is_traced(get_current_span())):
+            with use_span(span, end_on_exit=True):
+                yield partial(_fail, span)
+            return
+        try:
+            yield partial(_fail, span)
+        except BaseException as error:
+            _fail(span, error)
+            raise
+        finally:
+            span.end()
 
     def fell_back(self, plan: Plan, used: str, error: Exception) -> None:
         """One kernel answered for another."""
@@ -119,6 +138,16 @@ class Spans:
 
     def close(self) -> None:
         """Nothing to stop: spans end by themselves."""
+
+
+def _fail(span: Span, error: BaseException) -> None:
+    span.record_exception(error)
+    span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+
+
+def _is_traced(span: Span) -> bool:
+    """Whether what runs inside belongs to a trace that is kept, here or by the process that called."""
+    return span.is_recording() or span.get_span_context().trace_flags.sampled
 
 
 def _attributes_of(selection: Selection) -> Attributes:

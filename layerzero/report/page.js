@@ -317,10 +317,10 @@ function ledger() {
 }
 
 function gate() {
-  const colour = { passed: "h0", waived: "h2", failed: "h4" };
+  const colour = { passed: "h0", waived: "h2", undecided: "h3", failed: "h4" };
   const findings = record.stages.flatMap((stage) => stage.findings);
   part("verdict", record.passed ? "The gate is passed" : "The gate is not passed",
-    el("p", { class: record.passed ? null : "bad" }, el("strong", {}, record.passed ? "passed" : "failed"), `: ${record.title}`),
+    el("p", { class: record.passed ? null : "bad" }, el("strong", {}, record.verdict), `: ${record.title}`),
     el("p", { class: "soft" }, `${record.machine}, ${record.written_at}`),
     record.notes.map((text) => el("p", { class: "soft" }, "note: " + text)),
     grid("stages", [{ name: "stage" }, { name: "state" }, { name: "checks", number: true }, { name: "seconds", number: true }, { name: "findings", number: true }],

@@ -216,9 +216,10 @@ class Reason(StrEnum):
     BASELINE_UNTRUSTED = "BASELINE_UNTRUSTED", "gate", "is not known to be the baseline that is wanted"
     BASELINE_ENVIRONMENT_DIFFERS = "BASELINE_ENVIRONMENT_DIFFERS", "gate", "was measured on another machine"
     BASELINE_STALE = "BASELINE_STALE", "gate", "is too old"
+    BASELINE_UNSTEADY = "BASELINE_UNSTEADY", "gate", "was measured on a machine that was busy"
     WAIVER_EXPIRED = "WAIVER_EXPIRED", "gate", "has passed its last day"
     PACE_SLOWER = "PACE_SLOWER", "gate", "is slower than what it is compared with"
-    PACE_UNDECIDED = "PACE_UNDECIDED", "gate", "is neither slower nor as fast within its rounds"
+    PACE_UNDECIDED = "PACE_UNDECIDED", "gate", "cannot be separated from the noise of its rounds"
 
     TOKENIZER_MISMATCH = "TOKENIZER_MISMATCH", "tokenizer", "is another tokenizer than the one meant"
     TOKENIZER_CHANGED = "TOKENIZER_CHANGED", "tokenizer", "is not the tokenizer that a cache was filled by"

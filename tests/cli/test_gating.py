@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from layerzero.gates import run
+from layerzero.gates import baseline, run
 from layerzero.report.document import OPENING
 from tests.cli.command import Lz
 from tests.gates.test_model_parity import LLAMA
@@ -70,11 +70,13 @@ def test_what_a_release_keeps_is_in_one_folder(lz: Lz, tmp_path: Path) -> None:
     assert any("nothing was measured" in note or "tune first" in note for note in report["notes"])
 
 
-def test_a_baseline_is_written_and_named(lz: Lz, tmp_path: Path) -> None:
-    """Its calls are measured beside torch; what is printed names it in a release, and it is taken there."""
+def test_a_baseline_is_written_and_named(lz: Lz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed names it in a release, and it is judged there; none is written on a busy machine."""
+    times = [(2.0, 1.0 + number % 2 / 100, 2.0) for number in range(60)]
+    monkeypatch.setattr(baseline, "measure_beside_torch", lambda *_, **__: times)
     path = tmp_path / "RELEASE.yaml"
     stage = (
-        'stages:\n  performance:\n    calls: ["rms_norm x=4x64:float32"]\n    slower: 9.0\n    rounds: 60\n'
+        'stages:\n  performance:\n    calls: ["rms_norm x=4x64:float32"]\n    slower: 0.5\n    rounds: 60\n'
     )
     path.write_text(f"version: 1\n{stage}    baseline: base.json\n")
     written = lz("gate", str(path), "--write-baseline", str(tmp_path / "base.json"))
@@ -84,6 +86,12 @@ def test_a_baseline_is_written_and_named(lz: Lz, tmp_path: Path) -> None:
     done = lz("gate", str(path), "--json")
     report = json.loads(done.stdout)
     assert done.exit_code == 0 and "as fast" in report["stages"][0]["lines"][0]
+    times[:] = [(2.0, 1.0 + number / 10, 2.0) for number in range(60)]
+    unsure = lz("gate", str(path))
+    assert unsure.exit_code == 3 and "UNDECIDED" in unsure.output and "PACE_UNDECIDED" in unsure.output
+    refused = lz("gate", str(path), "--write-baseline", str(tmp_path / "busy.json"))
+    assert refused.exit_code == 2 and "BASELINE_UNSTEADY" in refused.output
+    assert not (tmp_path / "busy.json").exists()
 
 
 def test_the_status_of_a_model_is_its_checklist_s(lz: Lz, tmp_path: Path) -> None:

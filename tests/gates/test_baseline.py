@@ -14,6 +14,7 @@ from layerzero.gates.baseline import (
     Baseline,
     BaselineCall,
     BaselineRefusedError,
+    SteadyRatio,
     read_baseline,
     write_baseline,
 )
@@ -22,7 +23,8 @@ from layerzero.perfdb.table_file import content_hash
 from tests.perfdb.rows import HERE
 
 TODAY = date(2026, 11, 23)
-PACED = (BaselineCall(PacedCall("rms_norm x=1x8:float32"), 2.0, us=4.0, anchor_us=2.0),)
+RATIO = SteadyRatio(2.0, lowest=1.9, highest=2.1, scatter=1.1)
+PACED = (BaselineCall(PacedCall("rms_norm x=1x8:float32"), RATIO, control=RATIO, load=0.5),)
 
 
 def stored(path: Path, **more: Any) -> str:
@@ -55,8 +57,9 @@ def test_a_baseline_that_may_not_be_compared_with_is_refused(tmp_path: Path) -> 
     digest = stored(path)
     assert code(path, today=date(2026, 12, 24)) == "BASELINE_STALE"
     assert code(path, sha256="") == code(path, sha256="0" * 64) == "BASELINE_UNTRUSTED"
-    stored(path, format=2)
-    assert code(path) == "BASELINE_FORMAT"
+    for version in (1, 3):
+        stored(path, format=version)
+        assert code(path) == "BASELINE_FORMAT"
     for change in ({"device": "another CPU"}, {"torch": "1.0"}, {"isa": ("sse",)}):
         stored(path, environment=msgspec.structs.replace(HERE, **change))
         assert code(path) == "BASELINE_ENVIRONMENT_DIFFERS"
@@ -65,7 +68,7 @@ def test_a_baseline_that_may_not_be_compared_with_is_refused(tmp_path: Path) -> 
         assert code(path) == "BASELINE_DAMAGED"
     stored(path)
     whole = path.read_bytes()
-    path.write_bytes(whole.replace(b'"ratio":2.0', b'"ratio":9.0'))
+    path.write_bytes(whole.replace(b'"median":2.0', b'"median":9.0'))
     assert whole != path.read_bytes() and code(path, sha256=digest) == "BASELINE_DAMAGED"
     for length in (0, 1, len(whole) // 2, len(whole) - 3):
         path.write_bytes(whole[:length])

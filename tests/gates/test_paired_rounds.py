@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import shutil
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,7 +43,7 @@ def test_a_tree_that_is_far_slower_is_found(tmp_path: Path) -> None:
     with (tree / "layerzero" / "sync.py").open("a") as file:
         file.write(SLOW)
     found = compare_paces(CALL, ROOT, tree, slower=0.05)
-    assert found.answer == "slower" and found.ratio > 5 and found.above == found.rounds == 100
+    assert found.answer == "slower" and found.ratio > 5 and found.why == "100 of 100 rounds above"
 
 
 def test_a_slow_answer_is_asked_again() -> None:
@@ -109,10 +112,26 @@ def test_a_call_is_timed_once_the_compiled_path_is_there(monkeypatch: pytest.Mon
 
 
 def test_awaited_calls_are_timed_too() -> None:
-    """Callers that await together answer in nanoseconds a block."""
-    with PaceProcess(PacedCall(CALL.call, callers=4)) as awaited:
-        awaited.start()
-        assert awaited.block() > 0
+    """Callers that await together answer in nanoseconds a block: of the op, and of plain torch beside it."""
+    for anchor in (False, True):
+        with PaceProcess(PacedCall(CALL.call, callers=4), anchor=anchor) as awaited:
+            awaited.start()
+            assert awaited.block() > 0
+
+
+def test_the_yardstick_of_awaited_calls_is_awaited_too() -> None:
+    """All callers wait at once, and another thread runs torch for them: once a round."""
+    threads: list[str] = []
+    waiting: list[int] = []
+
+    def call() -> None:
+        threads.append(threading.current_thread().name)
+        waiting.append(sum(isinstance(each, asyncio.Task) and not each.done() for each in gc.get_objects()))
+
+    with asyncio.Runner() as runner:
+        pace_worker.awaited_anchor(call, 50, runner.get_loop())(3)
+    assert len(threads) == 3 and threading.current_thread().name not in threads
+    assert min(waiting) >= 50
 
 
 def test_a_call_that_does_not_run_is_named() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.gates import numerics
 from layerzero.gates.release_file import (
     CommandStage,
     ContractStage,
@@ -168,3 +169,16 @@ def test_a_tree_that_is_none_is_named(runtime: Runtime, tmp_path: Path) -> None:
     stage = PerformanceStage(against="nowhere", calls=("rms_norm x=1x8:float32",))
     (finding,) = StageRunner(runtime, tmp_path).run("performance", stage).findings
     assert "against needs a tree with layerzero/" in finding.text
+
+
+def test_errors_of_large_outputs_are_those_of_their_parts_together() -> None:
+    """Over several parts: the relative L2 error of the whole; infinite where other places are finite."""
+    exact = torch.randn(5, numerics._PART // 2 + 3, dtype=torch.float64).t()
+    ours = (exact + 1e-3 * (torch.arange(exact.numel()).view_as(exact) < 99)).float()
+    exact[7, 0] = ours[7, 0] = torch.inf
+    finite = exact.isfinite()
+    whole = float((ours.double() - exact)[finite].norm() / exact[finite].norm())
+    assert numerics._error((ours,), (exact,)) == pytest.approx(whole, rel=1e-9) and whole > 0
+    ours[-1, -1] = torch.inf
+    assert numerics._error((ours,), (exact,)) == float("inf")
+    assert numerics._error((torch.ones(4),), (torch.zeros(4),)) == 2.0

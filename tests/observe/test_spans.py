@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -45,6 +46,13 @@ def told() -> Any:
     return lz.start(lz.Settings(spans=True), scoped=True)
 
 
+@asynccontextmanager
+async def request() -> AsyncIterator[None]:
+    """What a program does with its own span around it."""
+    with trace.get_tracer("user").start_as_current_span("request"):
+        yield
+
+
 X = torch.randn(2, 64)
 
 
@@ -62,7 +70,7 @@ async def test_a_blocking_call_is_a_span_of_the_callers_trace(exporter: InMemory
     assert len(ran) == 3 and len(chosen) == 1
     for span in (*ran, *chosen):
         assert span.context.trace_id == request.get_span_context().trace_id
-        assert span.attributes["layerzero.spec.kernel"] == last.kernel
+        assert span.attributes["layerzero.kernel"] == last.kernel
         assert span.attributes["layerzero.reason"] == last.why
         assert span.attributes["layerzero.dims"] == "N=2 C=64"
     assert chosen[0].attributes["layerzero.takes"] >= 1
@@ -93,14 +101,14 @@ async def test_a_batch_links_to_its_callers(exporter: InMemorySpanExporter, func
             assert {link.context.span_id for link in batch.links} == {span.context.span_id for span in waits}
             assert batch.attributes["layerzero.callers"] == 4
             # A caller's span says what is its own: eight rows are the batch's.
-            assert all(set(span.attributes) <= {"layerzero.op", "layerzero.spec.kernel"} for span in waits)
+            assert all(set(span.attributes) <= {"layerzero.op", "layerzero.kernel"} for span in waits)
             assert batch.parent is None
             if function == "op":
                 (ran,) = named(exporter, "layerzero.rms_norm")
                 assert ran.parent.span_id == batch.context.span_id
                 assert ran.attributes["layerzero.dims"] == "N=8 C=64"
-                answered = {span.attributes["layerzero.spec.kernel"] for span in waits}
-                assert answered == {ran.attributes["layerzero.spec.kernel"]}
+                answered = {span.attributes["layerzero.kernel"] for span in waits}
+                assert answered == {ran.attributes["layerzero.kernel"]}
 
 
 @pytest.mark.asyncio
@@ -119,7 +127,7 @@ async def test_a_fallback_says_which_kernel_failed_and_why(exporter: InMemorySpa
     (fallback,) = named(exporter, "layerzero.fallback")
     assert fallback.context.trace_id == request.get_span_context().trace_id
     assert fallback.attributes["layerzero.failed"] == "acme.rms_norm.broken"
-    assert fallback.attributes["layerzero.spec.kernel"] != "acme.rms_norm.broken"
+    assert fallback.attributes["layerzero.kernel"] != "acme.rms_norm.broken"
     assert "no luck" in fallback.attributes["layerzero.reason"]
     (failed,) = named(exporter, "layerzero.rms_norm")
     assert not failed.status.is_ok
@@ -132,7 +140,7 @@ async def test_what_fails_or_is_cancelled_ends_its_spans(exporter: InMemorySpanE
     def fails(x: torch.Tensor) -> torch.Tensor:
         raise ValueError("x needs luck")
 
-    async with told() as runtime:
+    async with told() as runtime, request():
         call = lz.batched(fails, key="fails")
         errors = await asyncio.gather(call(X), call(X), return_exceptions=True)
         waiting = asyncio.ensure_future(lz.rms_norm(X))
@@ -150,7 +158,7 @@ async def test_what_fails_or_is_cancelled_ends_its_spans(exporter: InMemorySpanE
 @pytest.mark.asyncio
 async def test_spans_end_when_the_settings_do_so(exporter: InMemorySpanExporter) -> None:
     """They are switched on and off in a running runtime."""
-    async with lz.start(scoped=True):
+    async with lz.start(scoped=True), request():
         lz.sync.rms_norm(X)
         assert exporter.get_finished_spans() == ()
         lz.configure(spans=True)
@@ -178,6 +186,40 @@ def test_a_run_that_the_sampler_leaves_out_costs_nothing_else(exporter: InMemory
                 answered(None)
         spans._tracer = recorded
     assert [span.name for span in exporter.get_finished_spans()] == ["request"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("parent", ["none", "not sampled", "sampled elsewhere"])
+async def test_what_belongs_to_no_trace_asks_no_sampler(exporter: InMemorySpanExporter, parent: str) -> None:
+    """Callers without a span that is kept: one span a batch, none a run or a call; a remote one counts."""
+    flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if parent == "sampled elsewhere" else 0)
+    context = trace.SpanContext(trace_id=7, span_id=8, is_remote=True, trace_flags=flags)
+    outer = trace.INVALID_SPAN if parent == "none" else trace.NonRecordingSpan(context)
+    with trace.use_span(outer):
+        async with told() as runtime:
+            await asyncio.gather(*(lz.rms_norm(X) for _ in range(4)))
+            exporter.clear()
+            await asyncio.gather(*(lz.rms_norm(X) for _ in range(4)))
+            (batch,) = named(exporter, "layerzero.batch")
+            ran = [span.parent.span_id for span in named(exporter, "layerzero.rms_norm")]
+            waits = named(exporter, "layerzero.await")
+            exporter.clear()
+            asked: list[str] = []
+            spans = runtime.device("cpu").spans
+            started = spans._tracer.start_span
+            spans._tracer.start_span = lambda name, *args, **more: (
+                asked.append(name) or started(name, *args, **more)
+            )
+            lz.sync.rms_norm(X)
+    assert batch.end_time > batch.start_time and batch.attributes["layerzero.callers"] == 4
+    if parent == "sampled elsewhere":
+        assert ran == [batch.context.span_id]
+        assert len(waits) == len(batch.links) == 4 and {span.context.trace_id for span in waits} == {7}
+        assert [span.parent.span_id for span in named(exporter, "layerzero.rms_norm")] == [8]
+    else:
+        assert (
+            ran == waits == [] and batch.links == () and exporter.get_finished_spans() == () and asked == []
+        )
 
 
 ABSENT = """
