@@ -4,14 +4,15 @@
     python benchmarks/decode_codes.py --rehearse     # small, by Triton's interpreter: all arms agree
 
 Sixteen bits, scales by head, scales by token, all captured, take turns in one run. A token's scales lie as
-the pool has them, heads behind each other (a head's program reads 4 of each 32 bytes), or turned, so that a
-head's tokens of a page lie behind each other. `rows` is the kernel that the library has, `pages` reads a
-table's entry once a page and a page's scales as vectors. A number is the median of the rounds after the
-first; `over_sixteen_bits` is the 16-bit time over the arm's, `share_of_copy` what it reads each second over
-what a large copy moves. Wanted are 1.7 and 0.85. A cut is tokens of a tile, warps, stages (of 4, one tile
-is on its way beside the one in use; of 5, two), registers a thread at the most (0: as many as the compiler
-takes; 128 let a processor hold four programs of four warps). The winner
-belongs into `_CODES` and `_decode` (triton_kernels/paged.py), turned scales into `PagedCache._scales`.
+the pool has them, heads behind each other (a head's program uses 4 of each 32 bytes that it reads, a fourth
+more traffic between L2 and the processors), or turned: a head's tokens of a page behind each other. `cuda` is
+the kernel that is taken, with other texts (decode_sources.py) and blocks a processor; `rows` is our Triton
+kernel, `pages` reads a table's entry once a page and a page's scales as vectors, both with cuts: tokens of a
+tile, warps, stages (of 4, one tile is on its way; of 5, two), registers a thread at the most (0: any).
+A number is the median of the rounds after the first; `over_sixteen_bits` is the 16-bit time over the arm's,
+`share_of_copy` what it reads each second over what a large copy moves. Wanted are 1.7 and 0.85. The winner
+belongs into decode.cu and `_BLOCKS`, or `_CODES` and `_decode` (triton_kernels/paged.py), turned scales into
+`PagedCache._scales`: all that reads pools takes their steps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,19 +35,24 @@ if "--rehearse" in sys.argv:
 import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+from decode_sources import VARIANTS, source  # noqa: E402
 from engines import bandwidth  # noqa: E402
 from harness import environment, medians, show, write  # noqa: E402
 from quantized_cuda import HEAD_DIM, HEADS, KEY_HEADS, PAGE, timed  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import layerzero as lz  # noqa: E402
+from layerzero.backends.cuda_kernels import compiled  # noqa: E402
+from layerzero.backends.cuda_kernels import decode as cuda_decode  # noqa: E402
 from layerzero.backends.triton_kernels import paged  # noqa: E402
 from layerzero.formats.elements import encode_values  # noqa: E402
 from layerzero.ops import kv_formats, table  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "decode_codes_h200.json"
-CUTS = ((64, 4, 4, 0), (64, 4, 4, 128), (64, 4, 5, 0), (64, 4, 5, 128), (128, 8, 4, 128))
+CUTS = ((64, 4, 4, 0), (64, 4, 5, 128), (128, 8, 4, 128))
+BLOCKS = (4, 3)
 Cut = tuple[int, int, int, int]
+Arm = tuple[str, Callable[..., Tensor], Callable[[], Any]]  # whose call, what runs it, what is in place then
 
 
 @triton.jit(do_not_specialize=["tables_row"])
@@ -160,30 +167,54 @@ class Pools:
                 self.bytes[name] = 2 * k.numel() + (8 * scale.numel() if shared == "token" else 0)
 
 
-def arms_of(pools: Pools, cuts: tuple[Cut, ...]) -> dict[str, tuple[str, str, Cut]]:
-    """By name: (whose call, which kernel, its cut ."""
-    arms: dict[str, tuple[str, str, Cut]] = {"sixteen bits": ("sixteen bits", "rows", cuts[0])}
+def triton_arm(kernel: str, cut: Cut) -> Callable[[], Any]:
+    """What puts a Triton kernel and its cut in place."""
+    launched = Bounded(KERNELS[kernel], cut[3])
+    return lambda: mock.patch.multiple(paged, _CODES=cut[:3], _decode=launched)
+
+
+@contextmanager
+def cuda_arm(variant: str, blocks: int) -> Iterator[None]:
+    """A text of decode.cu and the blocks of a processor in place."""
+    text, plain = source(variant), compiled._source
+    function = functools.partial(compiled.function, VARIANT=list(VARIANTS).index(variant))
+    with (
+        mock.patch.object(compiled, "_source", lambda name: text if name == "decode.cu" else plain(name)),
+        mock.patch.multiple(cuda_decode, function=function, _BLOCKS=blocks),
+    ):
+        yield
+
+
+def arms_of(pools: Pools) -> dict[str, Arm]:
+    """Every arm by its name."""
+    arms: dict[str, Arm] = {"sixteen bits": ("sixteen bits", paged.paged_attention, nullcontext)}
+    cuts = CUTS if pools.device.type == "cuda" else CUTS[::2]
     for call in pools.calls.keys() - {"sixteen bits"}:
         for kernel in KERNELS:
             for cut in cuts if call != "head" else cuts[:1]:
-                arms[f"{call}: {kernel} {'x'.join(map(str, cut))}"] = (call, kernel, cut)
+                arms[f"{call}: {kernel} {'x'.join(map(str, cut))}"] = (
+                    call, paged.paged_attention, triton_arm(kernel, cut)
+                )  # fmt: skip
+        for variant in VARIANTS if pools.device.type == "cuda" else ():
+            for blocks in BLOCKS if call != "head" else BLOCKS[:1]:
+                arms[f"{call}: cuda {variant}, {blocks} blocks"] = (
+                    call, cuda_decode.paged_attention, functools.partial(cuda_arm, variant, blocks)
+                )  # fmt: skip
     return arms
 
 
-def measure(pools: Pools, cuts: tuple[Cut, ...], rounds: int, copy: float) -> dict[str, dict[str, Any]]:
-    """Every arm, the fastest of codes first; an arm that fails has its error in place of a number."""
+def measure(pools: Pools, rounds: int, copy: float) -> dict[str, dict[str, Any]]:
+    """Every arm, the fastest first; an arm that fails has its error in place of a number."""
     found: dict[str, dict[str, Any]] = {}
     timers: dict[str, Callable[[], float]] = {}
     wanted: dict[str, Tensor] = {}
-    arms = arms_of(pools, cuts)
-    for name, (call, kernel, cut) in arms.items():
+    arms = arms_of(pools)
+    for name, (call, attend, placed) in arms.items():
         args = pools.calls[call]
-        launched = Bounded(KERNELS[kernel], cut[3] if call != "sixteen bits" else 0)
-        with mock.patch.multiple(paged, _CODES=cut[:3], _decode=launched):
-            run = functools.partial(paged.paged_attention, *args)
+        with placed():
             try:
-                out = run()
-                timers[name] = timed(pools.device, lambda run=run: (run(), run()))
+                out = attend(*args)
+                timers[name] = timed(pools.device, functools.partial(twice, attend, args))
             except Exception as error:  # a cut that does not compile or fit is a finding
                 found[name] = {"failed": f"{type(error).__name__}: {error}"[:200]}
                 continue
@@ -204,6 +235,12 @@ def measure(pools: Pools, cuts: tuple[Cut, ...], rounds: int, copy: float) -> di
     return {name: found[name] for name in sorted(found, key=lambda name: found[name].get("us", 1e9))}
 
 
+def twice(attend: Callable[..., Tensor], args: tuple[Any, ...]) -> None:
+    """Two calls behind each other, so that what begins a graph counts half."""
+    attend(*args)
+    attend(*args)
+
+
 def main() -> int:
     """Measure each size, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -219,14 +256,14 @@ def main() -> int:
         "environment": environment(("layerzero-runtime", "torch", "triton")),
         "codes": given.codes, "copy_bytes_per_s": copy, "sizes": {},
     }  # fmt: skip
-    sizes, cuts, rounds = given.sizes, CUTS, given.rounds
-    if given.rehearse:
-        sizes, cuts, rounds = "2x150", CUTS[:1] + CUTS[4:], 1
+    sizes, rounds = ("2x150", 1) if given.rehearse else (given.sizes, given.rounds)
+    for variant in VARIANTS:
+        source(variant)
     with lz.start(lz.Settings(device=device.type, inference=True, perfdb=None)), torch.inference_mode():
         for size in sizes.split(","):
             sequences, context = map(int, size.split("x"))
             pools = Pools(sequences, context, getattr(torch, given.codes), device)
-            found = record["sizes"][size] = measure(pools, cuts, rounds, copy)
+            found = record["sizes"][size] = measure(pools, rounds, copy)
             show(size, ("arm", "found"), [(name, str(row)) for name, row in found.items()])
             if not given.rehearse:
                 write(given.out / RESULTS.name if given.out else RESULTS, record)
