@@ -59,7 +59,7 @@ def _attend(
     is_head = head < heads
     best = tl.full((HEADS,), float("-inf"), tl.float32)
     offsets = ((place - first_row) * heads + head) * parts + tl.program_id(2)
-    if not ALONE and first >= last:  # a part without keys: nobody reads more of it
+    if not ALONE and first >= last:  # a part without keys: the join reads no more of it
         tl.store(best_ptr + offsets, best, mask=is_head)
         return
     q = tl.load(
