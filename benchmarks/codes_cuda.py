@@ -1,4 +1,4 @@
-"""Our Triton kernels over codes that nobody has timed, beside what runs in their place, on a GPU.
+"""Our Triton kernels over codes that no card has timed, beside what runs in their place, on a GPU.
 
     python benchmarks/codes_cuda.py --out FOLDER [--only ragged,dense,latent,experts] [--rounds 7]
     python benchmarks/codes_cuda.py --rehearse     # small, by Triton's interpreter: every arm runs and agrees
@@ -10,8 +10,8 @@ our kernels; `otherwise`, the same call without them (codes are made numbers, if
 `sixteen bits`, the call over the numbers themselves, by the kernel that is chosen. A graph holds four calls,
 so keys of few requests come out of the cache. An arm that no graph can hold is timed without one and says so.
 A part waits for libraries that compile --settle seconds at the most, and takes what is there then.
-A number is the median of the rounds after the first; `differs` is from sixteen bits, over its largest number. An experts' weight is one expert's codes again and again, each in its
-own memory.
+A number is the median of the rounds after the first; `differs` is from sixteen bits, over its largest number.
+The weights of all experts are one expert's codes, each in its own memory.
 """
 
 from __future__ import annotations
