@@ -38,16 +38,17 @@ class Receiver:
 
         Raises: BlockingIOError: none within the socket's own limit. OSError: the socket is broken.
         """
+        began = time.perf_counter()
         if self._to_sleep or not self._can_spin:
             self._to_sleep -= 1
-            return bytes(self._buffer[: self._receive(self._buffer)])
-        began = time.perf_counter()
-        count = self._spin(began + max(SPIN_S, min(2.0 * self._usual_s, MOST_SPIN_S)))
-        if count is None:
-            self._to_sleep, self._slept = self._slept, min(2 * self._slept + 1, _MAX_SLEPT)
-            count = self._receive(self._buffer)
+            count: int | None = self._receive(self._buffer)
         else:
-            self._slept >>= 1
+            count = self._spin(began + max(SPIN_S, min(2.0 * self._usual_s, MOST_SPIN_S)))
+            if count is None:
+                self._to_sleep, self._slept = self._slept, min(2 * self._slept + 1, _MAX_SLEPT)
+                count = self._receive(self._buffer)
+            else:
+                self._slept >>= 1
         waited = time.perf_counter() - began
         if waited < _PAUSE_S:
             self._usual_s += (waited - self._usual_s) / 4.0

@@ -114,6 +114,17 @@ def test_a_spin_is_as_long_as_messages_usually_take(
     assert spin_us(900e-6, 20) == pytest.approx(400.0)
     assert spin_us(20e-6, 20) == pytest.approx(60.0)
 
+    def sleep(buffer: memoryview) -> int:
+        now_s[0] += 100e-6
+        return ours.recv_into(buffer)
+
+    received._to_sleep = 20
+    monkeypatch.setattr(received, "_receive", sleep)
+    for _ in range(20):  # messages that are slept on tell it, too
+        theirs.send(b"m")
+        received.receive()
+    assert spin_us(20e-6) == pytest.approx(200.0, rel=0.02)
+
 
 def test_one_core_never_spins(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
