@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_spin_is_as_long_as_messages_usually_take(
     """Twice as long, between two bounds; a pause between bursts changes nothing."""
     ours, theirs = ends
     received, now_s, spins = Receiver(ours), [0.0], []
-    monkeypatch.setattr(receiver.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
 
     def spin_us(message_s: float, count: int = 1) -> float:
         """How long the last of as many messages was spun for, each of which takes `message_s`."""
