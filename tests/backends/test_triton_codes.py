@@ -139,39 +139,76 @@ def test_experts_of_codes_answer_as_the_reference_does(tmp_path: Path, calls: st
 
 LATENT = """
 import json, torch
-from layerzero.backends.triton_kernels.paged_rows import mla_attention
+from layerzero.backends.triton_kernels import latent
 from layerzero.formats.elements import encode_values
 from layerzero.ops import kv_formats, table
 
 torch.manual_seed(0)
-op = table.get("mla_attention")
+op, latent._PART, latent._JOINED = table.get("mla_attention"), 64, 1
+launches, run = [], latent._run
+latent._run = lambda call, *how: launches.append(how[0]) or run(call, *how)
 
-def error(codes, granularity, heads, **named):
-    element, pools = kv_formats.ELEMENT_OF[codes], []
-    for width in (64, 32):
-        shape = (12, 8, width)
-        scale = torch.rand(kv_formats.scale_shape(shape, None, granularity)) * 0.01 + 2.0 / element.max_value
-        numbers = torch.randn(shape) / kv_formats.broadcast_scale(scale, 3, None)
-        pools.append((encode_values(numbers, element), scale))
-    (ckv, ckv_scale), (kpe, kpe_scale) = pools
-    tables, lens = torch.randperm(12).view(2, 6), torch.tensor([45, 3])
-    count = int(named["cu_seqlens_q"][-1]) if "cu_seqlens_q" in named else 2
+def pool(codes, granularity, width):
+    shape = (36, 8, width)
+    if codes is None:
+        return torch.randn(shape).half(), None
+    element = kv_formats.ELEMENT_OF[codes]
+    scale = torch.rand(kv_formats.scale_shape(shape, None, granularity)) * 0.01 + 2.0 / element.max_value
+    return encode_values(torch.randn(shape) / kv_formats.broadcast_scale(scale, 3, None), element), scale
+
+def call_of(codes, granularity, heads, lens, **named):
+    (ckv, ckv_scale), (kpe, kpe_scale) = pool(codes, granularity, 64), pool(codes, granularity, 32)
+    tables = torch.stack([torch.randperm(36) for _ in lens])
+    count = int(named["cu_seqlens_q"][-1]) if "cu_seqlens_q" in named else len(lens)
     q, q_pe = torch.randn(count, heads, 64).half(), torch.randn(count, heads, 32).half()
-    named |= {"ckv_scale": ckv_scale, "kpe_scale": kpe_scale, "scale": 0.1, "return_lse": True}
-    args = op.build(q, q_pe, ckv, kpe, tables, lens, **named)[1]
-    found, wanted = mla_attention(*args), op.reference(*args)
+    named = {"ckv_scale": ckv_scale, "kpe_scale": kpe_scale, "scale": 0.1, "return_lse": True} | named
+    return op.build(q, q_pe, ckv, kpe, tables, torch.tensor(lens), **named)[1]
+
+def error(run, *how, **named):
+    args = call_of(*how, **named)
+    found, wanted = run(*args), op.reference(*args)
     assert torch.equal(found[1].isinf(), wanted[1].isinf())
     pairs = [(f.float().nan_to_num(neginf=0), w.float().nan_to_num(neginf=0)) for f, w in zip(found, wanted)]
     return max(float((f - w).abs().max() / w.abs().max()) for f, w in pairs)
-
-print(json.dumps([
-    error(torch.float8_e4m3fn, "token", 3), error(torch.int8, "tensor", 80, is_causal=False),
-    error(torch.int8, "token", 4, cu_seqlens_q=torch.tensor([0, 2, 7])),
-]))
+"""
+AGREE = """
+split, in_order = latent.mla_attention, latent.mla_attention_in_order
+errors = [
+    error(split, torch.float8_e4m3fn, "token", 3, [285, 3]), error(split, None, "", 3, [260, 0]),
+    error(in_order, torch.int8, "token", 4, [100, 0, 65], cu_seqlens_q=torch.tensor([0, 2, 4, 7])),
+    error(split, torch.int8, "tensor", 80, [45, 3], is_causal=False, scale=-0.1),
+]
+latent._MOST_BYTES = 3 * 4 * 5 * 64 * 4  # three queries at a time
+more = torch.tensor([0, 2, 7])
+errors.append(error(in_order, None, "", 4, [130, 3], cu_seqlens_q=more))
+errors.append(error(split, torch.int8, "token", 4, [45, 3], cu_seqlens_q=more))
+assert launches == [2, 2, 5, 2, 5, 1], launches
+print(json.dumps(errors))
+"""
+ALONE = """
+equal = []
+args = call_of(torch.int8, "token", 3, [200, 64, 1, 129])
+together = latent.mla_attention_in_order(*args)
+for row, length in enumerate(args[5].tolist()):
+    latent._MOST_BYTES = 1 << (26 * (row % 2))  # one query at a time, or all
+    each = [args[0][row : row + 1], args[1][row : row + 1], *args[2:4]]
+    each += [args[4][row : row + 1, : -(-length // 8)], args[5][row : row + 1]]
+    alone = latent.mla_attention_in_order(*each, *args[6:])
+    equal += [torch.equal(a, t[row : row + 1]) for a, t in zip(alone, together)]
+assert launches == [5, 4, 1, 1, 3], launches
+print(json.dumps(equal))
 """
 
 
-def test_latent_codes_are_attended_to_as_the_reference_does(tmp_path: Path) -> None:
-    """One query a sequence and more, rows that see no key, more heads than a program has."""
-    found = interpreted(LATENT, tmp_path)
+def test_latent_pages_are_attended_to_as_the_reference_does(tmp_path: Path) -> None:
+    """Codes and numbers, one query a sequence and more, in one part and more, a few queries at a time.
+
+    Among them rows that see no key, parts without keys, and more heads than a program has.
+    """
+    found = interpreted(LATENT + AGREE, tmp_path)
     assert max(found) < 2e-3, found
+
+
+def test_parts_in_order_give_a_row_its_own_bits(tmp_path: Path) -> None:
+    """Whatever the batch, the width of its tables and the queries that are attended at a time."""
+    assert all(interpreted(LATENT + ALONE, tmp_path))

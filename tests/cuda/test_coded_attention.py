@@ -1,4 +1,4 @@
-"""Ragged and dense attention over codes on a GPU, beside the reference in float64; skipped elsewhere."""
+"""Ragged, dense and latent attention over codes on a GPU, beside the reference in float64."""
 
 from __future__ import annotations
 
@@ -131,22 +131,79 @@ def test_rows_of_a_batch_are_those_of_each_alone() -> None:
         assert torch.equal(alone, together[one : one + 1])
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "token"])
-@pytest.mark.parametrize("codes", kv_formats.CODE_DTYPES, ids=str)
-def test_latent_codes_are_attended_to_as_the_reference_does(codes: torch.dtype, granularity: str) -> None:
-    """Decoding and pieces of prompts, few heads and many, an empty sequence, DeepSeek's widths."""
+LATENT = ("triton.mla_attention.{}", "triton.mla_attention.{}_in_order")
+Pools = tuple[list[Tensor], dict[str, Tensor]]
+
+
+def latent_pools(codes: torch.dtype, granularity: str) -> Pools:
+    """80 pages of 16 tokens, of DeepSeek's widths: their pools, and the scales of codes."""
+    if codes == torch.bfloat16:
+        return [torch.randn(80, 16, width, device="cuda").bfloat16() for width in (512, 64)], {}
+    (ckv, ckv_scale), (kpe, kpe_scale) = (
+        coded((80, 16, width), codes, granularity, 0) for width in (512, 64)
+    )
+    return [ckv, kpe], {"ckv_scale": ckv_scale, "kpe_scale": kpe_scale}
+
+
+def latent_queries(count: int, heads: int) -> list[Tensor]:
+    """Absorbed queries and their turned part."""
+    return [torch.randn(count, heads, width, device="cuda").bfloat16() for width in (512, 64)]
+
+
+@pytest.mark.parametrize("kernel", LATENT)
+@pytest.mark.parametrize(
+    ("codes", "granularity"),
+    [(codes, shared) for codes in kv_formats.CODE_DTYPES for shared in ("tensor", "token")]
+    + [(torch.bfloat16, "")],
+    ids=str,
+)
+def test_latent_pages_are_attended_to_as_the_reference_does(
+    kernel: str, codes: torch.dtype, granularity: str
+) -> None:
+    """Decoding and pieces of prompts, few heads and many, an empty sequence; one request in many parts."""
     torch.manual_seed(0)
-    pools = [coded((80, 16, width), codes, granularity, 0) for width in (512, 64)]
-    (ckv, ckv_scale), (kpe, kpe_scale) = pools
+    pools, scales = latent_pools(codes, granularity)
+    backend = kernel.format("codes" if scales else "numbers")
     tables = torch.randperm(80, device="cuda")[:78].view(3, 26).int()
     lens = torch.tensor([410, 0, 37], device="cuda", dtype=torch.int32)
+    whole = torch.randperm(80, device="cuda").view(1, 80).int()
     for heads, cu in ((5, None), (16, [0, 1, 1, 9]), (128, None)):
         count = 3 if cu is None else cu[-1]
-        q = torch.randn(count, heads, 512, device="cuda").bfloat16()
-        q_pe = torch.randn(count, heads, 64, device="cuda").bfloat16()
         offsets = None if cu is None else torch.tensor(cu, device="cuda")
-        off = error(
-            "mla_attention", q, q_pe, ckv, kpe, tables, lens, cu_seqlens_q=offsets, scale=0.05,
-            return_lse=True, ckv_scale=ckv_scale, kpe_scale=kpe_scale,
-        )  # fmt: skip
+        named: dict[str, Any] = {"scale": 0.05, "return_lse": True, "backend": backend} | scales
+        queries = latent_queries(count, heads)
+        off = error("mla_attention", *queries, *pools, tables, lens, cu_seqlens_q=offsets, **named)
         assert off < 1e-2, (heads, off)
+        alone = [each[:1] for each in queries]
+        off = error("mla_attention", *alone, *pools, whole, lens[:1] + 800, **named)
+        assert off < 1e-2, (heads, off)
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
+def test_latent_rows_in_order_have_their_own_bits(codes: torch.dtype) -> None:
+    """Alone, in a batch, with wider tables; a captured call replays with other lengths."""
+    torch.manual_seed(0)
+    pools, scales = latent_pools(codes, "token")
+    backend = LATENT[1].format("codes" if scales else "numbers")
+    named: dict[str, Any] = {"scale": 0.05, "return_lse": True, "backend": backend} | scales
+    tables = torch.stack([torch.randperm(80, device="cuda") for _ in range(5)]).int()
+    lens = torch.tensor([1280, 512, 513, 1, 37], device="cuda", dtype=torch.int32)
+    queries = latent_queries(5, 128)
+    together = SYNC.mla_attention(*queries, *pools, tables, lens, **named)
+    for row, length in enumerate(lens.tolist()):
+        one = slice(row, row + 1)
+        short = tables[one, : -(-length // 16)].contiguous()
+        each = [t[one] for t in queries]
+        alone = SYNC.mla_attention(*each, *pools, short, lens[one], **named)
+        for found, wanted in zip(alone, together, strict=True):
+            assert torch.equal(found, wanted[one]), (row, length)
+
+    def step() -> Tensor:
+        out: Tensor = SYNC.mla_attention(*queries, *pools, tables, lens, **named)[0]
+        return out
+
+    graph, out = captured(step)
+    for length in (3, 700, 1280):
+        lens[0] = length
+        graph.replay()
+        assert torch.equal(out, step())

@@ -1,10 +1,10 @@
 """Triton kernels of this project, where no library has a good one, and the way for users to bring theirs.
 
 `rows` has the residual sum with its norm and rounding to eight bits, `paged` decodes over pages and
-`paged_rows` takes prompts beside that, `dense` keys of codes without pages; `products` multiplies codes,
-`experts` those of a mixture; `append` and `rope_append` write pages, `sampling` draws with a seed for each
-row, which libraries draw in other ways, `verify` has chains of drafted tokens; `user_kernel` makes a kernel
-of a user's Triton function.
+`paged_rows` takes prompts beside that, `latent` has multi-head latent attention, `dense` keys of codes
+without pages; `products` multiplies codes, `experts` those of a mixture; `append` and `rope_append` write
+pages, `sampling` draws with a seed for each row, which libraries draw in other ways, `verify` has chains of
+drafted tokens; `user_kernel` makes a kernel of a user's Triton function.
 """
 
 from __future__ import annotations
@@ -99,6 +99,24 @@ _product = functools.partial(
 _experts = functools.partial(
     _untimed, load=_from("experts", "fused_experts"), sm_min=90, batch_invariant=False
 )
+_LATENT, _LATENT_SCALES = "causal prefill scale_not_positive lse", "kv_scale_per_tensor kv_scale_per_token"
+
+
+def _latent(values: str, **fields: Any) -> tuple[Kernel, ...]:
+    """Parts that follow from the batch, and parts that do not."""
+    split = functools.partial(
+        _untimed, sm_min=90, limits=("C in [64, 128, 256, 512]", "R in [32, 64, 128]"), **fields
+    )
+    return (
+        split(
+            f"triton.mla_attention.{values}", _from("latent", "mla_attention"), batch_invariant=False,
+        ),
+        split(
+            f"triton.mla_attention.{values}_in_order", _from("latent", "mla_attention_in_order"),
+            tie_break_order=36,
+        ),
+    )  # fmt: skip
+
 
 KERNELS: tuple[Kernel, ...] = (
     _rows(
@@ -175,11 +193,8 @@ KERNELS: tuple[Kernel, ...] = (
         only_with=_CODES, sm_min=89, limits=_HEADS,
     ),
     # float16 has not the range of a weight times a token's scale.
-    _untimed(
-        "triton.mla_attention.codes", _from("paged_rows", "mla_attention"), dtypes="bfloat16", sm_min=90,
-        features=f"causal prefill scale_not_positive lse {_CODES} kv_scale_per_tensor kv_scale_per_token",
-        only_with=_CODES, limits=("C in [64, 128, 256, 512]", "R in [32, 64, 128]"),
-    ),
+    *_latent("codes", dtypes="bfloat16", features=f"{_LATENT} {_CODES} {_LATENT_SCALES}", only_with=_CODES),
+    *_latent("numbers", dtypes="float16 bfloat16", features=_LATENT),
     _attends("triton.ragged_attention.codes", _from("dense", "ragged_attention"), features=_SCORES),
     _attends(
         "triton.attention.codes", _from("dense", "attention"), features=f"{_SCORES} empty_rows",

@@ -27,10 +27,10 @@ from layerzero.backends.triton_kernels.paged import (
     rows_of_tables,
     scale_log2,
 )
-from layerzero.ops.attention.adapters import Result, takes
-from layerzero.ops.attention.arguments import MlaArgs, PagedArgs
+from layerzero.ops.attention.adapters import takes
+from layerzero.ops.attention.arguments import PagedArgs
 
-_LN_2 = tl.constexpr(1.0 / LOG2_E)
+LN_2 = tl.constexpr(1.0 / LOG2_E)
 # Rows of queries and heads that a program has, keys that it reads at a time, its warps, tiles on their way.
 _LARGE, _SMALL = (64, 64, 4, 3), (64, 32, 4, 2)  # for heads of up to 128 numbers, and wider ones
 
@@ -151,7 +151,7 @@ def attend(
         mask=is_row[:, None],
     )  # fmt: skip
     if lse_ptr is not None:
-        lse = (best + tl.log2(total)) * _LN_2
+        lse = (best + tl.log2(total)) * LN_2
         steps = sequence * lse_batch + places * lse_row + heads * lse_head
         tl.store(lse_ptr + steps, lse, mask=is_row)
 
@@ -186,73 +186,3 @@ def paged_attention(call: PagedArgs) -> Tensor:
         SOFTCAP=False, **cut, **pool.constants,
     )  # fmt: skip
     return out
-
-
-@triton.jit(do_not_specialize=["tables_row", "sequences", "heads"])
-def _attend_latent(
-    q_ptr, q_pe_ptr, ckv_ptr, kpe_ptr, tables_ptr, lens_ptr, starts_ptr, out_ptr, lse_ptr,
-    ckv_scale_ptr, kpe_scale_ptr, scale_log2, sequences, heads,
-    q_row, q_head, q_pe_row, q_pe_head, ckv_page, ckv_token, kpe_page, kpe_token, tables_row,
-    ckv_scale_page, ckv_scale_token, kpe_scale_page, kpe_scale_token,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):  # fmt: skip
-    low, begin, count, query = find_tile(starts_ptr, tl.program_id(0), sequences, 1, 1)
-    if query >= count:
-        return
-    length = tl.load(lens_ptr + low).to(tl.int32)
-    last = length - count + query + 1 if CAUSAL else length
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    features, turned = tl.arange(0, WIDTH), tl.arange(0, ROTARY)
-    is_row, place = (rows < heads)[:, None], begin + query
-    q = tl.load(q_ptr + place * q_row + (rows * q_head)[:, None] + features[None, :], mask=is_row, other=0.0)
-    q_pe_ptr += place * q_pe_row
-    q_pe = tl.load(q_pe_ptr + (rows * q_pe_head)[:, None] + turned[None, :], mask=is_row, other=0.0)
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    weight = tl.zeros((ROWS,), tl.float32)
-    mixed = tl.zeros((ROWS, WIDTH), tl.float32)
-    for start in range(0, last, TILE):
-        tokens = start + tl.arange(0, TILE)
-        inside = tokens < last
-        page, slot = find_page(tables_ptr + low.to(tl.int64) * tables_row, tokens, inside, PAGE)
-        places = (page * ckv_page + slot * ckv_token)[:, None] + features[None, :]
-        ckv = tl.load(ckv_ptr + places, mask=inside[:, None], other=0.0).to(q.dtype)
-        turned_places = (page * kpe_page + slot * kpe_token)[:, None] + turned[None, :]
-        kpe = tl.load(kpe_ptr + turned_places, mask=inside[:, None], other=0.0).to(q.dtype)
-        scale = tl.load(
-            ckv_scale_ptr + page * ckv_scale_page + slot * ckv_scale_token, mask=inside, other=0.0
-        )
-        scale_places = page * kpe_scale_page + slot * kpe_scale_token
-        scale_pe = tl.load(kpe_scale_ptr + scale_places, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(ckv)) * scale[None, :] + tl.dot(q_pe, tl.trans(kpe)) * scale_pe[None, :]
-        scores = tl.where(inside[None, :], scores * scale_log2, float("-inf"))
-        largest = tl.maximum(best, tl.max(scores, 1))
-        weights, shrink = tl.exp2(scores - largest[:, None]), tl.exp2(best - largest)
-        weight, best = weight * shrink + tl.sum(weights, 1), largest
-        mixed = mixed * shrink[:, None] + tl.dot((weights * scale[None, :]).to(q.dtype), ckv)
-    total = tl.where(weight == 0.0, 1.0, weight)  # of a row that sees no key
-    steps = (place * heads + rows)[:, None] * WIDTH + features[None, :]
-    tl.store(out_ptr + steps, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_row)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + place * heads + rows, (best + tl.log2(total)) * _LN_2, mask=rows < heads)
-
-
-@takes(MlaArgs)
-def mla_attention(call: MlaArgs) -> Result:
-    """Latent vectors of codes: a program has one query and up to 64 of its heads."""
-    q, ckv, kpe, tables = call.q_nope, call.ckv_cache, call.kpe_cache, rows_of_tables(call.block_tables)
-    (tokens, heads, width), sequences = q.shape, call.seq_lens.shape[0]
-    out = torch.empty((tokens, heads, width), dtype=q.dtype, device=q.device)
-    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if call.return_lse else None
-    scales = [call.ckv_scale, call.kpe_scale]
-    steps = [(0, 0) if scale is None or scale.dim() == 0 else scale.stride() for scale in scales]
-    rows = min(64, max(16, triton.next_power_of_2(heads)))
-    starts = None if call.cu_seqlens_q is None else call.cu_seqlens_q.contiguous()
-    _attend_latent[(tokens + sequences, triton.cdiv(heads, rows))](
-        q, call.q_pe, ckv, kpe, tables, call.seq_lens, starts, out, lse, *scales, call.scale * LOG2_E,
-        sequences, heads, *q.stride()[:2], *call.q_pe.stride()[:2], *ckv.stride()[:2], *kpe.stride()[:2],
-        tables.stride(0), *steps[0], *steps[1],
-        ROWS=rows, WIDTH=width, ROTARY=kpe.shape[2], PAGE=ckv.shape[1], TILE=32, CAUSAL=call.is_causal,
-        num_warps=4 if rows < 64 else 8, num_stages=2,
-    )  # fmt: skip
-    return out if lse is None else (out, lse)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _PROGRAMS_A_PROCESSOR = 4
 _MOST_PARTS = 64
-_LEAST_PART = 128  # tokens, below which a second launch costs more than it wins
+LEAST_PART = 128  # tokens, below which a second launch costs more than it wins
 
 
 def parts_of(programs: int, most_tokens: int, processors: int) -> int:
@@ -13,6 +13,6 @@ def parts_of(programs: int, most_tokens: int, processors: int) -> int:
     It follows from shapes alone: the host reads no length.
     """
     parts = min(
-        _PROGRAMS_A_PROCESSOR * processors // max(programs, 1), most_tokens // _LEAST_PART, _MOST_PARTS
+        _PROGRAMS_A_PROCESSOR * processors // max(programs, 1), most_tokens // LEAST_PART, _MOST_PARTS
     )
     return 1 << (max(parts, 1).bit_length() - 1)

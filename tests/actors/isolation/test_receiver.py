@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -84,6 +85,46 @@ def test_spins_in_vain_are_made_less_and_less_often(
     assert sleeps(1) == []
     monkeypatch.setattr(received, "_spin", lambda end_s: spins.append(True))
     assert sleeps(16) == [0]
+
+
+def test_a_spin_is_as_long_as_messages_usually_take(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as long, between two bounds; a pause between bursts changes nothing."""
+    ours, theirs = ends
+    received, now_s, spins = Receiver(ours), [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+
+    def spin_us(message_s: float, count: int = 1) -> float:
+        """How long the last of as many messages was spun for, each of which takes `message_s`."""
+
+        def spin(end_s: float) -> int:
+            spins.append((end_s - now_s[0]) * 1e6)
+            now_s[0] += message_s
+            return ours.recv_into(received._buffer)
+
+        monkeypatch.setattr(received, "_spin", spin)
+        for _ in range(count):
+            theirs.send(b"m")
+            received.receive()
+        return spins[-1]
+
+    assert spin_us(20e-6, 20) == pytest.approx(60.0)
+    assert spin_us(100e-6, 20) == pytest.approx(200.0, rel=0.02)
+    assert spin_us(5.0, 3) == pytest.approx(200.0, rel=0.02)
+    assert spin_us(900e-6, 20) == pytest.approx(400.0)
+    assert spin_us(20e-6, 20) == pytest.approx(60.0)
+
+    def sleep(buffer: memoryview) -> int:
+        now_s[0] += 100e-6
+        return ours.recv_into(buffer)
+
+    received._to_sleep = 20
+    monkeypatch.setattr(received, "_receive", sleep)
+    for _ in range(20):  # messages that are slept on tell it, too
+        theirs.send(b"m")
+        received.receive()
+    assert spin_us(20e-6) == pytest.approx(200.0, rel=0.02)
 
 
 def test_one_core_never_spins(
