@@ -244,7 +244,7 @@ class Op:
         return outputs[0] if len(outputs) == 1 else outputs
 
     def casts_back(self, output: int) -> bool:
-        """Whether an output follows the operands' dtype: a log-sum-exp does not, nor a loss under autocast."""
+        """Whether an output follows the operands' dtype: a log-sum-exp and a loss under autocast do not."""
         widened = self.name in WIDENED and torch._C._is_any_autocast_enabled()
         return output not in self.wide_outputs and not widened
 
