@@ -156,7 +156,7 @@ def stops() -> None:
 
 @pytest.mark.asyncio
 async def test_handles_are_tensors_in_hosted_code() -> None:
-    """By position and by name, in calls and in streams; an awaited object runs on the loop, not on a thread."""
+    """By position and by name, in calls and in streams; an awaited object runs on the loop."""
     device: Any = None
     server = CallServer(device, "gpu-0")
     two = server.tensor_store.add(torch.full((2,), 2.0))
