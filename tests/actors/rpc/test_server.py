@@ -212,3 +212,36 @@ async def test_the_last_kernel_of_an_op_stays() -> None:
     assert server.quarantine(["a", "b", "unknown"], "why") == ["a", "unknown"]
     assert server.quarantine(["a"], "again") == ["a"]
     assert blocked == {"a": "again", "unknown": "why"}
+
+
+@pytest.mark.asyncio
+async def test_a_reader_that_goes_leaves_the_run_to_the_others() -> None:
+    """The connection of one copy ends; who asked with the other one has the answer."""
+    device: Any = None
+    server, work, go = CallServer(device, "gpu-0"), Work(), asyncio.Event()
+
+    async def waits() -> int:
+        await go.wait()
+        return await work()
+
+    first, copy = served(server, 0, waits), served(server, 0, waits)
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    go.set()
+    assert ((await copy).status, (await copy).value, work.runs) == ("done", 1, 1)
+
+
+@pytest.mark.asyncio
+async def test_what_its_client_has_left_does_not_run() -> None:
+    """Asked last before the work begins, when it has a place."""
+    device: Any = None
+    server, work = CallServer(device, "gpu-0"), Work()
+    for number, (stays, status) in enumerate(((False, "stale"), (True, "done"))):
+
+        async def leave(stays: bool = stays) -> bool:
+            return stays
+
+        outcome = await server.serve(Envelope("client", number, 0, server.incarnation), work, leave)
+        assert outcome.status == status
+    assert work.runs == 1
