@@ -100,7 +100,8 @@ class RankHandle:
         thread beside the steps before it: to post what it will receive.
         Raises: ConfigurationError: another function has the name; `replicated` or `unsent` where nothing is
             sent. ValueError: `unsent` names no parameter. When awaited, for the caller at fault
-            alone: ValueError: its request is under way already. TypeError: an argument cannot be sent.
+            alone: ValueError: its request is under way already. TypeError, ValueError: an argument cannot
+            be sent.
         """
         function_name = name or str(getattr(fn, "__qualname__", type(fn).__name__))
         if function_name in self._functions:
@@ -127,8 +128,10 @@ class RankHandle:
         under_way: set[RequestId] = set()
 
         async def step(request: RequestId, *args: Any, **options: Any) -> Any:
-            # Both are known before a step message exists, so that they cost the neighbours in a batch
-            # nothing.
+            # All are known before a step message exists, so that they cost the neighbours in a batch nothing.
+            if isinstance(request, bool) or not isinstance(request, int | str):
+                raise TypeError(f"request needs an int or a str, got {type(request).__name__}")
+            check_sendable((request,), "request")
             if request in under_way:
                 raise ValueError(
                     f"request needs to be once in a step of {function_name}, got {request!r} again"

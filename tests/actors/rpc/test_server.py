@@ -68,6 +68,7 @@ async def test_who_ended_a_call_is_told_apart() -> None:
     with pytest.raises(asyncio.CancelledError):
         result_of(await cancelled, "gpu-0")
     assert not await server.drain(0.0)
+    assert server.in_flight == 0
     assert (await cut).status == "cut"
     with pytest.raises(DeviceLostError, match="was drained") as raised:
         result_of(await cut, "gpu-0")
@@ -212,6 +213,8 @@ async def test_the_last_kernel_of_an_op_stays() -> None:
     assert server.quarantine(["a", "b", "unknown"], "why") == ["a", "unknown"]
     assert server.quarantine(["a"], "again") == ["a"]
     assert blocked == {"a": "again", "unknown": "why"}
+    blocked["b"] = "its library is gone"
+    assert server.quarantine(["a"], "a third time") == ["a"]
 
 
 @pytest.mark.asyncio
