@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,7 +107,7 @@ async def test_whose_time_limit_it_was_is_told() -> None:
 
     for number, error in enumerate((TimeoutError("own"), DeadlineExceededError("own")), 1):
         timeout_s = None if number == 1 else 60.0
-        outcome = await served(server, number, lambda error=error: own(error), timeout_s=timeout_s)
+        outcome = await served(server, number, partial(own, error), timeout_s=timeout_s)
         assert (outcome.status, outcome.value) == ("failed", error)
 
 
