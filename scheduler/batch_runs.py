@@ -12,7 +12,7 @@ from layerzero._util import log
 from layerzero.actors.device.worker import Worker
 from layerzero.scheduler.core.bisect import Executor, bisect_failed_batch
 from layerzero.scheduler.core.expected_callers import ExpectedCallers
-from layerzero.scheduler.core.pending_call import RUNNING, Batch, Failed, PendingCall
+from layerzero.scheduler.core.pending_call import RUNNING, Batch, Failed, LateResults, PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue
 from layerzero.scheduler.modes.streams import HOST, CrossStreamModes, DeviceStreams
 from layerzero.scheduler.modes.torch_modes import Modes
@@ -37,8 +37,8 @@ class BatchRuns:
     """
 
     __slots__ = (
-        "_asked", "_driver", "_executor", "_last_modes", "_lock", "_loop_closed_noted", "_resumed", "_turns",
-        "_worker", "_yielded", "inflight", "streams",
+        "_asked", "_driver", "_executor", "_last_modes", "_late", "_lock", "_loop_closed_noted", "_resumed",
+        "_turns", "_worker", "_yielded", "inflight", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +49,7 @@ class BatchRuns:
         self._worker = worker
         self.streams = streams
         self.inflight: list[Batch] = []
+        self._late: list[Batch] = []  # that have run, and whose results others bring
         self._last_modes: Modes | CrossStreamModes | None = None  # of the batch that was launched last
         self._asked = False  # whether the device is to say when it has run
         self._loop_closed_noted = False
@@ -74,7 +75,7 @@ class BatchRuns:
             if driver.batcher.expected_callers is not None and batch.launch is not None:
                 driver.batcher.expected_callers.handed_over(batch.launch, driver.loop.time())
             if self.streams is None or self._answers_early:
-                driver.complete(batch, outcomes)
+                self._complete(batch, outcomes)
             else:
                 self.inflight.append(batch)
                 self._notify_when_done(batch, outcomes)
@@ -139,8 +140,11 @@ class BatchRuns:
     def _on_batch_done(self, batch: Batch, outcomes: list[Any]) -> None:
         driver = self._driver
         try:
-            self.inflight.remove(batch)
+            (self._late if batch.is_late else self.inflight).remove(batch)
         except ValueError:  # it was given up
+            return
+        if batch.is_late:
+            driver.complete(batch, outcomes)
             return
         expected = driver.batcher.expected_callers
         if expected is not None and batch.launch is not None:
@@ -148,11 +152,22 @@ class BatchRuns:
                 expected.handed_over(batch.launch, driver.loop.time())
             else:
                 driver.completed(batch.launch.number, ticks=False)
-        driver.complete(batch, outcomes)
+        self._complete(batch, outcomes)
+
+    def _complete(self, batch: Batch, outcomes: list[Any]) -> None:
+        """A batch has run: its callers continue, now or when others have finished what it began."""
+        late = LateResults.among(outcomes)
+        if late is None:
+            self._driver.complete(batch, outcomes)
+            return
+        self._driver.batcher.on_batch_late(batch)
+        self._late.append(batch)
+        self._driver.schedule_tick()
+        late.notify(partial(self._hand_to_loop, batch))
 
     def give_up(self, op: Any, error: Exception) -> None:
         """Fail the callers of the batches of `op` that are under way; what these still give is dropped."""
-        for batch in [each for each in self.inflight if each.op is op]:
+        for batch in [each for each in (*self.inflight, *self._late) if each.op is op]:
             self._on_batch_done(batch, [Failed(error)] * len(batch))
 
     @property
@@ -166,9 +181,10 @@ class BatchRuns:
         The worker that finds the loop closed calls it, or `close`; nothing else uses the batcher then.
         """
         with self._lock:
-            if batch not in self.inflight:
+            held = self._late if batch.is_late else self.inflight
+            if batch not in held:
                 return
-            self.inflight.remove(batch)
+            held.remove(batch)
             batcher = self._driver.batcher
             for call in batch.calls:
                 batcher.cancel(call)
@@ -178,7 +194,7 @@ class BatchRuns:
         """Detach every call that is under way; the calls, for their error."""
         batcher = self._driver.batcher
         detached: list[PendingCall] = []
-        for batch in list(self.inflight):
+        for batch in (*self.inflight, *self._late):
             detached += [call for call in batch.calls if call.state == RUNNING and batcher.cancel(call)]
             if loop_closed:
                 self._drop(batch)

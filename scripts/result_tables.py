@@ -386,7 +386,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
         "place": place,
     },
     "gang_stages_h200.json": {"in_stages": in_stages, "diverged": diverged, "place": place},
-    "gang_stages_first_h200.json": {"in_stages": in_stages, "place": place},
+    "gang_grid_h200.json": {"in_stages": in_stages, "place": place},
     "fleet_four_h200.json": {"fleets": fleets, "place": place},
     "fleet_lost_h200.json": {"grouped": grouped, "lost": lost, "place": place},
     "served_h200.json": {"served": served_fleet, "place": place},

@@ -155,10 +155,6 @@ class GroupFunction:
             )
         return out
 
-    def sent_args(self, args: Args) -> Sequence[Any]:
-        """What of one caller's arguments a step message brings."""
-        return [arg for index, arg in enumerate(args) if index not in self.unsent] if self.unsent else args
-
     def message_columns(
         self, columns: Sequence[Any], calls: Sequence[Args], results: ReplicatedResults
     ) -> tuple[list[Any], list[int]]:
@@ -228,3 +224,20 @@ class CollectiveFunction(Batched[Any]):
 
     def _update_us_per_row(self, us_per_row: float) -> None:
         """Nothing: a step stays off the loop however short it proves."""
+
+
+@dataclass(slots=True, eq=False)
+class Crowd:
+    """The callers that share batches: how many, and what batches them."""
+
+    batched: CollectiveFunction
+    callers: int = 0
+
+
+def smallest(crowds: Sequence[Crowd]) -> Crowd:
+    """The crowd with the fewest callers, the first of those."""
+    found = crowds[0]
+    for crowd in crowds:
+        if crowd.callers < found.callers:
+            found = crowd
+    return found

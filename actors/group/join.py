@@ -20,11 +20,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, not
 from layerzero.actors.group.config import GroupConfig, Mode
 from layerzero.actors.group.functions import (
     CollectiveFunction,
+    Crowd,
     Function,
     GroupFunction,
     ReplicatedResults,
     aligned_columns,
     group_function,
+    smallest,
 )
 from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
@@ -85,6 +87,7 @@ class RankHandle:
         replicated: bool = False,
         unsent: Sequence[str] = (),
         prepare: Callable[[list[int]], None] | None = None,
+        lanes: int = 1,
     ) -> Callable[..., Awaitable[Any]]:
         """`lz.batched` for a function with collectives in it: `await step(request, *args)`.
 
@@ -97,38 +100,25 @@ class RankHandle:
         call, its rows are then taken on each rank and do not pass through the host, as `lz.run_ahead` needs
         it; do not write into them. `unsent` names parameters that only rank 0 needs: other ranks get None
         for each caller. `prepare(counts)` is called on a follower for each step when it is announced, on a
-        thread beside the steps before it: to post what it will receive.
+        thread beside the steps before it: to post what it will receive. Callers spread over `lanes`, whose
+        batches never join: so many crowds take turns, as a pipeline's stages need it.
         Raises: ConfigurationError: another function has the name; `replicated` or `unsent` where nothing is
             sent. ValueError: `unsent` names no parameter. When awaited, for the caller at fault
             alone: ValueError: its request is under way already. TypeError, ValueError: an argument cannot
             be sent.
         """
         function_name = name or str(getattr(fn, "__qualname__", type(fn).__name__))
-        if function_name in self._functions:
-            raise ConfigurationError(f"name needs to be new in this rank group, got {function_name!r} again")
         if not send and (replicated or unsent):
             raise ConfigurationError("replicated and unsent need send=True: nothing else brings values")
+        names = [function_name] if lanes == 1 else [f"{function_name} {lane}" for lane in range(lanes)]
+        if known := [each for each in names if each in self._functions]:
+            raise ConfigurationError(f"name needs to be new in this rank group, got {known[0]!r} again")
         function = group_function(function_name, fn, replicated, unsent, prepare)
-        self._functions[function_name] = function
-        self._steps.models[function_name] = model if alike else f"{model or function_name}, apart"
-        if not alike:
-            self._steps.rank_specific.add(function_name)
-
-        def run(requests: list[RequestId], *columns: Any, counts: list[int]) -> Any:
-            values: tuple[Any, ...] = ()
-            arguments: Sequence[Any] = columns
-            if send:
-                values = (counts, *function.message_columns(columns, batched.calls, self._results))
-                arguments = aligned_columns(columns)
-            with self._on_device(), self._scope(self._steps.start_step(function_name, requests, values)):
-                return self._call(function_name, arguments, counts)
-
-        batched = CollectiveFunction(run, pure=False, name=function_name, device=self._group.device.device)
-        self._batched.append(batched)
+        crowds = [Crowd(self._collective(each, function, model, send=send, alike=alike)) for each in names]
         under_way: set[RequestId] = set()
 
         async def step(request: RequestId, *args: Any, **options: Any) -> Any:
-            # All are known before a step message exists, so that they cost the neighbours in a batch nothing.
+            # Known before a step message exists, so that it costs the neighbours in a batch nothing.
             if isinstance(request, bool) or not isinstance(request, int | str):
                 raise TypeError(f"request needs an int or a str, got {type(request).__name__}")
             check_sendable((request,), "request")
@@ -143,14 +133,39 @@ class RankHandle:
                     f"it, got one around the call: {'; '.join(map(str, scope.policy.rules))[:200]}"
                 )
             if send:
-                check_sendable(function.sent_args(args), function_name)
+                check_sendable(args, function_name, function.unsent)
+            crowd = smallest(crowds)
             under_way.add(request)
+            crowd.callers += 1
             try:
-                return await batched(request, *args, **options)
+                return await crowd.batched(request, *args, **options)
             finally:
+                crowd.callers -= 1
                 under_way.discard(request)
 
         return step
+
+    def _collective(
+        self, name: str, function: GroupFunction, model: str, *, send: bool, alike: bool
+    ) -> CollectiveFunction:
+        """What batches the callers of `function` under `name`, which every rank knows."""
+        self._functions[name] = function
+        self._steps.models[name] = model if alike else f"{model or function.name}, apart"
+        if not alike:
+            self._steps.rank_specific.add(name)
+
+        def run(requests: list[RequestId], *columns: Any, counts: list[int]) -> Any:
+            values: tuple[Any, ...] = ()
+            arguments: Sequence[Any] = columns
+            if send:
+                values = (counts, *function.message_columns(columns, batched.calls, self._results))
+                arguments = aligned_columns(columns)
+            with self._on_device(), self._scope(self._steps.start_step(name, requests, values)):
+                return self._call(name, arguments, counts)
+
+        batched = CollectiveFunction(run, pure=False, name=name, device=self._group.device.device)
+        self._batched.append(batched)
+        return batched
 
     @property
     def group(self) -> RankGroup:

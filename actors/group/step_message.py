@@ -152,25 +152,24 @@ _LEAST, _MOST = -(1 << 63), (1 << 64) - 1  # what msgpack has integers for
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
-def check_sendable(values: Sequence[Any], what: str) -> None:
-    """Check one caller's arguments, without their data.
+def check_sendable(values: Sequence[Any], what: str, unsent: frozenset[int] = frozenset()) -> None:
+    """Check one caller's arguments, without their data, but for those at the places `unsent`.
 
     Raises: TypeError: one is no tensor of a dtype that travels, number, text or list of those. ValueError: an
         integer of more than 64 bits, a text with half a character.
     """
-    rest = []
-    for value in values:
+    for index, value in enumerate(values):
         kind = value.__class__
+        if index in unsent:
+            continue
         if kind in _PLAIN or (kind is list and not value):
             if (kind is int and not _LEAST <= value <= _MOST) or (kind is str and not value.isascii()):
-                rest.append(value)
+                pack([value], what)
             continue
         if kind is not Tensor and not isinstance(value, Tensor):
-            rest.append(value)
+            pack([value], what)
         elif value.dtype not in _CODES or value.dim() >= len(_HEADS):
             _code_of(value, what)
-    if rest:
-        pack(rest, what)
 
 
 def _code_of(tensor: Tensor, what: str) -> int:

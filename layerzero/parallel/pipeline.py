@@ -15,11 +15,10 @@ import inspect
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +26,7 @@ from torch import Tensor
 from layerzero.actors.device.worker import Worker
 from layerzero.calls.functions import split_rows, takes_counts
 from layerzero.parallel.layout import Layout
+from layerzero.scheduler.core.pending_call import LateResults
 from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.spec.errors import ConfigurationError, DeviceLostError
 
@@ -44,54 +44,6 @@ class StageStats:
     steps: int = 0
     busy_s: float = 0.0
     sent_bytes: int = 0
-
-
-class _Flight:
-    """A step on its way through the stages: `results` one a caller, or its error, once it is `done`."""
-
-    __slots__ = ("_event", "done", "error", "loop", "results")
-
-    def __init__(self) -> None:
-        self.results: list[Any] = []
-        self.error: Exception | None = None
-        self.done = False
-        self.loop: Any = None  # of its callers: asyncio's or trio's, as a driver has it
-        self._event: anyio.Event | None = None
-
-    def land(self, results: list[Any], error: Exception | None) -> None:
-        """From any thread: end it; only the first end counts."""
-        if self.done:
-            return
-        self.results, self.error = results, error
-        self.done = True  # before the loop is asked for, as `result` gives the loop before it asks
-        if self.loop is not None:
-            with suppress(RuntimeError):  # it is closed, so no caller waits
-                self.loop.call_soon_threadsafe(self._announce)
-
-    def _announce(self) -> None:
-        if self._event is not None:
-            self._event.set()
-
-    async def result(self, index: int, loop: Any) -> Any:
-        """The result of caller `index`, who runs in `loop`.
-
-        Raises: its error.
-        """
-        self.loop = loop
-        if not self.done:
-            self._event = self._event or anyio.Event()
-            await self._event.wait()
-        if self.error is not None:
-            raise self.error
-        return self.results[index]
-
-
-@dataclass(slots=True, eq=False)
-class _Crowd:
-    """The callers that share batches: how many, and the group's function for them."""
-
-    launch: Callable[..., Awaitable[Any]]
-    callers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +75,7 @@ class Pipeline:
         if self.batches < 0:
             raise ConfigurationError(f"batches needs at least 1, or 0 for one a stage, got {self.batches}")
         self.batches = self.batches or layout.stages
-        self._flights: dict[_Flight, None] = {}
+        self._late: dict[LateResults, None] = {}  # of the steps on their way through the stages
         self._sends: deque[tuple[Any, Tensor]] = deque()  # with what they read
         self._posted: deque[tuple[Any, Tensor]] = deque()  # what the next steps receive, in their order
         self._callers: Counter[Any] = Counter()  # by the driver of their loop
@@ -168,37 +120,30 @@ class Pipeline:
         member = self.layout.member
         device = member.group.device
         assert isinstance(device, ScheduledDevice)  # of a runtime
+        on_cpu = device.device.type == "cpu"
         # A sender over gloo waits for who has not posted. On a GPU the host launches ahead by itself.
-        posts = not self.layout.first and device.device.type == "cpu"
+        posts = not self.layout.first and on_cpu
         prepare = (lambda counts: self._post(function, counts)) if posts else None
-        crowds = [
-            _Crowd(member.batched(on_stage, name=f"{name} {n}", alike=False, unsent=unsent, prepare=prepare))
-            for n in range(self.batches)
-        ]
-        under_way: set[int | str] = set()
+        launch = member.batched(
+            on_stage, name=name, alike=False, unsent=unsent, prepare=prepare, lanes=self.batches
+        )
+        if not on_cpu:
+            return launch
 
         async def step(request: int | str, *args: Any, **options: Any) -> Any:
-            if request in under_way:
-                raise ValueError(f"request needs to be once in the stages of {name}, got {request!r} again")
-            crowd = min(crowds, key=lambda one: one.callers)
-            crowd.callers += 1
-            under_way.add(request)
             driver = device.loop_drivers.current()
             self._count_caller(device, driver, 1)
             try:
-                flight, index = await crowd.launch(request, *args, **options)
-                return await flight.result(index, driver.loop)
+                return await launch(request, *args, **options)
             finally:
                 self._count_caller(device, driver, -1)
-                crowd.callers -= 1
-                under_way.discard(request)
 
         return step
 
     # -- what every rank runs -----------------------------------------------------------------------
 
     def _step(self, function: _Function, columns: Sequence[Any], counts: list[int]) -> list[Any]:
-        """This stage's part of a step; on rank 0 the flight and its own place in it, for each caller."""
+        """This stage's part of a step; on rank 0 what each caller gets, or what will bring it."""
         layout = self.layout
         x = None
         if not layout.first:
@@ -258,10 +203,8 @@ class Pipeline:
     def _count_caller(self, device: ScheduledDevice, driver: Any, change: int) -> None:
         """While a loop has callers here, its next batch is formed while one computes on rank 0's host.
 
-        A GPU's next launches are ahead of it anyway.
+        A GPU's next launches are ahead of it anyway, and none is counted.
         """
-        if device.device.type != "cpu":
-            return
         self._callers[driver] += change
         if self._callers[driver] == max(change, 0):  # the first has come, or the last has gone
             device.loop_drivers.allow_inflight(driver, 2 if change > 0 else 1)
@@ -270,27 +213,26 @@ class Pipeline:
 
     def _launched(
         self, function: _Function, columns: Sequence[Any], counts: list[int], out: Tensor
-    ) -> list[tuple[_Flight, int]]:
-        flight = _Flight()
-        self._flights[flight] = None
+    ) -> list[Any]:
+        if self.layout.stages == 1:
+            return split_rows(function.name, function.finish(out, *columns, counts=counts), counts)
+        late = LateResults(len(counts))
+        self._late[late] = None  # before the loss is looked for: what is lost later ends it
         if self._lost is not None:
-            self._land(flight, [], self._lost)
-        elif self.layout.stages == 1:
-            results = function.finish(out, *columns, counts=counts)
-            self._land(flight, split_rows(function.name, results, counts), None)
-        else:
-            like = function.returns(*columns, counts=counts)
-            rows = _on_host(like)
-            first_of_last = self.layout.member.ranks - self.layout.tensor.ranks
-            receive = dist.irecv(rows, group=self.layout.returning, group_src=first_of_last)
-            self._returns.submit(
-                lambda: self._return(flight, function, columns, counts, receive, rows, like.device)
-            )
-        return [(flight, index) for index in range(len(counts))]
+            self._end(late, [], self._lost)
+            return [late] * len(counts)
+        like = function.returns(*columns, counts=counts)
+        rows = _on_host(like)
+        first_of_last = self.layout.member.ranks - self.layout.tensor.ranks
+        receive = dist.irecv(rows, group=self.layout.returning, group_src=first_of_last)
+        self._returns.submit(
+            lambda: self._return(late, function, columns, counts, receive, rows, like.device)
+        )
+        return [late] * len(counts)
 
     def _return(
         self,
-        flight: _Flight,
+        late: LateResults,
         function: _Function,
         columns: Sequence[Any],
         counts: list[int],
@@ -310,7 +252,11 @@ class Pipeline:
                 results = split_rows(function.name, finished, counts)
         except Exception as raised:
             error = raised
-        self._land(flight, results, error)
+        self._end(late, results, error)
+
+    def _end(self, late: LateResults, results: list[Any], error: Exception | None) -> None:
+        self._late.pop(late, None)
+        late.end(results, error)
 
     def _wait_for(self, receive: Any, name: str) -> None:
         """Wait for what the last stage gives of a step.
@@ -334,15 +280,11 @@ class Pipeline:
         with torch.cuda.stream(self._stream), torch.inference_mode(device.settings.inference is not False):
             yield
 
-    def _land(self, flight: _Flight, results: list[Any], error: Exception | None) -> None:
-        self._flights.pop(flight, None)
-        flight.land(results, error)
-
     def _fail(self, why: str) -> None:
         """The rank group has failed: no result comes any more, and none is waited for."""
         self._lost = _lost(why)
-        for flight in list(self._flights):
-            self._land(flight, [], self._lost)
+        for late in list(self._late):
+            self._end(late, [], self._lost)
 
 
 def _lost(why: str) -> DeviceLostError:

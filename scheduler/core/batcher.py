@@ -163,6 +163,11 @@ class Batcher:
             batch.launch = expected.launched(calls, queue, now_s)
         return batch
 
+    def on_batch_late(self, batch: Batch) -> None:
+        """A batch has run, and its results come later: the next one may run before them."""
+        batch.is_late = True
+        self.inflight_batches -= 1
+
     def on_batch_done(self, batch: Batch, outcomes: list[Any], now_s: float) -> None:
         """A batch has ended with one outcome a pending call: its value, or `Failed`.
 
@@ -178,7 +183,8 @@ class Batcher:
         stats.cancelled += cancelled
         stats.failed += ended - values - cancelled
         self.running_calls -= ended
-        self.inflight_batches -= 1
+        if not batch.is_late:
+            self.inflight_batches -= 1
         self._turn_due = True
         took = max(now_s - batch.started, 0.0)
         queue = batch.queue

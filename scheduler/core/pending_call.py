@@ -7,8 +7,9 @@ the queue entry and the future at once; nothing here imports a loop.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextvars import Context, ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -58,6 +59,51 @@ class Failed:
         # Several callers may raise one error; each begins from where it came from, not from the last caller.
         self.traceback = error.__traceback__
         self.context = error.__context__
+
+
+class LateResults:
+    """What a function returns for each caller where others finish what it began: stages of a pipeline.
+
+    Its batch makes room for the next one; the callers wait until `end` brings `calls` outcomes.
+    """
+
+    __slots__ = ("_calls", "_lock", "_notify", "_outcomes")
+
+    def __init__(self, calls: int) -> None:
+        self._calls = calls
+        self._lock = threading.Lock()
+        self._notify: Callable[[list[Any]], object] | None = None
+        self._outcomes: list[Any] | None = None
+
+    def end(self, values: Sequence[Any], error: BaseException | None = None) -> None:
+        """From any thread: give each caller its value, or all of them the error; only the first end counts.
+
+        Raises: ValueError: another number of values than of callers.
+        """
+        if error is None and len(values) != self._calls:
+            raise ValueError(f"values needs {self._calls} entries, got {len(values)}")
+        outcomes = [(value, None) for value in values] if error is None else [Failed(error)] * self._calls
+        with self._lock:
+            if self._outcomes is not None:
+                return
+            self._outcomes = outcomes
+            notify = self._notify
+        if notify is not None:
+            notify(outcomes)
+
+    def notify(self, notify: Callable[[list[Any]], object]) -> None:
+        """Call `notify` with the outcomes: here where they are there, else on the thread that brings them."""
+        with self._lock:
+            self._notify, outcomes = notify, self._outcomes
+        if outcomes is not None:
+            notify(outcomes)
+
+    @staticmethod
+    def among(outcomes: Sequence[Any]) -> LateResults | None:
+        """That of a batch with these outcomes; None for most."""
+        first = outcomes[0] if outcomes else None
+        found = first[0] if type(first) is tuple else None
+        return found if isinstance(found, LateResults) else None
 
 
 class TaskTree:
@@ -311,8 +357,8 @@ class Batch:
     """Calls of one group that run together; `calls` are their arguments, in order."""
 
     __slots__ = (
-        "calls", "expected_us", "launch", "modes", "one_by_one_us", "op", "queue", "ran_us", "record",
-        "snapshot", "started", "submitted_at", "tokens", "why",
+        "calls", "expected_us", "is_late", "launch", "modes", "one_by_one_us", "op", "queue", "ran_us",
+        "record", "snapshot", "started", "submitted_at", "tokens", "why",
     )  # fmt: skip
 
     def __init__(self, calls: list[PendingCall], started: float, expected_us: float | None = None) -> None:
@@ -324,6 +370,7 @@ class Batch:
         self.ran_us = 0.0  # what it took where it ran
         self.launch: Launch | None = None  # on a device that answers before it has run
         self.record: BatchObserver | None = None  # of a timeline
+        self.is_late = False  # its run has ended, its results come later
         self.tokens = 0
         self.why = ""
         self.submitted_at: float | None = None  # of all its calls, where they came at one time

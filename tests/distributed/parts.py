@@ -210,7 +210,7 @@ async def dies() -> dict[str, Any]:
         except lz.DeviceLostError as error:
             results.append(error)
         kinds = [type(result).__name__ for result in results]
-        return {"kinds": kinds, "under_way": len(pipeline._flights)}
+        return {"kinds": kinds, "under_way": len(pipeline._late)}
 
 
 async def other_checkpoint() -> dict[str, Any]:
