@@ -152,6 +152,16 @@ _LEAST, _MOST = -(1 << 63), (1 << 64) - 1  # what msgpack has integers for
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
+def check_request(request: RequestId) -> None:
+    """Check what one caller names its request.
+
+    Raises: TypeError: it is no int or str. ValueError: one that no message takes.
+    """
+    if isinstance(request, bool) or not isinstance(request, int | str):
+        raise TypeError(f"request needs an int or a str, got {type(request).__name__}")
+    check_sendable((request,), "request")
+
+
 def check_sendable(values: Sequence[Any], what: str, unsent: frozenset[int] = frozenset()) -> None:
     """Check one caller's arguments, without their data, but for those at the places `unsent`.
 
