@@ -117,7 +117,6 @@ class RankHandle:
         under_way: set[RequestId] = set()
 
         async def step(request: RequestId, *args: Any, **options: Any) -> Any:
-            # Known before a step message exists, so that it costs the neighbours in a batch nothing.
             check_request(request)
             if request in under_way:
                 raise ValueError(
