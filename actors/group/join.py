@@ -30,7 +30,7 @@ from layerzero.actors.group.functions import (
 )
 from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
-from layerzero.actors.group.step_message import RequestId, check_sendable
+from layerzero.actors.group.step_message import RequestId, check_request, check_sendable
 from layerzero.actors.group.steps import FollowerLoop, GroupScope, StepReader, Steps, StepWatch
 from layerzero.actors.remote.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
@@ -104,7 +104,7 @@ class RankHandle:
         batches never join: so many crowds take turns, as a pipeline's stages need it.
         Raises: ConfigurationError: another function has the name; `replicated` or `unsent` where nothing is
             sent. ValueError: `unsent` names no parameter. When awaited, for the caller at fault
-            alone: ValueError: its request is under way already. TypeError: an argument cannot be sent.
+            alone: ValueError: its request is under way already. TypeError, ValueError: one cannot be sent.
         """
         function_name = name or str(getattr(fn, "__qualname__", type(fn).__name__))
         if not send and (replicated or unsent):
@@ -117,7 +117,7 @@ class RankHandle:
         under_way: set[RequestId] = set()
 
         async def step(request: RequestId, *args: Any, **options: Any) -> Any:
-            # Known before a step message exists, so that it costs the neighbours in a batch nothing.
+            check_request(request)
             if request in under_way:
                 raise ValueError(
                     f"request needs to be once in a step of {function_name}, got {request!r} again"

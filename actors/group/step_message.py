@@ -74,8 +74,9 @@ class StepSequence:
         if len(set(requests)) != len(requests):
             repeated = sorted({str(r) for r in requests if list(requests).count(r) > 1})
             raise ValueError(f"requests needs each id once in a step, got {', '.join(repeated)} again")
-        self.number += 1
+        # Counted where it can be said: followers would miss the number of one that cannot.
         request_ids = msgspec.Raw(_ENCODER.encode(requests))
+        self.number += 1
         return StepMessage(
             self.epoch, self.number, name, request_ids, self.plan_digest, selections_digest, values
         )
@@ -147,17 +148,33 @@ _HEADS = [struct.Struct(f"<BB{axes}q") for axes in range(16)]
 MAX_VALUES = 1 << 20
 
 
+_LEAST, _MOST = -(1 << 63), (1 << 64) - 1  # what msgpack has integers for
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+
+
+def check_request(request: RequestId) -> None:
+    """Check what one caller names its request.
+
+    Raises: TypeError: it is no int or str. ValueError: one that no message takes.
+    """
+    if isinstance(request, bool) or not isinstance(request, int | str):
+        raise TypeError(f"request needs an int or a str, got {type(request).__name__}")
+    check_sendable((request,), "request")
 
 
 def check_sendable(values: Sequence[Any], what: str, unsent: frozenset[int] = frozenset()) -> None:
     """Check one caller's arguments, without their data, but for those at the places `unsent`.
 
-    Raises: TypeError: one is no tensor of a dtype that travels, number, text or list of those.
+    Raises: TypeError: one is no tensor of a dtype that travels, number, text or list of those. ValueError: an
+        integer of more than 64 bits, a text with half a character.
     """
     for index, value in enumerate(values):
         kind = value.__class__
-        if kind in _PLAIN or (kind is list and not value) or index in unsent:
+        if index in unsent:
+            continue
+        if kind in _PLAIN or (kind is list and not value):
+            if (kind is int and not _LEAST <= value <= _MOST) or (kind is str and not value.isascii()):
+                pack([value], what)
             continue
         if kind is not Tensor and not isinstance(value, Tensor):
             pack([value], what)
@@ -197,10 +214,15 @@ def _packer(what: str) -> msgspec.msgpack.Encoder:
 def pack(values: Sequence[Any], what: str) -> bytes:
     """A step's arguments as bytes: ids, positions, page tables; what is large stays on its rank.
 
-    Raises: TypeError: an argument is no tensor, number, text or list of those. ValueError: over 1 MiB.
+    Raises: TypeError: an argument is no tensor, number, text or list of those. ValueError: over 1 MiB; an
+        integer or a text that no message takes.
     """
-
-    packed = _packer(what).encode(values)
+    try:
+        packed = _packer(what).encode(values)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise ValueError(
+            f"{what} needs integers of 64 bits and texts of whole characters in every argument: {error}"
+        ) from error
     if len(packed) > MAX_VALUES:
         raise ValueError(
             f"{what} needs arguments of at most {MAX_VALUES} bytes in a step message, got {len(packed)}; "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from layerzero.ops.op import Op
+from layerzero.ops.op import WIDENED, Op
 from layerzero.spec.capability import ACTIVATIONS, FEATURE_REASONS, FLOATS
 from layerzero.spec.kernel import Kernel
 
@@ -43,15 +43,19 @@ CAPTURED = frozenset(
 _EXPERTS = ("moe", "fused_experts")
 
 
-def without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` as written, whatever the caller's autocast: that rounds products, and refuses some joins."""
+def without_autocast(run: Callable[..., Any], *, widens: bool = False) -> Callable[..., Any]:
+    """`run` as written, whatever the caller's autocast: that rounds products, and refuses some joins.
+
+    With `widens` its first operand becomes float32 there, as autocast has it for losses.
+    """
     on = torch._C._is_any_autocast_enabled
 
     def exact(*args: Any) -> Any:
         if not on():
             return run(*args)
-        with torch.autocast(args[0].device.type, enabled=False):
-            return run(*args)
+        first, *others = args
+        with torch.autocast(first.device.type, enabled=False):
+            return run(first.float() if widens and first.dtype.itemsize < 4 else first, *others)
 
     return exact
 
@@ -61,7 +65,7 @@ def reference_kernel(op: Op) -> Kernel:
     """`op.reference` as the kernel `reference.<op>`."""
     return Kernel.of(
         f"reference.{op.name}",
-        lambda: without_autocast(op.reference),
+        lambda: without_autocast(op.reference, widens=op.name in WIDENED),
         (0.1, 0.2, 1600.0 if op.name in _EXPERTS else 30.0),
         "scripts/measure_efficiency.py, AMD EPYC with AVX-512, 1 thread; middle of all ops; one expert after "
         "another: benchmarks/results/rows_h200.json",

@@ -17,7 +17,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from layerzero._util import files, log
+from layerzero._util.ending import ENDING
 from layerzero.native import building
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.reasons import Reason
@@ -171,11 +172,22 @@ def cpu_flags() -> str:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold `path`'s lock; it ends with the process that held it, so none is ever left behind."""
-    from filelock import FileLock  # torch brings it
+    """Hold `path`'s lock; it ends with the process that held it, so none is ever left behind.
 
-    with FileLock(path):
+    Raises: BackendNotAvailableError: this process ends while another one compiles.
+    """
+    from filelock import FileLock, Timeout  # torch brings it
+
+    lock = FileLock(path)
+    while not lock.is_locked:
+        if ENDING.is_set():
+            raise unavailable(Reason.JIT_FAILED, "not compiled: another process compiles, and this one ends")
+        with suppress(Timeout):
+            lock.acquire(timeout=1.0)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def library(name: str) -> CppModule:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layerzero.operators.schema import OperatorSchema
-from layerzero.ops.op import Args, Op
+from layerzero.ops.op import WIDENED, Args, Op
 
 # The first operands whose rows may have any axes in front: what vmap maps becomes one of them. All other
 # tensors must be the same for every slice. Of attention it joins the sequences.
@@ -29,9 +29,8 @@ _LEADING: MappingProxyType[str, tuple[int, ...]] = MappingProxyType(
 )
 # How many axes an operand of attention has where each sequence has its own.
 _PER_SEQUENCE = MappingProxyType({"attn_mask": 4, "alibi_slopes": 2})
-# What autocast casts to its own dtype, as torch does the same functions, and what to float32.
+# What autocast casts to its own dtype, as torch does the same functions.
 _LOWERED = frozenset({"attention", "linear", "mlp", "rms_norm_linear"})
-_WIDENED = frozenset({"cross_entropy", "linear_cross_entropy"})
 
 
 def shapes(op: Op) -> Callable[..., Any]:
@@ -133,7 +132,7 @@ def autocast(op: Op, operator: Callable[..., Any], device: str) -> Callable[...,
             torch.get_autocast_dtype(device)
             if op.name in _LOWERED
             else torch.float32
-            if op.name in _WIDENED
+            if op.name in WIDENED
             else None
         )
         with torch.autocast(device, enabled=False):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ SignedCall = tuple[Signature, Args]
 
 
 LaunchFunction = Callable[[Args], Any]
+
+
+# What is float32 under autocast, as torch's own functions of these names are.
+WIDENED: Final = frozenset({"cross_entropy", "linear_cross_entropy"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,8 +244,9 @@ class Op:
         return outputs[0] if len(outputs) == 1 else outputs
 
     def casts_back(self, output: int) -> bool:
-        """Whether an output follows the operands' dtype (a log-sum-exp, say, does not)."""
-        return output not in self.wide_outputs
+        """Whether an output follows the operands' dtype: a log-sum-exp and a loss under autocast do not."""
+        widened = self.name in WIDENED and torch._C._is_any_autocast_enabled()
+        return output not in self.wide_outputs and not widened
 
     def need_gradient(self, args: Args) -> None:
         """Refuse a gradient that the op has not.

@@ -13,6 +13,7 @@ import torch
 from layerzero.native import FAST_PATH, READY, UNAVAILABLE, UNUSED, NativeModule, compiling
 from layerzero.native.compiling import CppModule, cache_folder
 from layerzero.spec.errors import BackendNotAvailableError
+from tests.children import Child
 from tests.users import NOBODY, needs_root
 
 
@@ -61,6 +62,39 @@ def test_the_name_depends_on_what_the_library_depends_on(
 def test_a_compilers_own_reason_is_told(said: str, told: str) -> None:
     """Of a link that fails it is what the linker said, not that it failed."""
     assert compiling.first_error(said).startswith(told)
+
+
+WAITING = """
+import sys, threading
+from pathlib import Path
+from layerzero._util import ending
+from layerzero.actors.device.worker import Worker
+from layerzero.native import compiling
+
+library = compiling.CppModule("small", Path(sys.argv[1]), ("-O1",))
+worker, waits = Worker("worker-waiting"), threading.Event()
+
+def wait():
+    waits.set()
+    try:
+        library.get()
+    except compiling.BackendNotAvailableError as error:
+        print(error.context["reason"], error)
+
+with compiling.file_lock(library.target().with_name("lock")):
+    worker.submit(wait)
+    assert waits.wait(60)
+    print(ending.end(60))
+"""
+
+
+def test_a_process_that_ends_does_not_wait_for_anothers_compiler(
+    library: compiling.CppModule, tmp_path: Path
+) -> None:
+    """Who waits for the lock of a process that compiles gives up when its own process ends."""
+    done = Child(WAITING, str(library.source), folder=tmp_path).ended()
+    told = "native code: not compiled: another process compiles, and this one ends"
+    assert done.stdout.splitlines() == [f"JIT_FAILED {told}", "True"], done.stderr
 
 
 def test_a_library_for_every_cpu_does_not_depend_on_one(

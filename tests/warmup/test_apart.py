@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -160,6 +161,28 @@ def test_memory_bounds_the_compilers_of_a_child(
     assert began(folder) == {"slow_a": "1"}
 
 
+@pytest.mark.parametrize(("asked", "started"), [("", 3), ("2", 2), ("9", 3), ("0", 3), ("many", 3)])
+def test_a_child_starts_no_more_compilers_than_cores_or_than_it_was_asked_to(
+    compiling: Callable[..., ApartCompiler], monkeypatch: pytest.MonkeyPatch, asked: str, started: int
+) -> None:
+    """Memory may have room for many; MAX_JOBS of this process counts where it is a number above 0."""
+    jobs: list[str] = []
+
+    def child(command: list[str], **options: Any) -> Any:
+        jobs.append(options["env"]["MAX_JOBS"])
+        return SimpleNamespace(communicate=lambda order, timeout: (b"", b""), returncode=0)
+
+    names = ("PIPE", "DEVNULL", "TimeoutExpired")
+    ours = {name: getattr(subprocess, name) for name in names}
+    monkeypatch.setattr(apart, "subprocess", SimpleNamespace(Popen=child, **ours))
+    monkeypatch.setattr(apart, "_kill", lambda child: None)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setenv("MAX_JOBS", asked)
+    apart_ = compiling(limit=1, free=lambda: 1 << 50)
+    assert apart_.start(kernel("a.rms_norm"), REQUEST).result(100)
+    assert jobs == [str(started)]
+
+
 def test_a_child_that_fails_or_dies_leaves_it_to_this_process(
     folder: Path, compiling: Callable[..., ApartCompiler], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -262,6 +285,8 @@ def test_a_containers_share_of_the_memory_counts(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(str(3 << 20))
     (tmp_path / "memory.current").write_text(str(1 << 20))
     assert host_free_bytes(tmp_path) == 2 << 20
+    (tmp_path / "memory.max").write_text(str(1 << 60))
+    assert 2 << 20 < host_free_bytes(tmp_path) < 1 << 50
     (tmp_path / "memory.max").write_text("max")
     assert host_free_bytes(tmp_path) > 2 << 20
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero._util import files
 from layerzero.api.graphs import record_finding
 from layerzero.backends.flashinfer import common
 from layerzero.graphs.verdict import CaptureFinding, CaptureProblem
@@ -33,7 +34,14 @@ from layerzero.perfdb import BenchmarkCase, Measurement
 from layerzero.spec.hardware import Hardware, hypothetical_gpu
 from layerzero.spec.reasons import Reason
 from layerzero.warmup import archive
-from layerzero.warmup.bundle import Records, environment_of, read_bundle, receipts, write_bundle
+from layerzero.warmup.bundle import (
+    Receipt,
+    Records,
+    environment_of,
+    read_bundle,
+    receipts,
+    write_bundle,
+)
 from tests.kernels import kernel
 
 KEY = "B" * 52
@@ -431,6 +439,18 @@ def test_the_doctor_tells_what_came_from_a_bundle(second: Machine, states: Path)
         (shown,) = examined.bundles
         assert shown.altered() == (str(here),)
         assert told.sha256[:16] in str(examined) and "1 files are gone or altered since" in str(examined)
+
+
+def test_the_last_bundle_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By when they came, not by their digests; what is no receipt is left out."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = files.own_user_folder("bundles")
+    for name, moment in (("a", 2.0), ("b", 3.0), ("c", 1.0)):
+        (folder / f"{name}.json").write_bytes(
+            msgspec.json.encode(Receipt(sha256=name, path="p", timestamp=moment))
+        )
+    (folder / "d.json").write_text("{")
+    assert [receipt.sha256 for receipt in receipts()] == ["b", "a", "c"]
 
 
 def test_what_does_not_outlive_the_process_is_said(second: Machine, states: Path) -> None:

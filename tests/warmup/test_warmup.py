@@ -226,10 +226,16 @@ def test_a_manifest_survives_its_file_and_names_its_content(tmp_path: Path) -> N
     manifest.save(tmp_path / "m.json")
     assert manifest_of(tmp_path / "m.json") == manifest
     assert manifest.version == Manifest(critical=(norm(1),), others=(norm(2),), name="b").version
-    assert manifest.version != Manifest(critical=(norm(2),), others=(norm(1),)).version
+    for critical, others in (((2,), (1,)), ((1,), (3,)), ((1, 2), ())):
+        other = Manifest(critical=tuple(map(norm, critical)), others=tuple(map(norm, others)))
+        assert manifest.version != other.version
     seen = Workload((norm(1), Call("rms_norm", norm(2).args, 9)))
     assert Manifest.of(seen, critical=1).critical[0].count == 9
-    for text in ("{", '{"critical": [], "nonsense": 1}', '{"critical": [], "format": 99}'):
+    for text in (
+        "{",
+        '{"critical": [], "nonsense": 1}',
+        *(f'{{"critical": [], "format": {number}}}' for number in (0, 99)),
+    ):
         (tmp_path / "m.json").write_text(text)
         with pytest.raises(ConfigurationError, match=r"m\.json"):
             Manifest.load(tmp_path / "m.json")

@@ -36,7 +36,8 @@ def cross_entropy(
         scales each class; rows whose target is ignore_index count nothing; label_smoothing in [0, 1] moves
         that share of the target to all classes alike; reduction is mean, sum or none. The mean divides by
         the weights of the rows that count, so that it is NaN where none counts.
-    Returns: a scalar, or (...) for reduction="none", in logits' dtype; log and sums are float32.
+    Returns: a scalar, or (...) for reduction="none", in logits' dtype, and float32 under autocast; log
+        and sums are float32.
     Raises: ValueError, TypeError: an argument does not fit, by name; class probabilities as target are not
         taken; on the CPU also a target out of range, with its position.
     """
@@ -75,7 +76,7 @@ def cross_entropy_reference(
     label_smoothing: float,
     reduction: str,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` over flat rows, in float32 at least.
+    """`torch.nn.functional.cross_entropy` over flat rows, in float32 at least; under autocast so is the loss.
 
     In half precision torch rounds every log-probability before it sums them up.
     """
@@ -89,7 +90,10 @@ def cross_entropy_reference(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         reduction=reduction,
-    ).to(logits.dtype)
+    )
+    kind = logits.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        loss = loss.to(logits.dtype)
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 

@@ -33,7 +33,8 @@ def linear_cross_entropy(
 
     Args: x (..., K), any float dtype; weight (V, K); target (...), int32 or int64 class ids; bias (V,) or
         None; the others as in `cross_entropy`. A kernel need never hold all logits, (..., V), at once.
-    Returns: a scalar, or (...) for reduction="none", in x's dtype; log and sums are float32.
+    Returns: a scalar, or (...) for reduction="none", in x's dtype, and float32 under autocast; log and sums
+        are float32.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a target out of range.
     Source: arXiv 2410.10989, section 3.2.
     """

@@ -312,13 +312,21 @@ def test_a_bad_argument_or_a_request_twice_costs_only_its_caller() -> None:
             step("b", rows(1.0), object()),
             step("c", rows(1.0).to(torch.complex64), "x"),
             step("a", rows(1.0), "x"),
+            step(rows(1.0), "x"),  # type: ignore[arg-type]
+            step(1 << 64, rows(1.0), "x"),
+            step("d", rows(1.0), "\ud800"),
         ]
         found: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
-        good, odd, wide, again = found
+        good, odd, wide, again, unnamed, large, half = found
         assert isinstance(good, Tensor)
         assert isinstance(odd, TypeError) and "got object" in str(odd)
         assert isinstance(wide, TypeError) and "complex64" in str(wide)
         assert isinstance(again, ValueError) and "'a' again" in str(again)
+        assert isinstance(unnamed, TypeError) and str(unnamed) == "request needs an int or a str, got Tensor"
+        assert isinstance(large, ValueError) and str(large).startswith("request needs integers of 64 bits")
+        assert isinstance(half, ValueError) and str(half).startswith(
+            "step needs integers of 64 bits and texts"
+        )
         assert isinstance(await step("a", rows(1.0), "x"), Tensor)
 
     seen, errors = rank_group([leads, obey])

@@ -27,7 +27,15 @@ from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
 from layerzero.actors.group.config import GroupConfig
 from layerzero.actors.group.plan import AgreedPlan, RankProfile, common_plan, profile_of
 from layerzero.actors.group.rank_group import RankGroup
-from layerzero.actors.group.step_message import MAX_VALUES, StepSequence, decode, encode, pack, unpack
+from layerzero.actors.group.step_message import (
+    MAX_VALUES,
+    StepSequence,
+    check_sendable,
+    decode,
+    encode,
+    pack,
+    unpack,
+)
 from layerzero.actors.group.steps import Steps
 from layerzero.actors.remote.stores import TorchStore
 from layerzero.ops import table as ops_table
@@ -431,6 +439,24 @@ def test_a_request_stands_once_in_a_step() -> None:
     """A request that met itself in a batch is an error of the engine."""
     with pytest.raises(ValueError, match="requests needs each id once in a step, got b again"):
         StepSequence(0, 0).next_message("step", ["a", "b", "b"], "")
+
+
+def test_a_step_that_cannot_be_said_is_not_counted() -> None:
+    """Else the followers would miss its number in the next one, and the group would fail."""
+    sequence = StepSequence(0, 0)
+    for request in (torch.ones(1), 1 << 70):
+        with pytest.raises((TypeError, OverflowError)):
+            sequence.next_message("step", [request], "")  # type: ignore[list-item]
+    assert sequence.next_message("step", ["a"], "").number == 1
+
+
+@pytest.mark.parametrize("value", [1 << 64, -(1 << 63) - 1, "\ud800"])
+def test_a_number_or_text_that_no_message_takes_is_its_callers_error(value: Any) -> None:
+    """Alone and in a list, before there is a message."""
+    for values in ([value], [[1, value]]):
+        with pytest.raises(ValueError, match="forward needs integers of 64 bits and texts"):
+            check_sendable(values, "forward")
+    check_sendable([(1 << 64) - 1, -(1 << 63), "\u00e9"], "forward")
 
 
 @pytest.mark.parametrize(

@@ -93,3 +93,21 @@ def test_a_target_out_of_range_fails_its_own_caller_alone() -> None:
     for at, outcome in zip((0, 1, 2, 4, 5), outcomes, strict=True):
         right = lz.sync.linear_cross_entropy(x + at, weight, target, reduction="none")
         torch.testing.assert_close(outcome, right)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_a_loss_is_float32(dtype: torch.dtype, backend: str | None) -> None:
+    """As torch's own: eight bits of a loss of 49 would tell it apart from 48.75 and 49.25 alone."""
+    x, weight = torch.randn(6, 32).to(dtype).requires_grad_(), torch.randn(50, 32)
+    target = torch.arange(6)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = functional.linear(x, weight)
+        expected = functional.cross_entropy(logits, target)
+        fused = lz.sync.linear_cross_entropy(x, weight, target, backend=backend)
+        apart = lz.sync.cross_entropy(logits, target, backend=backend)
+    assert fused.dtype == apart.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(apart, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fused, expected, rtol=1e-2, atol=1e-6)  # of logits in bfloat16
+    fused.backward()
+    assert x.grad is not None and x.grad.dtype is dtype
