@@ -35,12 +35,12 @@ if "--rehearse" in sys.argv:
 import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
-from decode_sources import VARIANTS, source  # noqa: E402
 from harness import environment, medians, show, write  # noqa: E402
 from quantized_cuda import HEAD_DIM, HEADS, KEY_HEADS, PAGE, timed  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import layerzero as lz  # noqa: E402
+from benchmarks.decode_sources import VARIANTS, source  # noqa: E402
 from layerzero.backends.cuda_kernels import compiled  # noqa: E402
 from layerzero.backends.cuda_kernels import decode as cuda_decode  # noqa: E402
 from layerzero.backends.triton_kernels import paged  # noqa: E402
@@ -51,7 +51,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "decode_codes_h200.json"
 CUTS = ((64, 4, 4, 0), (64, 4, 5, 128), (128, 8, 4, 128))
 BLOCKS = (4, 3)
 Cut = tuple[int, int, int, int]
-Arm = tuple[str, Callable[..., Tensor], Callable[[], Any]]  # whose call, what runs it, what is in place then
+Arm = tuple[str, Callable[..., Any], Callable[[], Any]]  # whose call, what runs it, what is in place then
 
 
 @triton.jit(do_not_specialize=["tables_row"])

@@ -431,7 +431,8 @@ async def cross_entropy(
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
-    Returns: a scalar, or (...) for reduction="none", in logits' dtype; log and sums are float32.
+    Returns: a scalar, or (...) for reduction="none", in logits' dtype, and float32 under autocast; log
+        and sums are float32.
     Raises: ValueError, TypeError: an argument does not fit, by name; class probabilities as target are not
         taken; on the CPU also a target out of range, with its position.
     """
@@ -593,7 +594,8 @@ async def linear_cross_entropy(
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
-    Returns: a scalar, or (...) for reduction="none", in x's dtype; log and sums are float32.
+    Returns: a scalar, or (...) for reduction="none", in x's dtype, and float32 under autocast; log and sums
+        are float32.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a target out of range.
     Source: arXiv 2410.10989, section 3.2.
     """

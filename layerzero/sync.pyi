@@ -234,7 +234,8 @@ def cross_entropy(
         that share of the target to all classes alike; reduction is mean, sum or none. The mean divides by
         the weights of the rows that count, so that it is NaN where none counts.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
-    Returns: a scalar, or (...) for reduction="none", in logits' dtype; log and sums are float32.
+    Returns: a scalar, or (...) for reduction="none", in logits' dtype, and float32 under autocast; log
+        and sums are float32.
     Raises: ValueError, TypeError: an argument does not fit, by name; class probabilities as target are not
         taken; on the CPU also a target out of range, with its position.
     """
@@ -366,7 +367,8 @@ def linear_cross_entropy(
     Args: x (..., K), any float dtype; weight (V, K); target (...), int32 or int64 class ids; bias (V,) or
         None; the others as in `cross_entropy`. A kernel need never hold all logits, (..., V), at once.
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
-    Returns: a scalar, or (...) for reduction="none", in x's dtype; log and sums are float32.
+    Returns: a scalar, or (...) for reduction="none", in x's dtype, and float32 under autocast; log and sums
+        are float32.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also a target out of range.
     Source: arXiv 2410.10989, section 3.2.
     """

@@ -253,10 +253,10 @@ class BatchRuns:
         The worker that finds the loop closed calls it, or `close`; nothing else uses the batcher then.
         """
         with self._lock:
-            held = self._late if batch.is_late else self.inflight
-            if batch not in held:
+            batches = self._late if batch.is_late else self.inflight
+            if batch not in batches:
                 return
-            held.remove(batch)
+            batches.remove(batch)
             batcher = self._driver.batcher
             for call in batch.calls:
                 batcher.cancel(call)

@@ -213,6 +213,7 @@ class CollectiveFunction(Batched[Any]):
     """A function with collectives: however short, it waits for other ranks, never on a loop's thread."""
 
     calls: Sequence[Args] = ()  # of the batch that runs; there is one at a time
+    callers = 0  # who wait for their results
 
     def run(self, calls: Sequence[Args]) -> list[Any]:
         """Call the function once for the rows of all callers, whose own arguments it finds in `calls`."""
@@ -226,18 +227,10 @@ class CollectiveFunction(Batched[Any]):
         """Nothing: a step stays off the loop however short it proves."""
 
 
-@dataclass(slots=True, eq=False)
-class Crowd:
-    """The callers that share batches: how many, and what batches them."""
-
-    batched: CollectiveFunction
-    callers: int = 0
-
-
-def smallest(crowds: Sequence[Crowd]) -> Crowd:
-    """The crowd with the fewest callers, the first of those."""
-    found = crowds[0]
-    for crowd in crowds:
-        if crowd.callers < found.callers:
-            found = crowd
-    return found
+def with_fewest_callers(functions: Sequence[CollectiveFunction]) -> CollectiveFunction:
+    """The first of those that have fewest."""
+    fewest = functions[0]
+    for function in functions:
+        if function.callers < fewest.callers:
+            fewest = function
+    return fewest

@@ -20,13 +20,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, not
 from layerzero.actors.group.config import GroupConfig, Mode
 from layerzero.actors.group.functions import (
     CollectiveFunction,
-    Crowd,
     Function,
     GroupFunction,
     ReplicatedResults,
     aligned_columns,
     group_function,
-    smallest,
+    with_fewest_callers,
 )
 from layerzero.actors.group.plan import AgreedPlan
 from layerzero.actors.group.rank_group import RankGroup
@@ -35,6 +34,7 @@ from layerzero.actors.group.steps import FollowerLoop, GroupScope, StepReader, S
 from layerzero.actors.remote.stores import TorchStore
 from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE
+from layerzero.ops.checks import need_int
 from layerzero.scheduler.scheduled_device import ScheduledDevice
 from layerzero.selection.dispatch import DispatchState
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, LayerZeroError
@@ -87,7 +87,7 @@ class RankHandle:
         replicated: bool = False,
         unsent: Sequence[str] = (),
         prepare: Callable[[list[int]], None] | None = None,
-        lanes: int = 1,
+        batches: int = 1,
     ) -> Callable[..., Awaitable[Any]]:
         """`lz.batched` for a function with collectives in it: `await step(request, *args)`.
 
@@ -100,8 +100,8 @@ class RankHandle:
         call, its rows are then taken on each rank and do not pass through the host, as `lz.run_ahead` needs
         it; do not write into them. `unsent` names parameters that only rank 0 needs: other ranks get None
         for each caller. `prepare(counts)` is called on a follower for each step when it is announced, on a
-        thread beside the steps before it: to post what it will receive. Callers spread over `lanes`, whose
-        batches never join: so many crowds take turns, as a pipeline's stages need it.
+        thread beside the steps before it: to post what it will receive. Of `batches` above 1 each has callers
+        of its own, so that as many are under way at once: a caller joins the one that has fewest.
         Raises: ConfigurationError: another function has the name; `replicated` or `unsent` where nothing is
             sent. ValueError: `unsent` names no parameter. When awaited, for the caller at fault
             alone: ValueError: its request is under way already. TypeError, ValueError: one cannot be sent.
@@ -109,19 +109,18 @@ class RankHandle:
         function_name = name or str(getattr(fn, "__qualname__", type(fn).__name__))
         if not send and (replicated or unsent):
             raise ConfigurationError("replicated and unsent need send=True: nothing else brings values")
-        names = [function_name] if lanes == 1 else [f"{function_name} {lane}" for lane in range(lanes)]
+        need_int("batches", batches, low=1)
+        names = [function_name] if batches == 1 else [f"{function_name} {n}" for n in range(batches)]
         if known := [each for each in names if each in self._functions]:
             raise ConfigurationError(f"name needs to be new in this rank group, got {known[0]!r} again")
         function = group_function(function_name, fn, replicated, unsent, prepare)
-        crowds = [Crowd(self._collective(each, function, model, send=send, alike=alike)) for each in names]
+        functions = [self._collective(each, function, model, send=send, alike=alike) for each in names]
         under_way: set[RequestId] = set()
 
         async def step(request: RequestId, *args: Any, **options: Any) -> Any:
             check_request(request)
             if request in under_way:
-                raise ValueError(
-                    f"request needs to be once in a step of {function_name}, got {request!r} again"
-                )
+                raise ValueError(f"request needs to be once in {function_name}, got {request!r} again")
             scope = SCOPE.get()
             if scope is not None and scope.policy:
                 raise ConfigurationError(
@@ -130,13 +129,13 @@ class RankHandle:
                 )
             if send:
                 check_sendable(args, function_name, function.unsent)
-            crowd = smallest(crowds)
+            batched = with_fewest_callers(functions)
             under_way.add(request)
-            crowd.callers += 1
+            batched.callers += 1
             try:
-                return await crowd.batched(request, *args, **options)
+                return await batched(request, *args, **options)
             finally:
-                crowd.callers -= 1
+                batched.callers -= 1
                 under_way.discard(request)
 
         return step

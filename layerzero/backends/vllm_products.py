@@ -60,6 +60,7 @@ _TYPES: Mapping[str, int] = MappingProxyType(
     }
 )
 _SHIFTED_INT4 = type_id(0, 4, False)
+_PROCESSORS = 160  # of a card, at most: a B200 has 148
 # Where Marlin's threads want the scales of 64 and of 32 columns, and the zero points of 8.
 _BY_GROUP = [row + 8 * column for row in range(8) for column in range(8)]
 _BY_COLUMN = [2 * row + place for row in range(4) for place in (0, 1, 8, 9, 16, 17, 24, 25)]
@@ -276,6 +277,11 @@ def _workspace(request: CallSpec) -> int:
     return 2 * columns * (inner + 4 * max(1, inner // request.dim("S", inner)))
 
 
+def _marlin_workspace(request: CallSpec) -> int:
+    """That, and Marlin's sums of parts in float32: tiles of 64 rows by 256 columns, one a processor."""
+    return _workspace(request) + _PROCESSORS * 64 * 256 * 4
+
+
 _kernel = functools.partial(
     Kernel.of,
     measured="no figure, though timed (benchmarks/results/quantized_tiles_h200.json): behind every other "
@@ -293,7 +299,13 @@ _kernel = functools.partial(
     tie_break_order=39,
     distributions=("vllm>=0.26",),
 )
-_marlin = functools.partial(_kernel, load=_loading(marlin_linear), efficiency=LAST_CHOICE, sm_min=80)
+_marlin = functools.partial(
+    _kernel,
+    load=_loading(marlin_linear),
+    efficiency=LAST_CHOICE,
+    sm_min=80,
+    workspace_bytes=_marlin_workspace,
+)
 _COMMON = "scale_16bit bias inputs_float"
 _TILES = ("K % 128 == 0", "C % 64 == 0", "N >= 1")
 

@@ -39,7 +39,7 @@ TRIES: Final = 3
 _CLASS: Final = ("platform", "device", "vendor", "sm", "isa", "torch", "cuda")
 
 
-class SteadyRatio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RatioStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The median of a ratio over all rounds, the least and the largest median of a group of rounds.
 
     `scatter` is how many times the lower quartile of all rounds the upper one is.
@@ -51,7 +51,7 @@ class SteadyRatio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scatter: float
 
     @classmethod
-    def of_rounds(cls, ratios: Sequence[float]) -> SteadyRatio:
+    def of_rounds(cls, ratios: Sequence[float]) -> RatioStats:
         """Of at least `GROUPS` rounds in their order; a group is rounds that follow each other."""
         bounds = [len(ratios) * group // GROUPS for group in range(GROUPS + 1)]
         groups = [statistics.median(ratios[a:b]) for a, b in pairwise(bounds)]
@@ -63,8 +63,8 @@ class BaselineCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One call over its yardstick, the yardstick over the reference, and the load average beside them."""
 
     call: PacedCall
-    ratio: SteadyRatio
-    control: SteadyRatio
+    ratio: RatioStats
+    control: RatioStats
     load: float
 
     @property
@@ -119,8 +119,8 @@ def measure_call(call: PacedCall, *, rounds: int, device: str) -> BaselineCall:
     times = measure_beside_torch(call, rounds=rounds, device=device)
     return BaselineCall(
         call,
-        SteadyRatio.of_rounds([ours / yardstick for _, yardstick, ours in times]),
-        SteadyRatio.of_rounds([yardstick / reference for reference, yardstick, _ in times]),
+        RatioStats.of_rounds([ours / yardstick for _, yardstick, ours in times]),
+        RatioStats.of_rounds([yardstick / reference for reference, yardstick, _ in times]),
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0,
     )
 

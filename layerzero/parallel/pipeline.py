@@ -125,7 +125,7 @@ class Pipeline:
         posts = not self.layout.first and on_cpu
         prepare = (lambda counts: self._post(function, counts)) if posts else None
         launch = member.batched(
-            on_stage, name=name, alike=False, unsent=unsent, prepare=prepare, lanes=self.batches
+            on_stage, name=name, alike=False, unsent=unsent, prepare=prepare, batches=self.batches
         )
         if not on_cpu:
             return launch

@@ -2,11 +2,10 @@
 
 Every method takes `now` in seconds; a driver feeds it events and runs the batches it hands out. The rule is
 "one turn, then sweep": after a batch the callers it resumed get one turn to submit their next call, then
-slots are served in the order in which they first appeared, round and round. Models are loops over the same
-ops, so a sweep in program order walks with the largest group of callers and picks up every one it passes.
+slots are served in the order in which they first appeared: a sweep in program order picks up who it passes.
 
-All waiting pending calls of a group may join whichever of its slots is being served. Where callers are away
-with a device that answers early, what they will ask next is held for them (`expected_callers.py`).
+All waiting calls of a group may join whichever of its slots is served. Where callers are away with a device
+that answers early, what they will ask next is held for them (`expected_callers.py`).
 """
 
 from __future__ import annotations
@@ -75,10 +74,6 @@ class Batcher:
     def unfinished(self) -> int:
         """Calls that have not ended: waiting for room, queued, or running."""
         return self.stats.submitted - self.stats.ended
-
-    @property
-    def idle(self) -> bool:
-        return not self.queued and not self.inflight_batches and not self._waiting_for_room
 
     @property
     def next_deadline(self) -> float:
@@ -183,8 +178,7 @@ class Batcher:
         stats.cancelled += cancelled
         stats.failed += ended - values - cancelled
         self.running_calls -= ended
-        if not batch.is_late:
-            self.inflight_batches -= 1
+        self.inflight_batches -= not batch.is_late
         self._turn_due = True
         took = max(now_s - batch.started, 0.0)
         queue = batch.queue

@@ -102,8 +102,8 @@ class LateResults:
     def among(outcomes: Sequence[Any]) -> LateResults | None:
         """That of a batch with these outcomes; None for most."""
         first = outcomes[0] if outcomes else None
-        found = first[0] if type(first) is tuple else None
-        return found if isinstance(found, LateResults) else None
+        value = first[0] if type(first) is tuple else None
+        return value if isinstance(value, LateResults) else None
 
 
 class TaskTree:

@@ -12,7 +12,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.scheduler import inline_runs
 from layerzero.scheduler.core import at_once
-from layerzero.scheduler.core.at_once import AtOnce
+from layerzero.scheduler.core.at_once import ImmediateGroups
 from layerzero.scheduler.core.limits import BatcherStats
 from layerzero.scheduler.inline_runs import InlineRuns
 from tests.kernels import kernel
@@ -161,7 +161,7 @@ async def test_requests_join_the_groups_of_others_that_have_gone_without_a_look(
     """Each request is a task of its own, new to every group: nobody asks for each who is still there."""
     monkeypatch.setattr(at_once, "BATCH_US", 1e9)  # however long a call takes here, few share it
     asked = {"_look": 0, "joins": 0}
-    for kind, name in ((AtOnce, "_look"), (InlineRuns, "joins")):
+    for kind, name in ((ImmediateGroups, "_look"), (InlineRuns, "joins")):
         answer = getattr(kind, name)
 
         def counted(self: Any, *given: Any, name: str = name, answer: Any = answer) -> Any:

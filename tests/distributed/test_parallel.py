@@ -60,7 +60,7 @@ def test_as_many_batches_are_under_way_as_there_are_stages(tmp_path: Path) -> No
     said = run(3, "full", tmp_path)["full"]
     assert said[0].get("worst", 1.0) < OFF and said[0]["results"] == 8, said
     assert said[0]["cancelled"]
-    assert said[0]["refused"] == ["request needs to be once in a step of forward, got 1 again"]
+    assert said[0]["refused"] == ["request needs to be once in forward, got 1 again"]
     assert len(said[1]["ran"]) >= 3
 
 

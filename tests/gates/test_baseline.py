@@ -14,7 +14,7 @@ from layerzero.gates.baseline import (
     Baseline,
     BaselineCall,
     BaselineRefusedError,
-    SteadyRatio,
+    RatioStats,
     read_baseline,
     write_baseline,
 )
@@ -23,7 +23,7 @@ from layerzero.perfdb.table_file import content_hash
 from tests.perfdb.rows import HERE
 
 TODAY = date(2026, 11, 23)
-RATIO = SteadyRatio(2.0, lowest=1.9, highest=2.1, scatter=1.1)
+RATIO = RatioStats(2.0, lowest=1.9, highest=2.1, scatter=1.1)
 PACED = (BaselineCall(PacedCall("rms_norm x=1x8:float32"), RATIO, control=RATIO, load=0.5),)
 
 

@@ -207,9 +207,12 @@ async def test_what_belongs_to_no_trace_asks_no_sampler(exporter: InMemorySpanEx
             asked: list[str] = []
             spans = runtime.device("cpu").spans
             started = spans._tracer.start_span
-            spans._tracer.start_span = lambda name, *args, **more: (
-                asked.append(name) or started(name, *args, **more)
-            )
+
+            def start(name: str, *args: Any, **more: Any) -> Any:
+                asked.append(name)
+                return started(name, *args, **more)
+
+            spans._tracer.start_span = start
             lz.sync.rms_norm(X)
     assert batch.end_time > batch.start_time and batch.attributes["layerzero.callers"] == 4
     if parent == "sampled elsewhere":

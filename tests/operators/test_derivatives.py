@@ -38,7 +38,8 @@ def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[-2] - q.shape[-2])
         scores = scores.masked_fill(~hidden, -torch.inf)
-    return scores.softmax(-1) @ v
+    out: Tensor = scores.softmax(-1) @ v
+    return out
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from layerzero.spec.hardware import Hardware, hypothetical_gpu
 from layerzero.spec.reasons import Reason
 from layerzero.warmup import archive
 from layerzero.warmup.bundle import (
-    Receipt,
+    InstallRecord,
     Records,
     environment_of,
     read_bundle,
@@ -447,7 +447,7 @@ def test_the_last_bundle_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = files.own_user_folder("bundles")
     for name, moment in (("a", 2.0), ("b", 3.0), ("c", 1.0)):
         (folder / f"{name}.json").write_bytes(
-            msgspec.json.encode(Receipt(sha256=name, path="p", timestamp=moment))
+            msgspec.json.encode(InstallRecord(sha256=name, path="p", timestamp=moment))
         )
     (folder / "d.json").write_text("{")
     assert [receipt.sha256 for receipt in receipts()] == ["b", "a", "c"]

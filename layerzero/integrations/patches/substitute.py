@@ -113,7 +113,7 @@ class PatchedForward:
 
 
 @as_constant
-def learnt_of(substitute: Substitute) -> tuple[Any, ...]:
+def learnt_of(substitute: PatchedForward) -> tuple[Any, ...]:
     """What a substitute learnt of its module; a graph guards on the substitute, and not on each of these."""
     return substitute.learnt
 

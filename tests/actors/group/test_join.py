@@ -312,7 +312,7 @@ def test_a_bad_argument_or_a_request_twice_costs_only_its_caller() -> None:
             step("b", rows(1.0), object()),
             step("c", rows(1.0).to(torch.complex64), "x"),
             step("a", rows(1.0), "x"),
-            step(rows(1.0), "x"),  # type: ignore[arg-type]
+            step(rows(1.0), "x"),
             step(1 << 64, rows(1.0), "x"),
             step("d", rows(1.0), "\ud800"),
         ]

@@ -246,6 +246,6 @@ async def test_what_its_client_has_left_does_not_run() -> None:
         async def leave(stays: bool = stays) -> bool:
             return stays
 
-        outcome = await server.serve(Envelope("client", number, 0, server.incarnation), work, leave)
+        outcome = await server.serve(RequestHeader("client", number, 0, server.incarnation), work, leave)
         assert outcome.status == status
     assert work.runs == 1

@@ -180,7 +180,7 @@ def test_caps_split_a_batch_in_order(caps: BatchLimits, sizes: list[int]) -> Non
     batches = [pick(lane) for _ in sizes]
     assert [len(batch) for batch in batches] == sizes
     assert [t for batch in batches for t in batch] == list(tickets)
-    assert lane.idle
+    assert lane.inflight_batches == lane.unfinished == 0
 
 
 def test_a_busy_group_does_not_hold_the_sweep() -> None:
@@ -285,7 +285,7 @@ def test_cancelling_removes_detaches_or_does_nothing() -> None:
     assert running.state == CANCELLED and running.args == ()
     assert pick(lane) == [waiting]
     assert (lane.stats.cancelled, lane.stats.detached, lane.stats.done) == (2, 1, 1)
-    assert conserved(lane) and lane.idle
+    assert conserved(lane) and lane.inflight_batches == lane.unfinished == 0
 
 
 def test_room_goes_to_who_waits_longest_however_it_is_made() -> None:
@@ -309,7 +309,7 @@ def test_draining_refuses_and_abandoning_ends() -> None:
     assert late.state == REJECTED
     assert lane.abandon() == [queued, waiting]
     assert (queued.state, waiting.state) == (FAILED, FAILED)
-    assert lane.idle and conserved(lane)
+    assert lane.inflight_batches == lane.unfinished == 0 and conserved(lane)
 
 
 def test_programs_are_remembered_up_to_a_bound() -> None:
