@@ -22,12 +22,12 @@ demo: $(VENV)/.installed-demo  ## set up and run the embedding service on real t
 	$(PY) -m layerzero.native
 	$(PY) benchmarks/embedding_demo.py $(DEMO_FLAGS)
 
-# Clusters and gangs are several processes each and wait most of the time: one of them at a time, beside the others.
+# Clusters and gangs wait most of the time and take the longest: one at a time, and before the others where both can run.
 test: $(VENV)/.installed-test  ## set up and run the test suite
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-modules test-clusters
 
 test-modules:
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(PYTEST_FLAGS) --ignore=tests/distributed
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} nice -n 5 $(PY) -m pytest $(PYTEST_FLAGS) --ignore=tests/distributed
 
 CLUSTERS := build/clusters.log
 test-clusters:

@@ -59,6 +59,11 @@ class HostArena:
             os.close(descriptor)
             raise
 
+    def keep_from_forks(self) -> None:
+        """Where the system can: what forks from this process has not these pages, so it writes no answer."""
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self._memory.madvise(mmap.MADV_DONTFORK)
+
     def write(self, offset: int, tensor: Tensor) -> None:
         """Put a tensor's elements there, in order of its shape."""
         if not tensor.is_contiguous() or tensor.is_neg():

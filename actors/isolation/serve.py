@@ -161,7 +161,8 @@ class Server:
     def _take_host_arena(self, body: bytes) -> bytes:
         _, descriptors, _, _ = socket.recv_fds(self._socket, 64, 1)
         try:
-            self._arenas["cpu"] = HostArena(descriptors[0], int(body))
+            self._arenas["cpu"] = arena = HostArena(descriptors[0], int(body))
+            arena.keep_from_forks()
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -15,11 +15,9 @@ from benchmarks.provenance import ROOT, provenance
 # Made before records named their commit and script; each waits for a run on its machine.
 OLDER = frozenset(
     {
-        "accuracy_h200.json",
         "gang_h200.json",
         "graphs_h200.json",
         "lane.json",
-        "ran_cuda.json",
         "ran_cuda_flash_attn_2.json",
         "regret_h200.json",
         "regret_h200_second.json",

@@ -14,7 +14,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.spec.kernel import LAST_CHOICE, Kernel
+from layerzero.spec.kernel import Kernel
 
 
 def _from(module: str, name: str) -> Callable[[], Callable[..., Any]]:
@@ -68,16 +68,12 @@ _WHOLE_GROUPS = ("S % 32 == 0 when quant_int4", "S % 32 == 0 when quant_nf4", "S
 _ROUTES = (
     "gate_second weighed_inputs local_experts shared_experts act_swiglu act_geglu act_geglu_tanh act_reglu"
 )
-_untimed = functools.partial(
-    _kernel,
-    efficiency=LAST_CHOICE,
-    measured="no figure: behind every other kernel until it is timed on a card",
-    source="our own source; compiled for compute capability 9.0, run by Triton's interpreter",
-    last_stride1=True,
-    alignment=16,
+_over_codes = functools.partial(
+    _kernel, measured="benchmarks/results/codes_h200.json", last_stride1=True, alignment=16
 )
 _attends = functools.partial(
-    _untimed,
+    _over_codes,
+    efficiency=(0.1, 0.1, 70.0),
     dtypes="float16 bfloat16 float8_e4m3fn float8_e5m2 int8",
     sm_min=89,
     only_with=f"{_CODES} {_KV_SCALES}",
@@ -97,22 +93,29 @@ _product = functools.partial(
     limits=("K % 32 == 0", *_WHOLE_GROUPS),
 )
 _experts = functools.partial(
-    _untimed, load=_from("experts", "fused_experts"), sm_min=90, batch_invariant=False
+    _over_codes,
+    load=_from("experts", "fused_experts"),
+    efficiency=(0.09, 0.25, 60.0),
+    sm_min=90,
+    batch_invariant=False,
 )
 _LATENT, _LATENT_SCALES = "causal prefill scale_not_positive lse", "kv_scale_per_tensor kv_scale_per_token"
 
 
-def _latent(values: str, **fields: Any) -> tuple[Kernel, ...]:
-    """Parts that follow from the batch, and parts that do not."""
+def _latent(
+    values: str, of_batch: tuple[float, float, float], in_order: tuple[float, float, float], **fields: Any
+) -> tuple[Kernel, ...]:
+    """Parts that follow from the batch, and parts that do not, with what each reaches."""
     split = functools.partial(
-        _untimed, sm_min=90, limits=("C in [64, 128, 256, 512]", "R in [32, 64, 128]"), **fields
+        _over_codes, sm_min=90, limits=("C in [64, 128, 256, 512]", "R in [32, 64, 128]"), **fields
     )
     return (
         split(
-            f"triton.mla_attention.{values}", _from("latent", "mla_attention"), batch_invariant=False,
+            f"triton.mla_attention.{values}", _from("latent", "mla_attention"), of_batch,
+            batch_invariant=False,
         ),
         split(
-            f"triton.mla_attention.{values}_in_order", _from("latent", "mla_attention_in_order"),
+            f"triton.mla_attention.{values}_in_order", _from("latent", "mla_attention_in_order"), in_order,
             tie_break_order=36,
         ),
     )  # fmt: skip
@@ -193,8 +196,13 @@ KERNELS: tuple[Kernel, ...] = (
         only_with=_CODES, sm_min=89, limits=_HEADS,
     ),
     # float16 has not the range of a weight times a token's scale.
-    *_latent("codes", dtypes="bfloat16", features=f"{_LATENT} {_CODES} {_LATENT_SCALES}", only_with=_CODES),
-    *_latent("numbers", dtypes="float16 bfloat16", features=_LATENT),
+    *_latent(
+        "codes", (0.11, 0.1, 30.0), (0.1, 0.1, 70.0), dtypes="bfloat16", only_with=_CODES,
+        features=f"{_LATENT} {_CODES} {_LATENT_SCALES}",
+    ),
+    *_latent(
+        "numbers", (0.15, 0.3, 20.0), (0.13, 0.25, 45.0), dtypes="float16 bfloat16", features=_LATENT
+    ),
     _attends("triton.ragged_attention.codes", _from("dense", "ragged_attention"), features=_SCORES),
     _attends(
         "triton.attention.codes", _from("dense", "attention"), features=f"{_SCORES} empty_rows",

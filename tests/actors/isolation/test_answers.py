@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import mmap
+import re
 import signal
 import subprocess
 import textwrap
@@ -61,6 +63,18 @@ def test_a_kernel_that_forks_and_returns_in_both_processes_answers_once() -> Non
             time.sleep(0.001 if turn < 100 else 0.0)
         assert worker_of(runtime).pid == pid
         until(lambda: _children(pid) == before)  # the copy ends by itself, when it has its turn
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="this system has no such memory")
+def test_what_a_kernel_forks_has_no_hold_on_later_answers() -> None:
+    """The pages that both sides share are not in the copy of a process, which may still write then."""
+    with opened() as runtime:
+        call = runtime.device().registry.callable_of("wild.rms_norm")
+        call(torch.randn(6, 32), None, 1e-6)
+        smaps = Path(f"/proc/{worker_of(runtime).pid}/smaps").read_text()
+    areas = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.M)
+    flags = [re.search(r"^VmFlags: (.*)$", area, re.M) for area in areas if "memfd:layerzero" in area]
+    assert flags and all(each is not None and "dc" in each[1].split() for each in flags)
 
 
 def _children(pid: int | None) -> list[int]:
