@@ -13,7 +13,7 @@ PY := $(VENV)/bin/python
 SPEC := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-modules test-clusters stress fuzz coverage lint ruff layers mypy pyright format bench examples docs dist ci dev clean
+.PHONY: help demo test stress fuzz coverage lint ruff layers mypy pyright format bench examples docs dist ci dev clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -22,18 +22,12 @@ demo: $(VENV)/.installed-demo  ## set up and run the embedding service on real t
 	$(PY) -m layerzero.native
 	$(PY) benchmarks/embedding_demo.py $(DEMO_FLAGS)
 
-# Clusters and gangs wait most of the time and take the longest: one at a time, and before the others where both can run.
+# Clusters and gangs come last and one by one: each of their tests is several processes already.
 test: $(VENV)/.installed-test  ## set up and run the test suite
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-modules test-clusters
-
-test-modules:
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} nice -n 5 $(PY) -m pytest $(PYTEST_FLAGS) --ignore=tests/distributed
-
-CLUSTERS := build/clusters.log
-test-clusters:
-	@mkdir -p build
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest tests/distributed >$(CLUSTERS) 2>&1; \
-	    status=$$?; cat $(CLUSTERS); exit $$status
+	@failed=0; export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; set -x; \
+	$(PY) -m pytest $(PYTEST_FLAGS) --ignore=tests/distributed || failed=1; \
+	$(PY) -m pytest --numprocesses=2 --dist=loadfile tests/distributed || failed=1; \
+	exit $$failed
 
 stress: $(VENV)/.installed-stress  ## every stage of the release gate's stress suite: soak, a million fuzz runs a parser, coverage
 	LZ_STRESS=1 $(PY) -m layerzero gate RELEASE.yaml --suite stress --artifacts build/stress
