@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import shutil
 import sys
 import threading
@@ -123,10 +122,11 @@ def test_the_yardstick_of_awaited_calls_is_awaited_too() -> None:
 
     def call() -> None:
         threads.append(threading.current_thread().name)
-        waiting.append(sum(isinstance(each, asyncio.Task) and not each.done() for each in gc.get_objects()))
+        waiting.append(len(asyncio.all_tasks(loop)))
 
     with asyncio.Runner() as runner:
-        pace_worker.awaited_anchor(call, 50, runner.get_loop())(3)
+        loop = runner.get_loop()
+        pace_worker.awaited_anchor(call, 50, loop)(3)
     assert len(threads) == 3 and threading.current_thread().name not in threads
     assert min(waiting) >= 50
 
