@@ -6,9 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 PIP_FLAGS ?=
-# One more than cores, eight at most: many tests wait for processes of their own.
-WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$((n < 8 ? n + 1 : 8)))
-PYTEST_FLAGS ?= --numprocesses=$(WORKERS) --dist=worksteal
+PYTEST_FLAGS ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 DEMO_FLAGS ?=
 
 PY := $(VENV)/bin/python
