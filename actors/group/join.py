@@ -103,8 +103,9 @@ class RankHandle:
         thread beside the steps before it: to post what it will receive. Of `batches` above 1 each has callers
         of its own, so that as many are under way at once: a caller joins the one that has fewest.
         Raises: ConfigurationError: another function has the name; `replicated` or `unsent` where nothing is
-            sent. ValueError: `unsent` names no parameter. When awaited, for the caller at fault
-            alone: ValueError: its request is under way already. TypeError, ValueError: one cannot be sent.
+            sent. ValueError: `unsent` names no parameter, `batches` is below 1. When awaited, for the caller
+            at fault alone: ValueError: its request is under way already. TypeError, ValueError: one cannot be
+            sent.
         """
         function_name = name or str(getattr(fn, "__qualname__", type(fn).__name__))
         if not send and (replicated or unsent):

@@ -42,8 +42,8 @@ class Spans:
     `layerzero.<op>` is one run of a kernel, `layerzero.select` one choice, `layerzero.await` a caller's
     waiting, `layerzero.batch` one batch, `layerzero.fallback` a kernel that answered for another.
     A run and a caller's waiting are parts of a caller's trace: where none is recorded, they have no span and
-    ask no sampler, and a batch is one span. What the sampler leaves out is not
-    made current: what a kernel opens itself then belongs to the caller's span, or to the batch's.
+    ask no sampler, and a batch is one span. What the sampler leaves out is not made current: what a kernel
+    opens itself then belongs to the caller's span, or to the batch's.
     """
 
     reads_arguments = False

@@ -92,6 +92,25 @@ async def obey(member: RankHandle, seen: Rank) -> None:
     await member.follow()
 
 
+def test_callers_spread_over_batches_of_their_own() -> None:
+    """Of four callers at once two are in each of two batches, which never join; every rank knows both."""
+
+    async def leads(member: RankHandle, seen: Rank) -> None:
+        with pytest.raises(ValueError, match="batches needs"):
+            member.batched(seen.step, name="none", batches=0)
+        step = member.batched(seen.step, name="step", batches=2)
+        await asyncio.gather(*(step(number, rows(1.0), f"tag{number}") for number in range(4)))
+
+    async def follows(member: RankHandle, seen: Rank) -> None:
+        member.batched(seen.step, name="step", batches=2)
+        await member.follow()
+
+    seen, errors = rank_group([leads, follows])
+    assert errors == [None] * 2
+    assert seen[0].batches == seen[1].batches
+    assert sorted(tags for _, tags in seen[0].batches) == [["tag0", "tag2"], ["tag1", "tag3"]]
+
+
 def test_followers_run_what_rank_0_batches_in_its_order() -> None:
     """Requests, order, arguments and kernels are the same on three ranks; only rank 0 has coroutines."""
     seen, errors = rank_group([lead, obey, obey])
