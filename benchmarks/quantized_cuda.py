@@ -128,15 +128,20 @@ def decoding(device: torch.device, rehearse: bool, rounds: int, copy: float) -> 
     }
     read = {"sixteen bits": 2 * keys.numel() * keys.element_size()}
     for name, codes in CODES.items():
-        for shared, scale_shape in {"head": (KEY_HEADS,), "token": shape[:-1]}.items():
-            scale = torch.full(scale_shape, 1 / 32, device=device)
+        tokens = torch.full(shape[:-1], 1 / 32, device=device)
+        scales = {
+            "head": torch.full((KEY_HEADS,), 1 / 32, device=device),
+            "token": tokens.transpose(1, 2).contiguous().transpose(1, 2),  # as `PagedCache` has them
+            "token, a token's heads together": tokens,
+        }
+        for shared, scale in scales.items():
             limit = 100.0
             k, v = ((t.float() * 32).clamp(-limit, limit).to(codes) for t in (keys, values))
             side = f"{name}, scales by {shared}"
             calls[side] = lambda k=k, v=v, scale=scale: lz.sync.paged_attention(
                 q, k, v, tables, lengths, k_scale=scale, v_scale=scale
             )
-            read[side] = 2 * (k.numel() + (4 * scale.numel() if shared == "token" else 0))
+            read[side] = 2 * (k.numel() + (4 * scale.numel() if scale.dim() == 3 else 0))
     kernels = {name: settled(call, "paged_attention", device) for name, call in calls.items()}
 
     def twice(call: Callable[[], Any]) -> Callable[[], None]:

@@ -52,6 +52,14 @@ def test_what_is_appended_is_read_and_attended_to(codes: torch.dtype, granularit
     torch.testing.assert_close(found, lz.sync.attention(*dense)[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_scales_of_a_page_lie_by_head(layout: str) -> None:
+    """A kernel reads those of a head's tokens with one load, whichever way the codes lie."""
+    for scale in cache(torch.int8, "token", layout).scales[0]:
+        assert scale is not None and scale.dim() == 3
+        assert scale.stride(1 if layout == "NHD" else 2) == 1 and bool((scale == 1.0).all())
+
+
 def test_pages_of_codes_count_a_byte_for_a_number_and_four_for_a_scale() -> None:
     """Memory is what the format costs: a quarter of float32, and the scales of tokens."""
     for granularity, own in (("token", 4), ("head", 0)):

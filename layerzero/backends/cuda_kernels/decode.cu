@@ -62,7 +62,7 @@ __device__ __forceinline__ float over_lanes(float x, int from, int to, bool larg
 
 struct Tile {
   Four keys[4], values[4];  // of tokens g and g + 8, two loads each; of tokens 2t, 2t + 1, 2t + 8, 2t + 9
-  float k_scale[2], v_scale[2];  // of tokens g and g + 8
+  float scale;  // by lane: of keys g and g + 8, then the logarithms of those of values
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(
@@ -109,25 +109,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(
   const float to_log2[2] = {__shfl_sync(FULL, own_log2, 8 * t), __shfl_sync(FULL, own_log2, 8 * t + 4)};
 
   auto fetch = [&](int start, Tile& tile) {
+    // Sixteen tokens from a multiple of sixteen lie in one page, where pages have a multiple of sixteen.
+    const i64 page_of_first = (i64)table[start / PAGE];
+    auto page_of = [&](int token) { return PAGE % 16 == 0 ? page_of_first : (i64)table[token / PAGE]; };
     #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = min(start + g + 8 * i, last - 1);
-      const i64 page = (i64)table[token / PAGE];
-      const u8* row = k + page * k_page + (i64)(token % PAGE) * k_token + (i64)head * k_head;
+      const u8* row = k + page_of(token) * k_page + (i64)(token % PAGE) * k_token + (i64)head * k_head;
       tile.keys[2 * i] = load_once(row + 16 * t);
       tile.keys[2 * i + 1] = load_once(row + 64 + 16 * t);
-#if BY_TOKEN
-      const i64 place = page * scale_page + (i64)(token % PAGE) * scale_token + (i64)head * scale_head;
-      tile.k_scale[i] = k_scale[place];
-      tile.v_scale[i] = v_scale[place];
-#endif
     }
+#if BY_TOKEN
+    {
+      const int token = min(start + g + t % 2 * 8, last - 1);
+      const i64 place = page_of(token) * scale_page + (i64)(token % PAGE) * scale_token + (i64)head * scale_head;
+      tile.scale = (t < 2 ? k_scale : v_scale)[place];
+    }
+#endif
     #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = min(start + 2 * t + i % 2 + i / 2 * 8, last - 1);
-      const i64 page = (i64)table[token / PAGE];
       tile.values[i] = load_once(
-          v + page * v_page + (i64)(token % PAGE) * v_token + (i64)head * v_head + 16 * g);
+          v + page_of(token) * v_page + (i64)(token % PAGE) * v_token + (i64)head * v_head + 16 * g);
     }
   };
 
@@ -163,12 +166,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(
                  queries[4 * half + w][0], queries[4 * half + w][1]);
     }
     float p[4];  // of tokens g and g + 8, heads 2t and 2t + 1 each
+#if BY_TOKEN
+    const float mine = t < 2 ? now.scale : __log2f(now.scale);
+    const float of_keys[2] = {__shfl_sync(FULL, mine, lane & ~3), __shfl_sync(FULL, mine, lane & ~3 | 1)};
+    const float of_values[2] = {__shfl_sync(FULL, mine, lane & ~3 | 2), __shfl_sync(FULL, mine, lane | 3)};
+#endif
     float shrink[2];
     #pragma unroll
     for (int i = 0; i < 4; ++i) {
       p[i] = (scores[0][i] + scores[1][i]) * to_log2[i % 2];
 #if BY_TOKEN
-      p[i] *= now.k_scale[i / 2];
+      p[i] *= of_keys[i / 2];
 #endif
       if (start + g + i / 2 * 8 >= last) p[i] = -infinity;
     }
@@ -179,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) decode(
       shrink[n] = exp2_of(best[n] - base);
       best[n] = new_best;
 #if BY_TOKEN
-      const float shifted[2] = {p[n] + __log2f(now.v_scale[0]), p[n + 2] + __log2f(now.v_scale[1])};
+      const float shifted[2] = {p[n] + of_values[0], p[n + 2] + of_values[1]};
       const float new_top = fmaxf(top[n], over_lanes(fmaxf(shifted[0], shifted[1]), 4, 16, true));
       const float top_base = new_top == -infinity ? 0.0f : new_top;
       weight[n] = weight[n] * shrink[n] + exp2_of(p[n] - base) + exp2_of(p[n + 2] - base);
