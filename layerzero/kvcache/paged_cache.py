@@ -81,9 +81,11 @@ class PagedCache:
     def _scales(self, pool: Tensor) -> Tensor:
         heads = page_axes(self.layout)[1]
         shape = kv_formats.scale_shape(tuple(pool.shape), heads, self.spec.scale_granularity)
-        scale = self.spec.zeros(*shape, dtype=torch.float32).fill_(1.0)
-        if scale.dim() == 3 and self.layout == "NHD":  # of one head's tokens beside each other, as in HND
-            scale = scale.transpose(1, 2).contiguous().transpose(1, 2)
+        turned = len(shape) == 3 and self.layout == "NHD"  # a head's tokens beside each other, as in HND
+        scale = self.spec.zeros(*(shape[i] for i in (0, 2, 1)) if turned else shape, dtype=torch.float32)
+        scale.fill_(1.0)
+        if turned:
+            scale = scale.transpose(1, 2)
         kv_formats.note_format(pool, scale)
         return scale
 

@@ -60,6 +60,18 @@ def test_scales_of_a_page_lie_by_head(layout: str) -> None:
         assert scale.stride(1 if layout == "NHD" else 2) == 1 and bool((scale == 1.0).all())
 
 
+@pytest.mark.parametrize("granularity", ["head", "token"])
+def test_a_cache_made_in_inference_mode_is_written_outside_of_it(granularity: str) -> None:
+    """Pools and scales are ordinary tensors, whatever mode their maker is in."""
+    with torch.inference_mode():
+        pages = cache(torch.int8, granularity)
+    k_scale, v_scale = pages.scales[0]
+    k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    slots = torch.arange(3)
+    lz.sync.append_kv(k, v, *pages.pools[0], slots, k_scale=k_scale, v_scale=v_scale, backend="reference")
+    assert not any(t.is_inference() for t in (*pages.pools[0], k_scale, v_scale) if t is not None)
+
+
 def test_pages_of_codes_count_a_byte_for_a_number_and_four_for_a_scale() -> None:
     """Memory is what the format costs: a quarter of float32, and the scales of tokens."""
     for granularity, own in (("token", 4), ("head", 0)):
