@@ -181,7 +181,7 @@ class Model:
             return numbers
 
         room = context + 512
-        pages = requests * -(-room // PAGE) + requests + 8
+        pages = requests * -(-room // PAGE) + requests + 32
         llama = models.llama
         self.model = llama.Llama(config, get, llama.kv_pool(config, device, dtype, pages, PAGE, kv))
         self.device = device
