@@ -128,6 +128,15 @@ def kernels(device: Any) -> list[str]:
     return sorted({plan.kernel for table in tables for plan in table.by_key.values()})
 
 
+def prebuilt() -> list[str]:
+    """FlashInfer's modules that are installed compiled, as its `jit-cache` wheel brings them."""
+    try:
+        from flashinfer.jit import env
+    except ImportError:
+        return []
+    return sorted(path.name for path in Path(env.FLASHINFER_AOT_DIR).glob("*") if path.is_dir())
+
+
 def child(kind: str, options: argparse.Namespace, folder: Path, sha256: str) -> dict[str, Any]:
     """The record of a fresh process of one kind."""
     home = folder / ("cold" if kind == "again" else kind)
@@ -189,6 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = out / RESULTS.name if out is not None and out.suffix != ".json" else out
     packages = ("layerzero-runtime", "torch", "triton", "flashinfer-python")
     record: dict[str, Any] = {"environment": environment(packages), "starts": {}, "errors": {}}
+    record["prebuilt_modules"] = prebuilt()
     sha256 = ""
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
         for kind in (kind for kind in KINDS if kind in options.only.split(",")):

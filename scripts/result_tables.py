@@ -349,6 +349,19 @@ def coded_steps(record: dict[str, Any]) -> Table:
     return {"columns": ["requests x context", "codes", "step, ms", "over bfloat16", "needs"], "rows": rows}
 
 
+def started(record: dict[str, Any]) -> Table:
+    """Return the seconds from the start of a process to its first token and to its graphs."""
+    needs = {"cold": 40, "bundle": 15}
+    rows = [
+        [kind, row["first_token_s"], row["ready_s"], needs.get(kind, ""), row["step_ms_when_ready"]]
+        for kind, row in record["starts"].items()
+    ]
+    return {
+        "columns": ["process", "first token, s", "nothing left to load, s", "needs", "then a step, ms"],
+        "rows": rows,
+    }
+
+
 def hosted(record: dict[str, Any]) -> Table:
     """Return a Ray actor's captured steps over the same in this process."""
     (row,) = [row for row in record["parts"]["actor"]["rows"] if row["what"] == "actor"]
@@ -392,12 +405,10 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "served_h200.json": {"served": served_fleet, "place": place},
     "vllm_plugin_h200.json": {"steps": plugged, "place": place},
     "planner_h200.json": {"planned": planned, "place": place},
-    "quantized_h200.json": {
-        "products": coded_products,
-        "pages": coded_pages,
-        "steps": coded_steps,
-        "place": place,
-    },
+    "quantized_h200.json": {"pages": coded_pages, "steps": coded_steps, "place": place},
+    "quantized_products_h200.json": {"products": coded_products, "place": place},
+    "start_h200.json": {"started": started, "place": place},
+    "start_prebuilt_h200.json": {"started": started, "place": place},
     "quantized_tiles_h200.json": {"kernels": kernels_of_codes, "place": place},
     "fleet_h200.json": {"hosted": hosted, "place": place},
     "gang_cuda.json": {"decoded": decoded, "place": place},
