@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ from layerzero.integrations.patches.modules import (
     need_parts,
     substitutes,
 )
-from layerzero.integrations.patches.substitute import PARTS, PatchTable, Verdicts
+from layerzero.integrations.patches.substitute import PARTS, PatchTable, Verdicts, is_taken
+from layerzero.operators.choice import as_constant
 
 NAME = "layerzero"
 # For models that do not know SDPA: only their masks say that they are causal, so none is left out.
@@ -59,12 +60,13 @@ class PatchedName(str):
     Equal to "sdpa", too: our masks and conventions are SDPA's, and models compare this name to learn them.
     """
 
+    __slots__ = ("original",)  # without a dictionary, torch's compiler looks into none
+
     original: str
-    key: str
 
     def __new__(cls, original: str, name: str = NAME) -> PatchedName:
         patched = super().__new__(cls, name)
-        patched.original, patched.key = original, name
+        patched.original = original
         return patched
 
     def __deepcopy__(self, memo: Any) -> PatchedName:
@@ -73,19 +75,24 @@ class PatchedName(str):
     def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
         return self.original, str.__str__(self)
 
-    @property
-    def masked(self) -> bool:
-        """Whether a call without a mask sees everything."""
-        return str.__str__(self) in (MASKED, ADDED)
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, str) and str.__str__(other) in (NAME, MASKED, ADDED, "sdpa")
+        return isinstance(other, str) and _equals_ours(str.__str__(other))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return _hash(self)
+
+
+@as_constant
+def _hash(name: str) -> int:
+    return str.__hash__(name)
+
+
+@as_constant
+def _equals_ours(name: str) -> bool:
+    return name in (NAME, MASKED, ADDED, "sdpa")
 
 
 def patch(model: Any, parts: Iterable[str] = PARTS) -> Any:
@@ -99,7 +106,7 @@ def patch(model: Any, parts: Iterable[str] = PARTS) -> Any:
         _patch_attention(model, patch, verdicts)
     patch.substitutes += substitutes(model, chosen, verdicts)
     if "loss" in chosen and any(hasattr(model, name) for name in ("lm_head", "loss_function")):
-        causal = TAKEN if "forward" in model.__dict__ else loss.substitute(model)
+        causal = TAKEN if is_taken(model) else loss.substitute(model)
         if isinstance(causal, str):
             verdicts.add("loss", model, None, causal)
         else:
@@ -176,8 +183,8 @@ def _register() -> None:
     masking: Any = importlib.import_module("transformers.masking_utils")
     if NAME not in modeling.ALL_ATTENTION_FUNCTIONS:
         modeling.ALL_ATTENTION_FUNCTIONS.register(NAME, forward)
-        modeling.ALL_ATTENTION_FUNCTIONS.register(MASKED, forward)
-        modeling.ALL_ATTENTION_FUNCTIONS.register(ADDED, forward)
+        modeling.ALL_ATTENTION_FUNCTIONS.register(MASKED, masked_forward)
+        modeling.ALL_ATTENTION_FUNCTIONS.register(ADDED, masked_forward)
         # Boolean masks, left out where causal alone says it all.
         boolean = masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
         masking.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, boolean)
@@ -204,9 +211,6 @@ def forward(
     """
     queries = query.shape[2]
     causal_by_model = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if isinstance(name, PatchedName) and name.masked:
-        causal_by_model = False
     causal = bool(causal_by_model) and attention_mask is None and queries > 1
     if query.device.type == "meta":
         return _original_attention(
@@ -219,7 +223,8 @@ def forward(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
         )
         kwargs = {name: value for name, value in kwargs.items() if name in _TAKEN | _SWITCHES}
-    strange = [name for name in _strange(kwargs) if name not in _SWITCHES or kwargs[name]]
+    given = tuple(name for name, value in kwargs.items() if value is not None)
+    strange = [name for name in _strange(given) if name not in _SWITCHES or kwargs[name]]
     if strange:
         if not torch.compiler.is_compiling():
             _warn_fallback(module, query, strange)
@@ -246,8 +251,17 @@ def forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _strange(kwargs: dict[str, Any]) -> Iterator[str]:
-    return (name for name, value in kwargs.items() if value is not None and name not in _TAKEN)
+def masked_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The same for a model whose masks say all: a call without one sees everything."""
+    return forward(module, query, key, value, mask, **{**kwargs, "is_causal": False})
+
+
+@as_constant
+def _strange(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the names of what is given, those that the op has no meaning for."""
+    return tuple(name for name in given if name not in _TAKEN)
 
 
 def _with_bias(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor:
@@ -280,7 +294,8 @@ def _original_attention(
     """
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     original = name.original if isinstance(name, PatchedName) else "eager"
-    inside = sorted(_IN_THE_MASK & set(_strange(kwargs)))
+    given = tuple(name for name, value in kwargs.items() if value is not None)
+    inside = sorted(_IN_THE_MASK & set(given))
     if inside and not isinstance(name, PatchedName):
         raise ValueError(f"{inside[0]} of {type(module).__name__} needs a model given to layerzero.patch")
     if original == "sdpa" and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
@@ -293,7 +308,7 @@ def _original_attention(
         return result
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
-        names = ", ".join(_strange(kwargs))
+        names = ", ".join(_strange(given))
         raise ValueError(f"{type(module).__name__} has no attention of its own that takes {names}")
     if causal and key.shape[2] > query.shape[2]:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]

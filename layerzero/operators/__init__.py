@@ -149,7 +149,7 @@ def _define(library: torch.library.Library, schema: OperatorSchema, surroundings
         library.impl(name, routed, f"Autograd{device}")
         library.impl(name, rules.autocast(op, overload, device.lower()), f"Autocast{device}")
     library.impl(name, routed, "AutogradMeta")
-    fake = schema.adapter(rules.shapes(op), finish)
+    fake = schema.adapter(rules.shapes(op), finish.replace("_laid_out", "_new_layout"))
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     torch.library.register_vmap(f"{NAMESPACE}::{name}", rules.vmap_rule(schema, overload), lib=library)
     _put_in_front(schema, cast(Any, traced).cache)

@@ -130,7 +130,7 @@ class OperatorSchema:
             f"    out = _run({call}) if backend is None else _named({call}, backend=backend)",
             f"    return {finish}",
         ]
-        namespace = {"_run": run, "_named": named or run, "_laid_out": laid_out}
+        namespace = {"_run": run, "_named": named or run, "_laid_out": laid_out, "_new_layout": new_layout}
         return _made(self.name, source, namespace)
 
     def in_front(self) -> tuple[Any, ...]:
@@ -253,6 +253,13 @@ def laid_out(out: Any, heads: bool) -> Any:
         tokens_first = out.transpose(1, 2)
         return out if tokens_first.is_contiguous() else tokens_first.contiguous().transpose(1, 2)
     return out.contiguous()
+
+
+def new_layout(out: Any, heads: bool) -> Any:
+    """New tensors without numbers in that layout: nothing is asked of sizes that are symbols."""
+    if isinstance(out, tuple):
+        return (new_layout(out[0], heads), *out[1:])
+    return out.transpose(1, 2).new_empty(out.transpose(1, 2).shape).transpose(1, 2) if heads else out
 
 
 def _plain_front(op: Op) -> Callable[..., Any]:

@@ -77,7 +77,7 @@ def compiled(graphs: Graphs, fn: Callable[..., Any] = norm, **options: Any) -> C
     return torch.compile(fn, fullgraph=True, backend=graphs, **options)
 
 
-def guards_of(run: Any, *args: Tensor) -> int:
+def guards_of(run: Any, *args: Tensor, **named: Tensor) -> int:
     """How many guards a compiled function is checked by before each run."""
     torch._dynamo.reset()
     guards: list[Any] = []
@@ -89,7 +89,7 @@ def guards_of(run: Any, *args: Tensor) -> int:
     options: Any = {"guard_filter_fn": keep}
     compiled: Any = torch.compile(run, fullgraph=True, dynamic=False, backend="eager", options=options)
     with torch.no_grad():
-        compiled(*args)
+        compiled(*args, **named)
     return len(guards)
 
 

@@ -118,6 +118,18 @@ def test_a_model_is_one_graph_for_all_sizes() -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+def test_a_batch_of_unknown_size_is_one_graph_without_a_guard_on_it(layout: str) -> None:
+    """Nothing, one sequence or many: tracing asks an unbacked size no question."""
+    run, counter = compiled(lambda q: lz.sync.attention(q, q, q, is_causal=True, layout=layout))
+    for size in (2, 1, 5):
+        q = torch.randn(size, 3, 4, 8)
+        torch._dynamo.decorators.mark_unbacked(q, 0)
+        wanted = lz.sync.attention(q, q, q, is_causal=True, layout=layout)
+        torch.testing.assert_close(run(q), wanted)
+    assert counter.frame_count == 1
+
+
 def test_numbers_that_change_with_each_step_compile_no_new_graph() -> None:
     """A seed and an offset do; a temperature as a tensor does."""
     logits = torch.randn(4, 50)

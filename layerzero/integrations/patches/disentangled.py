@@ -40,7 +40,7 @@ class DisentangledForward(PatchedForward):
         arguments = (
             hidden_states, attention_mask, output_attentions, query_states, relative_pos, rel_embeddings,
         )  # fmt: skip
-        if torch.compiler.is_compiling() or not self.enabled or hidden_states.device.type == "meta":
+        if hidden_states.device.type == "meta":
             return self.original(*arguments)
         joined = hasattr(self.module, "in_proj")
         if output_attentions or (joined and query_states is not None):
@@ -48,6 +48,12 @@ class DisentangledForward(PatchedForward):
         if type(hidden_states) not in PLAIN:
             return self.decline("tensor subclass", arguments, {})
         return attend(self.module, *arguments, sync.attention), None
+
+    @staticmethod
+    def traced(kind: Any, learnt: Callable[[], Any]) -> Callable[..., Any]:
+        """The module's own: a graph leaves it as it is."""
+        forward: Callable[..., Any] = kind.forward
+        return forward
 
 
 def attend(

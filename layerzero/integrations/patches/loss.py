@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 import layerzero.sync as sync
 from layerzero.integrations.patches.substitute import (
     PLAIN,
+    SUBSTITUTE,
     PatchedForward,
     autocast_dtype,
     has_hooks,
@@ -105,9 +107,7 @@ class CausalForward(PatchedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        if torch.compiler.is_compiling():
-            return self._in_graph(args, kwargs)
-        if not self.enabled or not self.module.training or kwargs.get("labels") is None:
+        if not self.module.training or kwargs.get("labels") is None:
             return self.original(*args, **kwargs)
         token = _TRAINING.set(self.head.module)
         try:
@@ -115,16 +115,21 @@ class CausalForward(PatchedForward):
         finally:
             _TRAINING.reset(token)
 
-    def _in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @staticmethod
+    def traced(kind: Any, learnt: Callable[[], Any]) -> Callable[..., Any]:
         """In the graph of a whole step the loss gets what the head got; logits that are not read fall out."""
-        # In this order: labels that are looked at here make one graph more of a model alone.
-        trains = _is_part_of_a_step() and self.enabled and self.module.training
-        if not trains or kwargs.get("labels") is None:
-            return self.original(*args, **kwargs)
-        self.head.projected = self.loss.projected = []
-        output = self.original(*args, **kwargs)
-        self.head.projected = self.loss.projected = None
-        return output
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            # In this order: labels that are looked at here make one graph more of a model alone.
+            if not _is_part_of_a_step() or not module.training or kwargs.get("labels") is None:
+                return kind.forward(module, *args, **kwargs)
+            substitute = module.__dict__[SUBSTITUTE]
+            substitute.head.projected = substitute.loss.projected = []
+            output = kind.forward(module, *args, **kwargs)
+            substitute.head.projected = substitute.loss.projected = None
+            return output
+
+        return run
 
     def install(self) -> None:
         """Put the model's forward, its head's and its loss in place."""
@@ -156,11 +161,6 @@ class HeadForward(PatchedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Logits, later inside a training model's forward."""
-        if torch.compiler.is_compiling():
-            logits = self.original(*args, **kwargs)
-            if self.projected is not None and not self._obstacle(args, kwargs):
-                self.projected += [args[0], logits]
-            return logits
         if _TRAINING.get() is not self.module:
             return self.original(*args, **kwargs)
         why = self._obstacle(args, kwargs)
@@ -173,11 +173,25 @@ class HeadForward(PatchedForward):
             rows, weight, bias = rows.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
         return LazyLogits(rows, weight, bias)
 
+    @staticmethod
+    def traced(kind: Any, learnt: Callable[[], Any]) -> Callable[..., Any]:
+        """Logits; in the graph of a step the loss is told what they are of."""
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            logits = kind.forward(module, *args, **kwargs)
+            if _is_part_of_a_step():
+                head = module.__dict__[SUBSTITUTE]
+                if head.projected is not None and not head._obstacle(args, kwargs):
+                    head.projected += [args[0], logits]
+            return logits
+
+        return run
+
     def _obstacle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        linear = self.module
+        linear: Any = self.module
         if len(args) != 1 or kwargs:
             return "arguments"
-        if type(linear) is not nn.Linear or type(args[0]) is not Tensor or type(linear.weight) not in PLAIN:
+        if self.kind is not nn.Linear or type(args[0]) is not Tensor or type(linear.weight) not in PLAIN:
             return "tensor subclass"
         if (
             linear._forward_hooks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -15,10 +16,10 @@ from layerzero.integrations.patches import probe
 from layerzero.integrations.patches.substitute import (
     PLAIN,
     PatchedForward,
-    autocast_dtype,
     has_hooks,
+    in_graph,
     is_left_alone,
-    learnt_of,
+    modes,
 )
 from layerzero.ops.linear.mlp import GATES, mlp_reference
 from layerzero.ops.linear.mlp import PLAIN as UNGATED
@@ -51,23 +52,18 @@ class MlpForward(PatchedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One tensor by the op; anything else by the module itself."""
-        if not self.enabled:
-            return self.original(*args, **kwargs)
         if len(args) != 1 or kwargs:
             return self.decline("arguments", args, kwargs)
         x, inside = args[0], self.module.__dict__["_modules"]
-        up, down_name, activation = learnt_of(self)
+        up, down_name, activation = self.learnt
         ups: list[Any] = [inside[name] for name in up]
         down: Any = inside[down_name]
-        if type(x) is Tensor and (x.device.type == "meta" or is_left_alone(x)):
+        if type(x) is Tensor and x.device.type == "meta":
             return self.original(x)
         why = _obstacle(self.module, x, [*ups, down])
         if why:
             return self.decline(why, args, kwargs)
         weight, bias = ups[0].weight, ups[0].bias
-        if len(ups) == 2 and torch.compiler.is_compiling():
-            gate, value = (sync.linear(x, up.weight, up.bias) for up in ups)
-            return sync.linear(GATES[activation](gate) * value, down.weight, down.bias)
         if len(ups) == 2 and foreign.is_traced():
             return self.decline("transform", args, kwargs)
         if len(ups) == 2:
@@ -76,10 +72,33 @@ class MlpForward(PatchedForward):
                 joint = self._join(ups[0].weight, ups[1].weight)
             if joint is None:
                 if self.joins == JOINS:
-                    _warn_apart(type(self.module).__name__)
+                    _warn_apart(self.kind.__name__)
                 return self.decline("weights apart", args, kwargs)
             weight, bias = joint, None if bias is None else torch.cat((bias, ups[1].bias))
         return sync.mlp(x, weight, down.weight, bias, down.bias, activation=activation)
+
+    @staticmethod
+    def traced(kind: Any, learnt: Callable[[], Any]) -> Callable[..., Any]:
+        """The same in a graph, where the gate and the value are products of their own."""
+        up, _, activation = learnt()
+        if len(up) == 2:
+            linear, gate_of = in_graph("linear"), GATES[activation]
+        else:
+            mlp = in_graph("mlp")
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            names, last, activation = learnt()
+            if len(args) != 1 or kwargs or is_left_alone(args[0]):
+                return kind.forward(module, *args, **kwargs)
+            x, ups, down = args[0], [module._modules[name] for name in names], module._modules[last]
+            if _obstacle(module, x, [*ups, down]):
+                return kind.forward(module, x)
+            if len(ups) == 1:
+                return mlp(x, ups[0].weight, down.weight, ups[0].bias, down.bias, activation=activation)
+            gate, value = [linear(x, up.weight, up.bias) for up in ups]
+            return linear(gate_of(gate) * value, down.weight, down.bias)
+
+        return run
 
     def _joined(self, gate: Tensor, value: Tensor) -> Tensor | None:
         """Both weights as one matrix, where they still lie in the one that they were put into."""
@@ -142,9 +161,10 @@ def _obstacle(module: nn.Module, x: Any, linears: list[Any]) -> str:
         return "tensor subclass"
     if any(weight.dtype is not x.dtype for weight in weights):
         return "dtypes"
-    if autocast_dtype(x) is not None:
+    cast, learns = modes(x.device.type)
+    if cast is not None:
         return "autocast"
-    if torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in weights)):
+    if learns and (x.requires_grad or any(weight.requires_grad for weight in weights)):
         return "gradient"
     if module.training and any(isinstance(m, nn.Dropout) and m.p for m in module.children()):
         return "dropout"
@@ -243,8 +263,9 @@ def is_linear(part: object) -> bool:
     A graph cannot try a class: of torch's own alone, there.
     """
     kind: Any = type(part)
-    tried = isinstance(part, nn.Linear) and not torch.compiler.is_compiling()
-    return kind is nn.Linear or (tried and _gives_linear(kind))
+    if kind is nn.Linear:
+        return True
+    return isinstance(part, nn.Linear) and not torch.compiler.is_compiling() and _gives_linear(kind)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from layerzero.integrations.patches import disentangled, mlp, norm, rope, sdpa
-from layerzero.integrations.patches.substitute import PARTS, PatchedForward, PatchTable, Verdicts
+from layerzero.integrations.patches.substitute import PARTS, PatchedForward, PatchTable, Verdicts, is_taken
 
 RECORD = "_layerzero_patch"
 # Such as accelerate, which puts a module's weights where they are needed just before.
@@ -61,7 +61,7 @@ def substitutes(model: nn.Module, parts: Iterable[str], verdicts: Verdicts) -> l
         for belongs, make, part in kinds:
             if not belongs(module):
                 continue
-            verdict = TAKEN if "forward" in module.__dict__ else make(module)
+            verdict = TAKEN if is_taken(module) else make(module)
             if isinstance(verdict, str):
                 verdicts.add(part, module, None, verdict)
             else:
@@ -82,7 +82,7 @@ def _rewired(module: nn.Module, parts: Iterable[str], verdicts: Verdicts) -> fro
         verdict_by_part["rope"] = rope.verdict(module)
     if "attention" in parts and calls_attention(module):
         verdict_by_part["attention"] = "attention", ""
-    if "forward" in module.__dict__:
+    if is_taken(module):
         verdict_by_part = dict.fromkeys(verdict_by_part, (None, TAKEN))
     for part, (op, why) in verdict_by_part.items():
         verdicts.add(part, module, op, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import layerzero.sync as sync
 from layerzero.integrations.patches import probe
-from layerzero.integrations.patches.substitute import PLAIN, PatchedForward, autocast_dtype, learnt_of
+from layerzero.integrations.patches.substitute import PLAIN, PatchedForward, in_graph, modes
 from layerzero.ops.norm.layer_norm import layer_norm_reference
 from layerzero.ops.norm.rms_norm import rms_norm_reference
 
@@ -28,15 +29,15 @@ class NormForward(PatchedForward):
 
     def __init__(self, module: nn.Module, op: str, eps: float, shift: float) -> None:
         super().__init__(module)
-        self.op, self.learnt = op, (op, eps, shift)
+        has = (module._parameters.get(name) is not None for name in ("weight", "bias"))
+        self.op, self.learnt = op, (op, eps, shift, *has)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One tensor by the op; anything else by the module itself."""
-        if not self.enabled:
-            return self.original(*args, **kwargs)
         if len(args) != 1 or kwargs:
             return self.decline("arguments", args, kwargs)
-        x, weight = args[0], self.module.__dict__["_parameters"].get("weight")
+        x, (op, eps, shift, *_), inside = args[0], self.learnt, self.module._parameters
+        weight = inside.get("weight")
         if type(x) is not Tensor or (weight is not None and type(weight) not in PLAIN):
             return self.decline("tensor subclass", args, kwargs)
         if x.device.type == "meta":
@@ -44,15 +45,34 @@ class NormForward(PatchedForward):
         # Classes differ in the dtype of what they return for mixed ones.
         if weight is not None and weight.dtype is not x.dtype:
             return self.decline("dtypes", args, kwargs)
-        if x.dtype is not torch.float32 and autocast_dtype(x) is not None:
+        if x.dtype is not torch.float32 and modes(x.device.type)[0] is not None:
             return self.decline("autocast", args, kwargs)
-        op, eps, shift = learnt_of(self)
         if op == "rms_norm":
             if shift and weight is not None:
                 weight = weight.float() + shift
             return sync.rms_norm(x, weight, eps=eps)
-        bias = self.module.__dict__["_parameters"].get("bias")
-        return sync.layer_norm(x, weight, bias, eps=eps)
+        return sync.layer_norm(x, weight, inside.get("bias"), eps=eps)
+
+    @staticmethod
+    def traced(kind: Any, learnt: Callable[[], Any]) -> Callable[..., Any]:
+        """The same in a graph."""
+        norm = in_graph(learnt()[0])
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            op, eps, shift, has_weight, has_bias = learnt()
+            if len(args) != 1 or kwargs or type(args[0]) is not Tensor:
+                return kind.forward(module, *args, **kwargs)
+            x, weight = args[0], module.weight if has_weight else None
+            lowered = x.dtype is not torch.float32 and modes(x.device.type)[0] is not None
+            if lowered or (weight is not None and weight.dtype is not x.dtype):
+                return kind.forward(module, x)
+            if op == "layer_norm":
+                return norm(x, weight, module.bias if has_bias else None, eps=eps)
+            if shift and weight is not None:
+                weight = weight.float() + shift
+            return norm(x, weight, eps=eps)
+
+        return run
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ from layerzero._util import foreign
 from layerzero.calls.blocking import context_device
 from layerzero.integrations.patches import probe, rewire, sdpa
 from layerzero.integrations.patches.rewire import reads
-from layerzero.integrations.patches.substitute import PatchedForward
+from layerzero.integrations.patches.substitute import PatchedForward, in_graph, is_taken
+from layerzero.operators.choice import as_constant
 from layerzero.ops.rope.rope import rope_reference
 
 PREFIX = "apply_rotary"
@@ -25,18 +26,12 @@ _TABLES = "_layerzero_tables"
 Tables = tuple[Tensor, tuple[int, int], Tensor, Tensor, Tensor]
 
 
-class HalvesTable(NamedTuple):
+class HalvesTable(tuple[Tensor, Tensor]):
     """Tables (B, S, R) of a rotary module in a graph, whose columns i and i + R / 2 are equal."""
 
-    cos: Tensor
-    sin: Tensor
 
-
-class PairsTable(NamedTuple):
+class PairsTable(tuple[Tensor, Tensor]):
     """Tables (B, S, R) of a rotary module in a graph, whose columns 2i and 2i + 1 are equal."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 class Rotation:
@@ -65,11 +60,20 @@ class Rotation:
             context_device((args[0],)).counters.add("own_forward", part="rope", why="arguments")
         return self.function(*args, **kwargs)
 
-    def in_graph(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    def in_graph(self) -> Callable[..., Any]:
         """The same with tables that are known to repeat their columns."""
-        if unsqueeze_dim != 1 or not self._fits(q, k, cos, sin):
-            return self.function(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return self._turned(q, k, self._rows(cos, sin, q.shape[0]))
+        function, rope = self.function, in_graph("rope")
+        known = as_constant(lambda: (self.interleaved, self.halves, self.partial))
+
+        def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+            interleaved, halves, partial = known()
+            if unsqueeze_dim != 1 or not _fits(q, k, cos, sin, partial):
+                return function(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+            rows = _rows(cos, sin, q.shape[0], halves)
+            q, k = rope(q.transpose(1, 2), k.transpose(1, 2), *rows, interleaved=interleaved)
+            return q.transpose(1, 2), k.transpose(1, 2)
+
+        return turn
 
     def _turned(self, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         rotated = sync.rope(q.transpose(1, 2), k.transpose(1, 2), *tables, interleaved=self.interleaved)
@@ -80,13 +84,7 @@ class Rotation:
             return False
         if foreign.is_traced():  # its tables cannot be looked at
             return False
-        return self.repeats is not False and self._fits(q, k, cos, sin)
-
-    def _fits(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        fits = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape
-        # What wider tables promote the result to is the function's own affair.
-        width = cos.shape[-1] == q.shape[-1] or (self.partial and cos.shape[-1] < q.shape[-1])
-        return fits and width and q.dtype is k.dtype is cos.dtype
+        return self.repeats is not False and _fits(q, k, cos, sin, self.partial)
 
     def _tables(self, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Positions (B, S) and the rows of this call's tables, (B * S, R / 2); None where columns differ."""
@@ -97,16 +95,10 @@ class Rotation:
             return stored[2:]
         if not self._repeat(cos, sin):
             return None
-        tables = self._rows(cos, sin, batch)
+        tables = _rows(cos, sin, batch, self.halves)
         if versions is not None:
             setattr(cos, _TABLES, (sin, versions, *tables))
         return tables
-
-    def _rows(self, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        rows = cos.shape[0] * cos.shape[1]
-        positions = torch.arange(rows, device=cos.device).view(cos.shape[:2]).expand(batch, -1).contiguous()
-        columns, others = (_columns(t, self.halves, 0).float().reshape(rows, -1) for t in (cos, sin))
-        return positions, columns, others
 
     def _repeat(self, cos: Tensor, sin: Tensor) -> bool:
         """Whether both columns of each turned pair are equal."""
@@ -117,6 +109,21 @@ class Rotation:
         repeat = _repeat(cos, sin, self.halves)
         self.repeats = repeat if self.repeats is None else self.repeats
         return repeat
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, partial: bool) -> bool:
+    fits = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape
+    # What wider tables promote the result to is the function's own affair.
+    width = cos.shape[-1] == q.shape[-1] or (partial and cos.shape[-1] < q.shape[-1])
+    return fits and width and q.dtype is k.dtype is cos.dtype
+
+
+def _rows(cos: Tensor, sin: Tensor, batch: int, halves: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions (B, S) and the rows of the tables that they choose, one column for each turned pair."""
+    rows = cos.shape[0] * cos.shape[1]
+    positions = torch.arange(rows, device=cos.device).view(cos.shape[:2]).expand(batch, -1).contiguous()
+    columns, others = (_columns(t, halves, 0).float().reshape(rows, -1) for t in (cos, sin))
+    return positions, columns, others
 
 
 def _columns(table: Tensor, halves: bool, which: int) -> Tensor:
@@ -138,31 +145,41 @@ class AttentionForward(PatchedForward):
 
     def __init__(self, module: nn.Module, parts: frozenset[str]) -> None:
         super().__init__(module)
-        self.parts = parts
+        self.learnt = (parts,)
         self._read()
 
     def _read(self) -> None:
-        self.forward = type(self.module).forward
-        self.run = forward_on_ops(self.forward, self.parts)
-        self.in_graph = forward_on_ops(self.forward, self.parts, traced=True)
-        self.without_rope = forward_on_ops(self.forward, self.parts - {"rope"}, traced=True)
-        self.tables = _tables_of(self.forward)
+        self.forward = self.kind.forward
+        self.run = forward_on_ops(self.forward, *self.learnt)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; a traced one turns by the op what a rotary module of the model has made."""
-        run = self.run
-        if torch.compiler.is_compiling():
-            tables_repeat = any(type(operand) is self.tables for operand in (*args, *kwargs.values()))
-            run = self.in_graph if tables_repeat else self.without_rope
-        changed = type(self.module).forward is not self.forward  # by someone else, since
-        if not self.enabled or run is None or changed:
+        """The module's forward."""
+        if self.run is None or self.kind.forward is not self.forward:  # changed by someone else, since
             return self.original(*args, **kwargs)
-        return run(self.module, *args, **kwargs)
+        return self.run(self.module, *args, **kwargs)
+
+    @staticmethod
+    def traced(kind: Any, learnt: Callable[[], Any]) -> Callable[..., Any]:
+        """A graph turns by the op what a rotary module of the model has made."""
+        (parts,) = learnt()
+        forward, tables = kind.forward, _tables_of(kind.forward)
+        by_ops = forward_on_ops(forward, parts, traced=True)
+        without_rope = forward_on_ops(forward, parts - {"rope"}, traced=True)
+        is_changed = as_constant(lambda: kind.forward is not forward)
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not is_changed():
+                if any(type(operand) is tables for operand in (*args, *kwargs.values())):
+                    return by_ops(module, *args, **kwargs)
+                if without_rope is not None:
+                    return without_rope(module, *args, **kwargs)
+            return kind.forward(module, *args, **kwargs)
+
+        return run
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the functions, which another process makes anew."""
-        functions = dict.fromkeys(("run", "in_graph", "without_rope", "forward", "tables"))
-        return {**self.__dict__, **functions}
+        return {**self.__dict__, "run": None, "forward": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -176,17 +193,22 @@ class TablesForward(PatchedForward):
 
     def __init__(self, module: nn.Module, tables: Callable[..., Any]) -> None:
         super().__init__(module)
-        self.tables = tables
+        self.learnt = (tables,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Cosines and sines."""
-        tables = self.original(*args, **kwargs)
-        return self.tables(*tables) if self.enabled and torch.compiler.is_compiling() else tables
+        return self.original(*args, **kwargs)
+
+    @staticmethod
+    def traced(kind: Any, learnt: Callable[[], Any]) -> Callable[..., Any]:
+        """Cosines and sines of the class."""
+        (tables,) = learnt()
+        return lambda module, *args, **kwargs: tables(kind.forward(module, *args, **kwargs))
 
 
 def tables_substitute(module: nn.Module) -> TablesForward | None:
     """A rotary module that says how its tables repeat, learnt from what a copy gives; None of any other."""
-    is_rotary = "rotary" in type(module).__name__.lower() and "forward" not in module.__dict__
+    is_rotary = "rotary" in type(module).__name__.lower() and not is_taken(module)
     buffers = dict(module.named_buffers())
     is_unmade = any(buffer.device.type == "meta" for buffer in buffers.values())
     if not is_rotary or is_unmade or module._modules or module._parameters:
@@ -221,7 +243,7 @@ def forward_on_ops(
     replaced: dict[str, Any] = {}
     if "rope" in parts:
         rotations = _rotations(forward).items()
-        replaced |= {name: rotation.in_graph if traced else rotation for name, rotation in rotations}
+        replaced |= {name: rotation.in_graph() if traced else rotation for name, rotation in rotations}
     if "attention" in parts:
         replaced |= sdpa.replacements(forward)
     return rewire.rebind(forward, replaced, traced=traced) if replaced else None

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from layerzero.calls.blocking import context_device
 from layerzero.operators.choice import as_constant
+from layerzero.operators.schema import front
+from layerzero.ops import table
 
+# Where a patched module keeps its substitute, so that a copy has its own.
+SUBSTITUTE = "_layerzero_forward"
 PARTS = ("attention", "norm", "rope", "mlp", "loss")
 # Subclasses of Tensor (DTensor, fake and functional tensors) go to the module's own forward.
 PLAIN = (Tensor, nn.Parameter)
@@ -70,7 +77,8 @@ class Verdicts:
 class PatchedForward:
     """A module's forward on one of our ops; what the op does not serve goes to the module's own.
 
-    A call that goes there is counted (`own_forward`, by part and reason); a traced one is not.
+    In place, the module is of a subclass of its own class: torch's compiler guards on that alone. A call that
+    goes to the module's own forward is counted (`own_forward`, by part and reason); a traced one is not.
     """
 
     part: ClassVar[str]
@@ -82,49 +90,93 @@ class PatchedForward:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.enabled = True
+        self.kind: Any = type(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, but while torch's compiler traces it."""
+        raise NotImplementedError
+
+    @staticmethod
+    def traced(kind: Any, learnt: Callable[[], Any]) -> Callable[..., Any]:
+        """The forward that torch's compiler traces, a function of a module of `kind` and its arguments.
+
+        `learnt` gives what was learnt, as constants of a graph.
+        """
+        raise NotImplementedError
 
     def install(self) -> None:
-        """Put it at the module's `forward`."""
-        self.module.__dict__["forward"] = self
+        """Have the module compute by it."""
+        self.module.__dict__[SUBSTITUTE] = self
+        self.module.__class__ = patched_class(self.kind, type(self), self.learnt)
 
     def remove(self) -> None:
-        """Give the module its forward back; where a library has wrapped this one since, step aside."""
-        self.enabled = False
-        if self.module.__dict__.get("forward") is self:
-            del self.module.__dict__["forward"]
+        """Give the module its class back; where a library has made a class of that one since, its forward."""
+        if self.module.__dict__.get(SUBSTITUTE) is self:
+            del self.module.__dict__[SUBSTITUTE]
+        if type(self.module) is patched_class(self.kind, type(self), self.learnt):
+            self.module.__class__ = self.kind
+        elif "forward" not in self.module.__dict__ and type(self.module) is not self.kind:
+            self.module.__dict__["forward"] = MethodType(self.kind.forward, self.module)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computes without us."""
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return self.kind.forward(self.module, *args, **kwargs)
 
     def decline(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's own forward, counted but in a trace."""
-        for value in () if torch.compiler.is_compiling() else (*args, *kwargs.values()):
+        """The module's own forward, counted."""
+        for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.device.type != "meta":
                 context_device((value,)).counters.add("own_forward", part=self.part, why=why)
                 break
         return self.original(*args, **kwargs)
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The module's own: libraries read it to learn what may be passed."""
-        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+@functools.cache
+def patched_class(kind: Any, form: type[PatchedForward], learnt: tuple[Any, ...]) -> Any:
+    """The subclass of `kind` whose modules compute by their substitutes, of the class `form`."""
+    traced = form.traced(kind, as_constant(lambda: learnt))
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() and isinstance(self, patched):
+            return traced(self, *args, **kwargs)
+        substitute = self.__dict__.get(SUBSTITUTE)
+        if substitute is None:  # a library kept this function, and the module is unpatched
+            return kind.forward(self, *args, **kwargs)
+        return substitute(*args, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        _, (_, *made), *rest = kind.__reduce_ex__(self, max(protocol, 2))
+        return _new, (kind, form, learnt, made), *rest
+
+    # Libraries read what may be passed.
+    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    patched = type(kind.__name__, (kind,), {**names, "forward": forward, "__reduce_ex__": reduce})
+    return patched
 
 
-@as_constant
-def learnt_of(substitute: PatchedForward) -> tuple[Any, ...]:
-    """What a substitute learnt of its module; a graph guards on the substitute, and not on each of these."""
-    return substitute.learnt
+def _new(kind: Any, form: type[PatchedForward], learnt: tuple[Any, ...], made: list[Any]) -> Any:
+    """An empty module of a patched class, for pickle and copies."""
+    patched = patched_class(kind, form, learnt)
+    return patched.__new__(patched, *made)
+
+
+@functools.cache
+def in_graph(op: str) -> Callable[..., Any]:
+    """What torch's compiler reads in the place of an op's blocking function."""
+    return front(table.get(op))
+
+
+def is_taken(module: nn.Module) -> bool:
+    """Whether someone has replaced a module's forward, we or another library."""
+    return "forward" in module.__dict__ or SUBSTITUTE in module.__dict__
 
 
 def is_left_alone(x: object) -> bool:
-    """Whether torch's compiler traces a call whose sizes are symbols.
+    """Whether a call that is traced has sizes that are symbols.
 
     Its op would stay a call from the graph, which costs more than the model's own code fused.
     """
-    if not torch.compiler.is_compiling():
-        return False
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     return not isinstance(x, Tensor) or not all(has_static_value(size) for size in x.shape)
@@ -143,3 +195,10 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast asks for on x's device, None without autocast."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+@as_constant
+def modes(device: str) -> tuple[torch.dtype | None, bool]:
+    """The dtype that autocast asks for, and whether gradients are taken: every graph has a guard on both."""
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return cast, torch.is_grad_enabled()
