@@ -11,7 +11,7 @@ from torch import Tensor
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, output_like, register
+from layerzero.ops.op import Args, Op, define_op, output_like
 from layerzero.ops.signature import SignedCall
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
@@ -64,16 +64,14 @@ def register_norm(
 ) -> Op:
     """Add a norm to the table of ops; with a residual it has two row operands and two outputs."""
     rows = (0, 1) if residual else (0,)
-    return register(
-        Op(
-            build=build,
-            check=check,
-            reference=reference,
-            outputs=output_like(*[0] * len(rows)),
-            work=_work,
-            operands=tuple(range(len(rows) + vectors)),
-            exact_dims=frozenset({"C"}),
-            castable=not residual,  # the sum that is normed is the one returned
-            batching=RowBatching(row_operands=rows),
-        )
+    return define_op(
+        build=build,
+        check=check,
+        reference=reference,
+        outputs=output_like(*[0] * len(rows)),
+        work=_work,
+        operands=tuple(range(len(rows) + vectors)),
+        exact_dims=frozenset({"C"}),
+        castable=not residual,  # the sum that is normed is the one returned
+        batching=RowBatching(row_operands=rows),
     )

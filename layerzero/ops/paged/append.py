@@ -13,7 +13,7 @@ from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import AppendArgs
 from layerzero.ops.batching import concat_rows
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Batching, LaunchFunction, Op, RejectedCall, output_like, register
+from layerzero.ops.op import Args, Batching, LaunchFunction, RejectedCall, define_op, output_like
 from layerzero.ops.paged.batching import concat_index_rows
 from layerzero.ops.paged.checks import LAYOUTS, cache_features, check_cache, page_axes, validate_codes
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
@@ -263,21 +263,19 @@ def slot_conflicts(mappings: Sequence[Tensor]) -> dict[int, RejectedCall]:
     return rejected
 
 
-APPEND_KV = register(
-    Op(
-        build=append_kv,
-        check=check,
-        reference=append_kv_reference,
-        outputs=output_like(4),
-        work=work,
-        operands=(0, 1),
-        exact_dims=frozenset({"Hk", "D", "Dv", "P"}),
-        empty=empty,
-        validate_values=validate_values,
-        pure=False,
-        writes=(2, 3, 6, 7),
-        differentiable=False,
-        wide_outputs=frozenset({0}),
-        batching=AppendBatching(),
-    )
+APPEND_KV = define_op(
+    build=append_kv,
+    check=check,
+    reference=append_kv_reference,
+    outputs=output_like(4),
+    work=work,
+    operands=(0, 1),
+    exact_dims=frozenset({"Hk", "D", "Dv", "P"}),
+    empty=empty,
+    validate_values=validate_values,
+    pure=False,
+    writes=(2, 3, 6, 7),
+    differentiable=False,
+    wide_outputs=frozenset({0}),
+    batching=AppendBatching(),
 )

@@ -11,7 +11,7 @@ from layerzero.ops.attention.arguments import PagedArgs
 from layerzero.ops.attention.checks import check_score_options, normalized_window, score_features
 from layerzero.ops.decoding import pages_decoding
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
 from layerzero.ops.paged.batching import PagedBatching
 from layerzero.ops.paged.checks import (
     LAYOUTS,
@@ -165,19 +165,17 @@ def work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(2.0 * spec.dim("Hq") * widths * pairs, float(widths * moved))
 
 
-PAGED_ATTENTION = register(
-    Op(
-        build=paged_attention,
-        check=check,
-        reference=paged_attention_reference,
-        work=work,
-        operands=(0,),  # a pool is never copied to suit a kernel
-        uncopied_operands=(1, 2),
-        exact_dims=frozenset({"Hq", "Hk", "G", "D", "Dv", "P"}),
-        validate_values=validate_values,
-        **results_over_queries(values=2, return_lse=11, validate=validate_values),
-        wide_outputs=frozenset({1}),
-        decoding=pages_decoding(queries=1, scales=12),
-        batching=PagedBatching(queries=1, pools=2),
-    )
+PAGED_ATTENTION = define_op(
+    build=paged_attention,
+    check=check,
+    reference=paged_attention_reference,
+    work=work,
+    operands=(0,),  # a pool is never copied to suit a kernel
+    uncopied_operands=(1, 2),
+    exact_dims=frozenset({"Hq", "Hk", "G", "D", "Dv", "P"}),
+    validate_values=validate_values,
+    **results_over_queries(values=2, return_lse=11, validate=validate_values),
+    wide_outputs=frozenset({1}),
+    decoding=pages_decoding(queries=1, scales=12),
+    batching=PagedBatching(queries=1, pools=2),
 )

@@ -11,7 +11,7 @@ from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import MlaArgs
 from layerzero.ops.decoding import pages_decoding
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
 from layerzero.ops.paged.batching import PagedBatching
 from layerzero.ops.paged.checks import (
     cache_features,
@@ -160,19 +160,17 @@ def work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops, float(moved))
 
 
-MLA_ATTENTION = register(
-    Op(
-        build=mla_attention,
-        check=check,
-        reference=mla_attention_reference,
-        work=work,
-        operands=(0, 1),
-        uncopied_operands=(2, 3),
-        exact_dims=frozenset({"Hq", "Hk", "G", "C", "R", "P"}),
-        validate_values=validate_values,
-        **results_over_queries(values=2, return_lse=9, validate=validate_values),
-        wide_outputs=frozenset({1}),
-        decoding=pages_decoding(queries=2, scales=10),
-        batching=PagedBatching(queries=2, pools=2),
-    )
+MLA_ATTENTION = define_op(
+    build=mla_attention,
+    check=check,
+    reference=mla_attention_reference,
+    work=work,
+    operands=(0, 1),
+    uncopied_operands=(2, 3),
+    exact_dims=frozenset({"Hq", "Hk", "G", "C", "R", "P"}),
+    validate_values=validate_values,
+    **results_over_queries(values=2, return_lse=9, validate=validate_values),
+    wide_outputs=frozenset({1}),
+    decoding=pages_decoding(queries=2, scales=10),
+    batching=PagedBatching(queries=2, pools=2),
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.norm.rms_norm import check_add_rms_norm, rms_norm_reference
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
 from layerzero.ops.quantize.quantize import FORMATS, quantize_reference, scale_shape
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
@@ -101,19 +101,17 @@ def _work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=10.0 * n * c, bytes=float((3 * n * c + c) * size + n * c))
 
 
-ADD_RMS_NORM_QUANTIZE = register(
-    Op(
-        build=add_rms_norm_quantize,
-        check=_check,
-        reference=add_rms_norm_quantize_reference,
-        outputs=_outputs,
-        work=_work,
-        operands=(0, 1, 2),
-        exact_dims=frozenset({"C", "S"}),
-        empty=_empty,
-        castable=False,
-        batching=RowBatching(row_operands=(0, 1)),
-        differentiable=False,
-        wide_outputs=frozenset({0, 1}),
-    )
+ADD_RMS_NORM_QUANTIZE = define_op(
+    build=add_rms_norm_quantize,
+    check=_check,
+    reference=add_rms_norm_quantize_reference,
+    outputs=_outputs,
+    work=_work,
+    operands=(0, 1, 2),
+    exact_dims=frozenset({"C", "S"}),
+    empty=_empty,
+    castable=False,
+    batching=RowBatching(row_operands=(0, 1)),
+    differentiable=False,
+    wide_outputs=frozenset({0, 1}),
 )

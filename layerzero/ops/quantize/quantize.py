@@ -23,7 +23,7 @@ from layerzero.formats.table import GRANULARITIES, Format
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
 from layerzero.ops.quantize.operands import need_codes, per_matrix, weight_features
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
@@ -160,22 +160,20 @@ def _quantize_work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=4.0 * n * c, bytes=float(n * c * (checks.dtype_bytes(spec.dtype) + 1)))
 
 
-QUANTIZE = register(
-    Op(
-        build=quantize,
-        check=_check_quantize,
-        reference=quantize_reference,
-        outputs=_outputs,
-        work=_quantize_work,
-        operands=(0,),
-        exact_dims=frozenset({"C", "S"}),
-        empty=_empty,
-        validate_values=_validate_values,
-        # One scale for the tensor or for a block's rows would become one scale for everybody's rows.
-        batching=RowBatching(row_operands=(0, 4), accepts=lambda args: args[2] in ("row", "group")),
-        differentiable=False,
-        wide_outputs=frozenset({0, 1}),
-    )
+QUANTIZE = define_op(
+    build=quantize,
+    check=_check_quantize,
+    reference=quantize_reference,
+    outputs=_outputs,
+    work=_quantize_work,
+    operands=(0,),
+    exact_dims=frozenset({"C", "S"}),
+    empty=_empty,
+    validate_values=_validate_values,
+    # One scale for the tensor or for a block's rows would become one scale for everybody's rows.
+    batching=RowBatching(row_operands=(0, 4), accepts=lambda args: args[2] in ("row", "group")),
+    differentiable=False,
+    wide_outputs=frozenset({0, 1}),
 )
 
 
@@ -259,17 +257,15 @@ def _rows_alone(args: Args) -> bool:
     return bool(args[1].dim() > 0) and not args[6] and (args[5] is None or args[5].dim() == 0)
 
 
-DEQUANTIZE = register(
-    Op(
-        build=dequantize,
-        check=_check_dequantize,
-        reference=dequantize_reference,
-        outputs=_dequantize_outputs,
-        work=_dequantize_work,
-        operands=(0,),
-        exact_dims=frozenset({"C", "S"}),
-        batching=RowBatching(row_operands=(0, 1, 4), accepts=_rows_alone),
-        differentiable=False,
-        wide_outputs=frozenset({0}),
-    )
+DEQUANTIZE = define_op(
+    build=dequantize,
+    check=_check_dequantize,
+    reference=dequantize_reference,
+    outputs=_dequantize_outputs,
+    work=_dequantize_work,
+    operands=(0,),
+    exact_dims=frozenset({"C", "S"}),
+    batching=RowBatching(row_operands=(0, 1, 4), accepts=_rows_alone),
+    differentiable=False,
+    wide_outputs=frozenset({0}),
 )
