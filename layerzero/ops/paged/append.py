@@ -15,7 +15,14 @@ from layerzero.ops.batching import concat_rows
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args, Batching, LaunchFunction, RejectedCall, define_op, output_like
 from layerzero.ops.paged.batching import concat_index_rows
-from layerzero.ops.paged.checks import LAYOUTS, cache_features, check_cache, page_axes, validate_codes
+from layerzero.ops.paged.checks import (
+    LAYOUTS,
+    cache_features,
+    check_cache,
+    check_pair,
+    page_axes,
+    validate_codes,
+)
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
@@ -80,12 +87,7 @@ def check(args: Args) -> CallSpec:
                 f"{(pool.shape[heads], pool.shape[3])} in layout {layout}"
             )
         _need_own_memory(f"{name}_cache", pool)
-    if v_cache.shape[:3] != k_cache.shape[:3]:
-        raise ValueError(
-            f"v_cache needs the pages, tokens and heads of k_cache, {tuple(k_cache.shape[:3])}, got "
-            f"{tuple(v_cache.shape[:3])}"
-        )
-    kv_formats.need_same_dtype("v_cache", v_cache, "k_cache", k_cache)
+    check_pair(k_cache, v_cache)
     features = cache_features(k, k_cache, v_cache) | kv_formats.check_scales(
         ("k_scale", "v_scale"), call[6:8], (k_cache, v_cache), heads, ("k_cache", "v_cache")
     )
@@ -95,14 +97,8 @@ def check(args: Args) -> CallSpec:
     return describe(
         "append_kv",
         [k, v],
-        {
-            "T": k.shape[0],
-            "Hk": k.shape[1],
-            "D": k.shape[2],
-            "Dv": v.shape[2],
-            "N": k_cache.shape[0],
-            "P": k_cache.shape[tokens],
-        },
+        dict(zip(("T", "Hk", "D"), k.shape, strict=True))
+        | {"Dv": v.shape[2], "N": k_cache.shape[0], "P": k_cache.shape[tokens]},
         features,
         layout=layout,
         typed=(k, slot_mapping),

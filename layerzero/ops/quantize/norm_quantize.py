@@ -7,7 +7,7 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.norm.rms_norm import check_add_rms_norm, rms_norm_reference
+from layerzero.ops.norm.rms_norm import ADD_RMS_NORM, rms_norm_reference
 from layerzero.ops.op import Args, define_op
 from layerzero.ops.quantize.quantize import FORMATS, quantize_reference, scale_shape
 from layerzero.ops.signature import SignedCall, op_signature
@@ -43,7 +43,7 @@ def add_rms_norm_quantize(
 
 def _check(args: Args) -> CallSpec:
     x, _, _, _, form, granularity, group_size = args
-    spec = check_add_rms_norm(args[:4])
+    spec = ADD_RMS_NORM.check(args[:4])
     checks.need_choice("format", form, FORMATS)
     checks.need_choice("granularity", granularity, GRANULARITIES)
     if granularity == "group":

@@ -7,6 +7,7 @@ shape of the scales says what shares one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -80,7 +81,8 @@ def quantize(
 def _check_quantize(args: Args) -> CallSpec:
     x, name, granularity, group_size, scale, tensor_scale = args
     checks.need_rows("x", x)
-    _need_wide("x", x)
+    if (dtype := checks.dtype_name(x.dtype)) not in FLOAT_NAMES:
+        raise TypeError(f"x needs {', '.join(FLOAT_NAMES)}, got {dtype}")
     checks.need_choice("format", name, ALL_FORMATS)
     checks.need_choice("granularity", granularity, GRANULARITIES)
     form, width, shape = ALL_FORMATS[name], x.shape[-1], tuple(x.shape)
@@ -93,11 +95,6 @@ def _check_quantize(args: Args) -> CallSpec:
     checks.need_same_device("x", x, scale=scale, tensor_scale=tensor_scale)
     features["tensor_scale"] = tensor_scale is not None
     return describe("quantize", [x], {"N": x.numel() // width, "C": width, "S": group_size}, features)
-
-
-def _need_wide(name: str, x: Tensor) -> None:
-    if checks.dtype_name(x.dtype) not in FLOAT_NAMES:
-        raise TypeError(f"{name} needs {', '.join(FLOAT_NAMES)}, got {checks.dtype_name(x.dtype)}")
 
 
 def need_scale(name: str, value: Any, *shapes: tuple[int, ...], form: Format) -> Tensor:
@@ -154,10 +151,10 @@ def _empty(args: Args) -> tuple[Tensor, Tensor] | None:
     return codes, ones.to(form.scales[0]) if scale is None else scale
 
 
-def _quantize_work(spec: CallSpec) -> WorkEstimate:
-    """A maximum, a division, a rounding; rows are read once and leave as bytes."""
-    n, c = spec.dim("N"), spec.dim("C")
-    return WorkEstimate(flops=4.0 * n * c, bytes=float(n * c * (checks.dtype_bytes(spec.dtype) + 1)))
+def _work(flops: float, spec: CallSpec) -> WorkEstimate:
+    """So many operations an element; numbers move once, and codes as bytes."""
+    elements = spec.dim("N") * spec.dim("C")
+    return WorkEstimate(flops * elements, float(elements * (checks.dtype_bytes(spec.dtype) + 1)))
 
 
 QUANTIZE = define_op(
@@ -165,7 +162,7 @@ QUANTIZE = define_op(
     check=_check_quantize,
     reference=quantize_reference,
     outputs=_outputs,
-    work=_quantize_work,
+    work=partial(_work, 4.0),  # a maximum, a division, a rounding
     operands=(0,),
     exact_dims=frozenset({"C", "S"}),
     empty=_empty,
@@ -247,11 +244,6 @@ def _dequantize_outputs(args: Args) -> tuple[OutputSpec, ...]:
     return (OutputSpec((*codes.shape[:-1], codes.shape[-1] * packed), dtype),)
 
 
-def _dequantize_work(spec: CallSpec) -> WorkEstimate:
-    n, c = spec.dim("N"), spec.dim("C")
-    return WorkEstimate(flops=float(n * c), bytes=float(n * c * (checks.dtype_bytes(spec.dtype) + 1)))
-
-
 def _rows_alone(args: Args) -> bool:
     """Whether each row of codes has scales of its own."""
     return bool(args[1].dim() > 0) and not args[6] and (args[5] is None or args[5].dim() == 0)
@@ -262,7 +254,7 @@ DEQUANTIZE = define_op(
     check=_check_dequantize,
     reference=dequantize_reference,
     outputs=_dequantize_outputs,
-    work=_dequantize_work,
+    work=partial(_work, 1.0),
     operands=(0,),
     exact_dims=frozenset({"C", "S"}),
     batching=RowBatching(row_operands=(0, 1, 4), accepts=_rows_alone),
