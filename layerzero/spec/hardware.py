@@ -103,10 +103,7 @@ def probe(device: str | torch.device = "cpu") -> Hardware:
 
 @functools.cache
 def _probe(device: str) -> Hardware:
-    kind = torch.device(device).type
-    if kind == "cuda":
-        return _probe_cuda(device)
-    return _probe_cpu(device)
+    return _probe_cuda(device) if torch.device(device).type == "cuda" else _probe_cpu(device)
 
 
 def _probe_cuda(device: str) -> Hardware:

@@ -67,10 +67,9 @@ def rounding(truth: Tensor, dtype: torch.dtype) -> float:
 
 
 def _special_values(out: Tensor, truth: Tensor) -> list[str]:
-    differences = []
-    for name, test in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
-        if not torch.equal(test(out), test(truth)):
-            differences.append(
-                f"{name} at other places: {int(test(out).sum())}, not {int(test(truth).sum())}"
-            )
-    return differences
+    kinds = (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf))
+    return [
+        f"{name} at other places: {int(test(out).sum())}, not {int(test(truth).sum())}"
+        for name, test in kinds
+        if not torch.equal(test(out), test(truth))
+    ]
