@@ -152,18 +152,14 @@ def copy_if_aliased(rows: Tensor, *pools: Tensor) -> Tensor:
     return rows.clone() if any(pool.untyped_storage().data_ptr() == where for pool in pools) else rows
 
 
-def append_kv_reference(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    layout: str = "NHD",
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
-    """The op in plain torch: one indexed write a pool; slot_mapping are looked at before the first."""
-    validate_values((k, v, k_cache, v_cache, slot_mapping, layout, k_scale, v_scale))
+def append_kv_reference(*args: Any, **named: Any) -> Tensor:
+    """The op in plain torch: one indexed write a pool; slot_mapping are looked at before the first.
+
+    Args: those of `AppendArgs`.
+    """
+    call = AppendArgs(*args, **named)
+    validate_values(call)
+    k, v, k_cache, v_cache, slot_mapping, layout, k_scale, v_scale = call
     tokens = page_axes(layout)[0]
     slot_ids = slot_mapping.long()
     page, token = slot_ids // k_cache.shape[tokens], slot_ids % k_cache.shape[tokens]
@@ -252,10 +248,7 @@ def slot_conflicts(mappings: Sequence[Tensor]) -> dict[int, RejectedCall]:
             other = owner.setdefault(slot, caller)
             if other != caller:
                 message = f"slot_mapping needs places of the caller's own, got {slot}, which two callers name"
-                rejected[caller], rejected[other] = (
-                    RejectedCall(ValueError(message)),
-                    RejectedCall(ValueError(message)),
-                )
+                rejected |= {each: RejectedCall(ValueError(message)) for each in (caller, other)}
     return rejected
 
 
