@@ -346,7 +346,7 @@ class Choices:
         produced = {value: format_of(_part(outputs, take)) for value, take in gives.items()}
         # The kernel's own share of what counts after the policy's boost.
         whole = accepted.kernel_us + accepted.transform_us
-        cost_us = accepted.total_us * (accepted.kernel_us / whole if whole else 1.0)
+        cost_us = accepted.total_us * accepted.kernel_us / whole if whole else accepted.total_us
         self._add(Choice(covers, op, full, chosen, formats, gives, cost_us, kind, within_us), produced)
         return True
 
