@@ -1,11 +1,11 @@
-"""What comparisons of numbers need beside the bounds of `layerzero.spec.tolerances`."""
+"""What comparisons of numbers need beside the bounds of `tests.bounds`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from layerzero.spec.tolerances import SOURCES
+from tests.bounds import SOURCES
 
 
 def need_full_float32() -> None:

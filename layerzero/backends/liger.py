@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from layerzero.spec.kernel import Kernel, loading
 
 # Everything in float32 and one rounding at the end; "llama" rounds before the weight.
 _WIDE = "gemma"
+Run = Callable[..., Tensor]
 
 
 def _ops() -> Any:
@@ -28,10 +30,9 @@ def _ops() -> Any:
 
 
 @loading(lambda: _ops().LigerRMSNormFunction.apply)
-def _rms_norm(apply: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def _rms_norm(apply: Run, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`LigerRMSNormFunction`, its backward not in place."""
-    out: Tensor = apply(x, weight, eps, 0.0, _WIDE, False)
-    return out
+    return apply(x, weight, eps, 0.0, _WIDE, False)
 
 
 @loading(lambda: _ops().LigerFusedAddRMSNormFunction.apply)
@@ -44,10 +45,9 @@ def _add_rms_norm(
 
 
 @loading(lambda: _ops().LigerLayerNormFunction.apply)
-def _layer_norm(apply: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def _layer_norm(apply: Run, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """`LigerLayerNormFunction`, which knows no missing bias."""
-    out: Tensor = apply(x, weight, torch.zeros_like(weight) if bias is None else bias, eps)
-    return out
+    return apply(x, weight, torch.zeros_like(weight) if bias is None else bias, eps)
 
 
 @loading(lambda: _ops().LigerRopeFunction.apply)
@@ -56,15 +56,8 @@ def _rope(
 ) -> tuple[Tensor, Tensor]:
     """`LigerRopeFunction` on copies, over one sequence of all tokens."""
     places = positions.reshape(-1)
-    turned = apply(
-        _one_sequence(q),
-        _one_sequence(k),
-        cos.index_select(0, places).unsqueeze(0),
-        sin.index_select(0, places).unsqueeze(0),
-        None,
-        1,
-        2 * cos.shape[1],
-    )
+    angles = (table.index_select(0, places).unsqueeze(0) for table in (cos, sin))
+    turned = apply(_one_sequence(q), _one_sequence(k), *angles, None, 1, 2 * cos.shape[1])
     return tuple(t.transpose(1, 2).view(kind.shape) for t, kind in zip(turned, (q, k), strict=True))
 
 

@@ -64,18 +64,12 @@ class Plugin(msgspec.Struct, frozen=True):
 def installed_plugins() -> tuple[Plugin, ...]:
     """Every plugin that an installed distribution announces, by name; nothing of them is imported."""
     groups = ((ENTRY_POINT_GROUP, "backend"), (OPS_GROUP, "ops"))
-    entry_points = {
-        Plugin(
-            point.name,
-            point.dist.name if point.dist else "",
-            point.dist.version if point.dist else "",
-            point.value,
-            kind,
-        )
-        for group, kind in groups
-        for point in importlib.metadata.entry_points(group=group)
-    }
-    return tuple(sorted(entry_points, key=lambda plugin: (plugin.name, plugin.kind, plugin.distribution)))
+    plugins = set()
+    for group, kind in groups:
+        for point in importlib.metadata.entry_points(group=group):
+            name, version = (point.dist.name, point.dist.version) if point.dist else ("", "")
+            plugins.add(Plugin(point.name, name, version, point.value, kind))
+    return tuple(sorted(plugins, key=lambda plugin: (plugin.name, plugin.kind, plugin.distribution)))
 
 
 def plugin_kernels(name: str) -> list[Kernel]:
@@ -92,7 +86,7 @@ def plugin_kernels(name: str) -> list[Kernel]:
             f"point group {ENTRY_POINT_GROUP!r}",
             backend=name,
         )
-    kernels: Any = announced.value
+    kernels = announced[0]
     if not isinstance(kernels, tuple | list) or not all(isinstance(kernel, Kernel) for kernel in kernels):
         raise ConfigurationError(
             f"backend plugin {name!r} needs to give a sequence of Kernel, got {type(kernels).__name__}"
@@ -119,7 +113,7 @@ def load_plugin_ops(names: Collection[str]) -> None:
     with _OPS_LOCK:
         for name in sorted(set(names)):
             announced = _announced(OPS_GROUP, name, "op plugin")
-            ops: Any = () if announced is None else announced.value
+            ops = () if announced is None else announced[0]
             ops = (ops,) if isinstance(ops, Op) else ops
             if not isinstance(ops, tuple | list) or not all(isinstance(op, Op) for op in ops):
                 raise ConfigurationError(
@@ -141,12 +135,8 @@ def _register(plugin: str, op: Op) -> None:
     _loaded_ops[op.name] = plugin
 
 
-class _Announced(msgspec.Struct, frozen=True):
-    value: Any
-
-
-def _announced(group: str, name: str, what: str) -> _Announced | None:
-    """What a plugin's entry point gives, called where it is a function; None where there is none.
+def _announced(group: str, name: str, what: str) -> tuple[Any] | None:
+    """What a plugin's entry point gives, called where it is a function, alone in a tuple; None without one.
 
     Raises: ConfigurationError: two distributions announce it. BackendNotAvailableError: it does not load.
     """
@@ -158,7 +148,7 @@ def _announced(group: str, name: str, what: str) -> _Announced | None:
         raise ConfigurationError(f"{what} {name!r} needs one distribution that announces it, got {values}")
     try:
         value = entry_points[0].load()
-        return _Announced(value() if callable(value) else value)
+        return (value() if callable(value) else value,)
     except (Exception, SystemExit) as error:  # whatever a stranger's module raises
         message = f"{what} {name!r} does not load: {type(error).__name__}: {error}"
         raise BackendNotAvailableError(message, backend=name) from error

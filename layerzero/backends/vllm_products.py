@@ -277,11 +277,6 @@ def _workspace(request: CallSpec) -> int:
     return 2 * columns * (inner + 4 * max(1, inner // request.dim("S", inner)))
 
 
-def _marlin_workspace(request: CallSpec) -> int:
-    """That, and Marlin's sums of parts in float32: tiles of 64 rows by 256 columns, one a processor."""
-    return _workspace(request) + _PROCESSORS * 64 * 256 * 4
-
-
 _kernel = functools.partial(
     Kernel.of,
     measured="no figure, though timed (benchmarks/results/quantized_tiles_h200.json): behind every other "
@@ -304,7 +299,8 @@ _marlin = functools.partial(
     load=_loading(marlin_linear),
     efficiency=LAST_CHOICE,
     sm_min=80,
-    workspace_bytes=_marlin_workspace,
+    # Beside them sums of parts in float32: tiles of 64 rows by 256 columns, one a processor.
+    workspace_bytes=lambda request: _workspace(request) + _PROCESSORS * 64 * 256 * 4,
 )
 _COMMON = "scale_16bit bias inputs_float"
 _TILES = ("K % 128 == 0", "C % 64 == 0", "N >= 1")

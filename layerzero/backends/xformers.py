@@ -107,11 +107,6 @@ def _bias_bytes(request: CallSpec) -> int:
     return 2 * 4 * b * h * sq * (sk + 8) if masked else 4 * b * h * sq
 
 
-def _flash_bytes(request: CallSpec) -> int:
-    """Log-sum-exps, and partial results in float32: two blocks of 64 rows a multiprocessor, of some 150."""
-    return _bias_bytes(request) + 150 * 2 * 64 * 4 * (request.dim("D") + 1)
-
-
 def _split_bytes(request: CallSpec) -> int:
     """A bias, or at most 64 partial results in float32 and their log-sum-exps in float64."""
     b, h, sq, d = (request.dim(name) for name in ("B", "Hq", "Sq", "D"))
@@ -148,7 +143,9 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "xformers.attention.flash", lambda: _load("flash"), (0.27, 0.6, 40.0), _AS_TORCH.format(164),
         source=_SOURCE.format("flash"), dtypes="float16 bfloat16", limits=_LIMITS,
-        features=f"causal scale gqa {SDPA_FLASH}", workspace_bytes=_flash_bytes,
+        features=f"causal scale gqa {SDPA_FLASH}",
+        # Log-sum-exps, and partial results in float32: two blocks of 64 rows a multiprocessor, of some 150.
+        workspace_bytes=lambda request: _bias_bytes(request) + 150 * 2 * 64 * 4 * (request.dim("D") + 1),
     ),
     _kernel(
         "xformers.attention.triton_splitk", lambda: _load("triton_splitk", _finite_bias), (0.1, 0.6, 60.0),

@@ -28,6 +28,7 @@ from layerzero.spec.kernel import Kernel, loading
 # Below it, as a float32, its norms print a complaint and leave their output as memory was.
 LEAST_EPS = torch.finfo(torch.float32).tiny
 WEIGHT_CACHE = "ZENDNNL_MATMUL_WEIGHT_CACHE"
+Run = Callable[..., Tensor]
 
 
 @functools.cache
@@ -49,8 +50,8 @@ def operators() -> Any:
 
 @loading(lambda: operators().zentorch_sdpa)
 def _attention(
-    sdpa: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool,
-    scale: float | None, dropout_p: float, window: masks.Window, softcap: float | None,
+    sdpa: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None,
+    is_causal: bool, scale: float | None, dropout_p: float, window: masks.Window, softcap: float | None,
     alibi_slopes: Tensor | None, *_: Any,
 ) -> Tensor:  # fmt: skip
     """`zentorch_sdpa`; its second result, meant for the log-sum-exp, is not filled in."""
@@ -59,17 +60,15 @@ def _attention(
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     # It refuses rows that repeat.
     q, k, v = (t if t.stride(2) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
-    out: Tensor = sdpa(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)[0]
-    return out
+    return sdpa(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)[0]
 
 
 @loading(lambda: operators().zentorch_rms_norm)
-def _rms_norm(kernel: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(kernel: Run, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`zentorch_rms_norm` over two axes: with three it writes outside its output."""
     if eps < LEAST_EPS:
         return functional.rms_norm(x, x.shape[-1:], weight, eps)
-    out: Tensor = kernel(x.view(-1, x.shape[-1]), weight, eps)
-    return out.view(x.shape)
+    return kernel(x.view(-1, x.shape[-1]), weight, eps).view(x.shape)
 
 
 @loading(lambda: operators().zentorch_add_rms_norm_)
@@ -93,27 +92,25 @@ def _product(name: str) -> Any:
 
 
 @loading(lambda: _product("zentorch_linear_unary"))
-def _linear(kernel: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(kernel: Run, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`zentorch_linear_unary` without its cache of weights."""
-    out: Tensor = kernel(x, weight, bias)
-    return out
+    return kernel(x, weight, bias)
 
 
 @loading(lambda: _product("zentorch_dynamic_qlinear"))
 def _quantized_linear(
-    kernel: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any
+    kernel: Run, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *_: Any
 ) -> Tensor:
     """`zentorch_dynamic_qlinear`, which quantizes rows as `quantize` does.
 
     Scales need the shape (C, 1): with (C,) it prints complaints and answers all the same.
     """
     columns = scale.expand(weight.shape[0], 1).contiguous()
-    out: Tensor = kernel(x, weight.contiguous(), columns, bias)
-    return out
+    return kernel(x, weight.contiguous(), columns, bias)
 
 
 def _weight_only() -> Callable[..., Any]:
-    kernel = _product("zentorch_woq_linear")
+    kernel: Run = _product("zentorch_woq_linear")
     # Codes of two's complement, and scales by group.
     layout = kept_codes.keep(
         lambda weight: weight ^ 0x88, lambda scale: scale.float().resolve_neg().t().contiguous()
@@ -124,8 +121,7 @@ def _weight_only() -> Callable[..., Any]:
         codes, scales = layout.of(weight, scale)
         packed = codes.view(weight.shape).view(torch.int32).t()
         shift = None if bias is None else bias.to(x.dtype).resolve_neg()
-        out: Tensor = kernel(x.view(-1, x.shape[-1]), packed, scales, None, shift)
-        return out.view(*x.shape[:-1], weight.shape[0])
+        return kernel(x.view(-1, x.shape[-1]), packed, scales, None, shift).view(*x.shape[:-1], len(weight))
 
     return quantized_linear
 

@@ -98,12 +98,10 @@ class Call(msgspec.Struct, frozen=True):
     def request(self, hardware: Hardware) -> CallSpec:
         """What the call asks of a device; no tensor is made for the answer."""
         op = ops_table.get(self.op)
-        named = {
-            n: torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta")
-            if isinstance(v, Operand)
-            else v
-            for n, v in self.args.items()
-        }
+        named: dict[str, Any] = dict(self.args)
+        for name, value in self.args.items():
+            if isinstance(value, Operand):
+                named[name] = torch.empty(value.shape, dtype=getattr(torch, value.dtype), device="meta")
         request = op.check(op.build(**named)[1])
         return request.replace(platform=hardware.platform, device=hardware.device)
 
@@ -113,11 +111,8 @@ class Call(msgspec.Struct, frozen=True):
 
     def operand_bytes(self) -> int:
         """What its tensors hold together."""
-        return sum(
-            math.prod(v.shape) * getattr(torch, v.dtype).itemsize
-            for v in self.args.values()
-            if isinstance(v, Operand)
-        )
+        operands = (value for value in self.args.values() if isinstance(value, Operand))
+        return sum(math.prod(each.shape) * getattr(torch, each.dtype).itemsize for each in operands)
 
     def __str__(self) -> str:
         parts = [

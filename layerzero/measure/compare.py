@@ -126,22 +126,15 @@ def winner_changes(
             continue
         host = 1.0
         if launch == "eager" and (call, "graph") in first_by_call and (call, "graph") in second_by_call:
-            replayed = _geometric_means(
-                first_by_call[call, "graph"].times_us, second_by_call[call, "graph"].times_us
-            )
+            once, again = first_by_call[call, "graph"].times_us, second_by_call[call, "graph"].times_us
+            replayed = {
+                kernel: math.sqrt(us * again[kernel]) for kernel, us in once.items() if kernel in again
+            }
             host = host_ratio(tuned.times_us, other.times_us, replayed)
             tuned, other = _at_host_speed(tuned, 1 / host, replayed), _at_host_speed(other, host, replayed)
         outside = tuned.winner not in other.tied or other.winner not in tuned.tied
-        differing.append(
-            WinnerChange(
-                call,
-                launch,
-                first_by_call[call, launch].winner,
-                second_by_call[call, launch].winner,
-                outside,
-                round(host, 3),
-            )
-        )
+        winners = (first_by_call[call, launch].winner, second_by_call[call, launch].winner)
+        differing.append(WinnerChange(call, launch, *winners, outside, round(host, 3)))
     return compared, tuple(differing)
 
 
@@ -170,10 +163,6 @@ def _at_host_speed(tuned: TuningResult, slower: float, replayed: Mapping[str, fl
     return msgspec.structs.replace(
         tuned, winner=best, timings=timings, tied=tied_with(best, timings, tuned.band)
     )
-
-
-def _geometric_means(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    return {kernel: math.sqrt(us * second[kernel]) for kernel, us in first.items() if kernel in second}
 
 
 def find_uncovered(calls: Sequence[CallToCover], rows: Iterable[Measurement]) -> list[bool]:

@@ -42,19 +42,15 @@ def find_mismatch(op: Op, args: Args, result: Any, reference: Any) -> Mismatch |
     """
     outputs = result if isinstance(result, tuple) else (result,)
     expected = reference if isinstance(reference, tuple) else (reference,)
-    coarse = max(
-        (LIMITS.get(a.dtype, 0.0) for a in args if isinstance(a, Tensor) and a.is_floating_point()),
-        default=0.0,
-    )
+    floats = (a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point())
+    coarse = max((LIMITS.get(dtype, 0.0) for dtype in floats), default=0.0)
     for index, (ours, theirs) in enumerate(zip(outputs, expected, strict=True)):
         if not isinstance(ours, Tensor) or ours.numel() == 0:
             continue
         if ours.dtype.is_floating_point and ours.dtype in LIMITS:
             mismatch = _compare_floats(index, ours, theirs, max(coarse, LIMITS[ours.dtype]))
-        elif not op.stochastic:
-            mismatch = _compare_exactly(index, ours, theirs)
         else:
-            mismatch = None
+            mismatch = None if op.stochastic else _compare_exactly(index, ours, theirs)
         if mismatch is not None:
             return mismatch
     return None

@@ -209,15 +209,10 @@ def _feed_forward(model: ModelConfig, x: Operand, rows: int) -> Call:
     if not model.experts:
         up, down = _floats(model, 2 * inner, width), _floats(model, width, inner)
         return call("mlp", x=x, w_up=up, w_down=down, activation=model.activation)
-    return call(
-        "moe",
-        x=x,
-        router_logits=_floats(model, rows, model.experts),
-        w_up=_floats(model, model.experts, 2 * inner, width),
-        w_down=_floats(model, model.experts, width, inner),
-        top_k=model.top_k,
-        activation=model.activation,
-    )
+    up = _floats(model, model.experts, 2 * inner, width)
+    down, logits = _floats(model, model.experts, width, inner), _floats(model, rows, model.experts)
+    routed = {"x": x, "router_logits": logits, "w_up": up, "w_down": down}
+    return call("moe", **routed, top_k=model.top_k, activation=model.activation)
 
 
 def _prefill_calls(model: ModelConfig, length: int) -> Iterator[Call]:

@@ -27,18 +27,16 @@ def standard_calls(ops: Sequence[str] | None, platform: str, quick: bool = False
     for name in ops if ops is not None else _BUILDERS:
         ops_table.get(name)
         for dtype in dtypes[:1] if quick else dtypes:
-            shuffled = sorted(_standard(name, dtype, platform), key=_shuffle_key)
+            # By a hash: in the same order everywhere.
+            shuffled = sorted(
+                _standard(name, dtype, platform),
+                key=lambda each: hashlib.blake2b(str(each).encode(), digest_size=8).digest(),
+            )
             selected = shuffled[:3] if quick else shuffled
-            calls += [
-                (position and (position + 0.5) / len(selected), each)
-                for position, each in enumerate(selected)
-            ]
+            count = len(selected)
+            calls += [(place and (place + 0.5) / count, each) for place, each in enumerate(selected)]
     calls.sort(key=lambda pair: pair[0])
     return tuple({str(made): made for _, made in calls}.values())
-
-
-def _shuffle_key(described: Call) -> bytes:
-    return hashlib.blake2b(str(described).encode(), digest_size=8).digest()
 
 
 def attention(

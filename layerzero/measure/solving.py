@@ -130,9 +130,8 @@ def solve_op(
         if priced is not None:
             best = _best_way(losses)
             measurements = family.measured if best == 1 else [p for other in families for p in other.measured]
-            buckets += _buckets(
-                device, op, priced, _best_fixed(measurements, priced.kernels) if best else None
-            )
+            fixed = _best_fixed(measurements, priced.kernels) if best else None
+            buckets += _buckets(device, op, priced, fixed)
     return SolvedOp(tuple(buckets), _summary(judged))
 
 
@@ -141,19 +140,14 @@ def _families(device: TunableDevice, op: Op, requests: Iterable[CallSpec]) -> li
     costs = device.costs
     measured = costs.measured_buckets(op.name) if isinstance(costs, MeasuredCosts) else []
     by_sizes: dict[Hashable, dict[Sizes, _Point]] = {}
-    for point in itertools.chain(
-        (_Point(device.table(op).bucket(request)) for request in requests),
-        # A kernel that was timed in a wider type than its operands have is priced by that; no call asks it.
-        (
-            _Point(request, us)
-            for request, us in measured
-            if request.dtype in (request.dtypes or (request.dtype,))
-        ),
-    ):
+    points = [_Point(device.table(op).bucket(request)) for request in requests]
+    # A kernel that was timed in a wider type than its operands have is priced by that; no call asks it.
+    points += [_Point(r, us) for r, us in measured if r.dtype in (r.dtypes or (r.dtype,))]
+    for point in points:
         sizes = tuple(sorted(point.request.dims.items()))
         exact = tuple((axis, size) for axis, size in sizes if axis in op.exact_dims)
         by_sizes.setdefault((family_of(point.request), exact), {})[sizes] = point
-    return [_KernelFamily(list(points.values())) for points in by_sizes.values()]
+    return [_KernelFamily(list(family.values())) for family in by_sizes.values()]
 
 
 def _samples(op: Op, points: Sequence[_Point], limit: int) -> list[CallSpec]:
@@ -209,13 +203,9 @@ def _price(device: TunableDevice, op: Op, requests: Sequence[CallSpec], cost: Co
             decided.append((request, table.recompute(request, use_dispatch_table=False, cost=cost)))
         except NoKernelFoundError:
             continue  # said of the points that were asked for or measured
+    eligible = {c.kernel for _, selection in decided for c in selection.trace if c.eligible}
     kernels = sorted(
-        (
-            k
-            for k in table.kernels
-            if any(c.kernel == k.id and c.eligible for _, s in decided for c in s.trace)
-        ),
-        key=lambda k: (not k.default, k.tie_break_order, k.id),
+        (k for k in table.kernels if k.id in eligible), key=lambda k: (not k.default, k.tie_break_order, k.id)
     )
     if not kernels:
         return None

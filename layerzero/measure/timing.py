@@ -126,10 +126,7 @@ def time_kernels(
         rounds += 1
         remaining = [name for name in order if _needs_more_samples(arms[name], fastest)]
         if len(remaining) < len(order):
-            order, started = (
-                remaining,
-                time.perf_counter(),
-            )  # the slow have had their time, the others theirs now
+            order, started = remaining, time.perf_counter()  # the slow had their time, the others begin
         if rounds >= MIN_SAMPLES and time.perf_counter() - started > effort.budget_s * len(order):
             break
     started = time.perf_counter()
@@ -139,7 +136,8 @@ def time_kernels(
             break
         for name in rng.sample(close, len(close)):
             arms[name].samples.append(measure(arms[name]))
-    cache: Cache = "cold" if cuda and _operand_bytes(copies) > 1.5 * _cache_bytes(device) else "warm"
+    operand_bytes = sum(a.nbytes for args in copies for a in args if isinstance(a, Tensor))
+    cache: Cache = "cold" if cuda and operand_bytes > 1.5 * _cache_bytes(device) else "warm"
     return {n: Timing(tuple(sorted(a.samples)), cache) for n, a in arms.items()}, failed
 
 
@@ -176,10 +174,6 @@ def copies_for(bytes_a_call: int, device: torch.device, free_bytes: int | None =
 
 def _cache_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
-
-
-def _operand_bytes(copies: Sequence[Args]) -> int:
-    return sum(a.nbytes for args in copies for a in args if isinstance(a, Tensor))
 
 
 def _prepare(
@@ -234,13 +228,17 @@ def _time_on_host(arm: _Contestant) -> float:
 
 
 def _time_with_events(arm: _Contestant) -> float:
+    return _time_on_device(arm.step) / arm.calls
+
+
+def _time_on_device(run: Callable[[], None]) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
-    arm.step()
+    run()
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3 / arm.calls
+    return float(begin.elapsed_time(end)) * 1e3
 
 
 @functools.cache
@@ -267,10 +265,4 @@ def _capture(arm: _Contestant) -> None:
 
 def _time_replay(arm: _Contestant) -> float:
     assert arm.graph is not None
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    begin.record()
-    arm.graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3 / arm.calls
+    return _time_on_device(arm.graph.replay) / arm.calls

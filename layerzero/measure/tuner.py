@@ -123,7 +123,9 @@ class Tuner:
         results: list[TuningResult] = []
         for launch in self._launches:
             if launch == "graph" and results:
-                runs = _near_the_best(runs, results[0].times_us)
+                times = results[0].times_us
+                most_us = min(times.values(), default=0.0) * _MAX_CAPTURED_RATIO
+                runs = {kernel: run for kernel, run in runs.items() if times.get(kernel, 0.0) <= most_us}
             timings, broke = time_kernels(runs, copies, device.device, launch, self._effort)
             tuned = self._record(op, call, request, selection, launch, timings)
             results.append(msgspec.structs.replace(tuned, failed={**failed, **broke}))
@@ -146,9 +148,8 @@ class Tuner:
         heavy = op.work(request).flops > _REFERENCE_FLOPS.get(device.device.type, 3e10)
         if not heavy:
             expected = op.reference(*clone_tensors(args))
-        for kernel_id in [
-            c.kernel for c in selection.trace if c.eligible and c.kernel not in ordered
-        ] + ordered:
+        others = [c.kernel for c in selection.trace if c.eligible and c.kernel not in ordered]
+        for kernel_id in others + ordered:
             if heavy and kernels[kernel_id].backend == "reference":
                 continue  # it would take the whole budget and is never chosen at such a size
             if workspace_bytes(kernels[kernel_id], request) > _MAX_WORKSPACE:
@@ -185,9 +186,8 @@ class Tuner:
             for k, timing in timings.items()
         )
         settings = self._device.settings
-        winner, tied = pick_winner(
-            times, kernels, SelectionOptions(False, settings.tie_band, settings.default_gain)
-        )
+        options = SelectionOptions(False, settings.tie_band, settings.default_gain)
+        winner, tied = pick_winner(times, kernels, options)
         best = min(times, key=times.__getitem__) if times else ""
         band = max(settings.tie_band, settings.default_gain)
         if best:
@@ -197,13 +197,6 @@ class Tuner:
             call=str(call), op=op.name, launch=launch, winner=winner, best=best, times_us=times,
             timings=timings, tied=tied, band=band, rows=rows,
         )  # fmt: skip
-
-
-def _near_the_best(
-    runs: dict[str, Callable[..., Any]], times: dict[str, float]
-) -> dict[str, Callable[..., Any]]:
-    best = min(times.values(), default=0.0)
-    return {k: run for k, run in runs.items() if times.get(k, 0.0) <= best * _MAX_CAPTURED_RATIO}
 
 
 def pick_winner(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sqlite3
@@ -155,11 +156,10 @@ class TuningJob:
     def _digest(self) -> str:
         """What a report follows from: equal in processes that would measure the same."""
         device = self._device
+        ops = map(ops_table.get, sorted({call.op for call in self._calls}))
         contexts = [
-            SelectionContext(
-                device.registry.for_op(op), device.hardware, device.table(ops_table.get(op)).policy
-            )
-            for op in sorted({call.op for call in self._calls})
+            SelectionContext(device.registry.for_op(op.name), device.hardware, device.table(op).policy)
+            for op in ops
         ]
         return digest_of(
             msgspec.json.encode(self._calls).decode(),
@@ -259,11 +259,7 @@ class TuningJob:
 def missing_calls(device: TunableDevice, calls: Sequence[Call], rows: Iterable[Measurement]) -> list[Call]:
     """The calls that `rows` do not cover on a device (`tuning.missing`)."""
     takers_of_sites = [(call.benchmark_case(device.hardware), _takers(device, call)) for call in calls]
-    return [
-        call
-        for call, is_missing in zip(calls, find_uncovered(takers_of_sites, rows), strict=True)
-        if is_missing
-    ]
+    return list(itertools.compress(calls, find_uncovered(takers_of_sites, rows)))
 
 
 def _takers(device: TunableDevice, call: Call) -> set[str]:
@@ -277,12 +273,9 @@ def _takers(device: TunableDevice, call: Call) -> set[str]:
 def stored_rows(device: TunableDevice) -> tuple[Measurement, ...]:
     """What was measured in this environment and is kept: in the device's file, or in memory without one."""
     path = perfdb_path(device.settings)
-    rows = (
-        read_rows(path, Environment.of_hardware(device.hardware))
-        if path is not None and path.is_file()
-        else []
-    )
-    return (*rows, *device.measured)
+    if path is None or not path.is_file():
+        return device.measured
+    return (*read_rows(path, Environment.of_hardware(device.hardware)), *device.measured)
 
 
 def publish(device: TunableDevice, rows: Sequence[Measurement], *, again: bool = False) -> Path | None:

@@ -44,29 +44,19 @@ def pages_decoding(*, queries: int, scales: int) -> Decoding:
         """The pages that the tables name, one behind the other in a pool of their own."""
         size_axis = 1 if args[pools].dim() == 3 or args[10] == "NHD" else 2
         heads = None if args[pools].dim() == 3 else 3 - size_axis
-        pages = _reached_pages(args[tables], args[tables + 1], args[pools].shape[size_axis])
+        block_tables, lengths = args[tables : tables + 2]
+        (batch, width), device = block_tables.shape, block_tables.device
+        # A row's pages behind its length, where a table may hold anything, are page 0.
+        starts = torch.arange(width, device=device) * args[pools].shape[size_axis]
+        pages = torch.where(starts < lengths.unsqueeze(1), block_tables, 0).flatten().long()
         numbers = [
             _page_numbers(args[pools + at], args[scales + at], pages, heads, args[0].dtype) for at in (0, 1)
         ]
-        batch, width = args[tables].shape
         new_tables = _own_tables(batch, width, args[0].device)
-        return (
-            *args[:pools],
-            *numbers,
-            new_tables,
-            *args[tables + 1 : scales],
-            None,
-            None,
-            *args[scales + 2 :],
-        )
+        head = (*args[:pools], *numbers, new_tables)
+        return (*head, *args[tables + 1 : scales], None, None, *args[scales + 2 :])
 
     return Decoding(_KEYS, decode, _page_elements, lambda spec: {"N": max(spec.dim("B") * spec.dim("M"), 1)})
-
-
-def _reached_pages(tables: Tensor, lengths: Tensor, size: int) -> Tensor:
-    """The page ids of all rows, 0 behind a row's length, where a table may hold anything: int64."""
-    starts = torch.arange(tables.shape[1], device=tables.device) * size
-    return torch.where(starts < lengths.unsqueeze(1), tables, 0).flatten().long()
 
 
 def _page_numbers(

@@ -102,20 +102,18 @@ def concat_with_host_copies(
     known_copies = tuple(copy for copy in copies if copy is not None)
     if not pieces or len(known_copies) < len(pieces):
         return join(pieces)
-    key = (_device_and_stream(pieces[0].device), join_key, tuple(map(id, known_copies)))
+    device = pieces[0].device
+    # Another stream would not wait for the transfer.
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    key = (device, stream, join_key, tuple(map(id, known_copies)))
     with _LOCK:
         cached = _CONCATENATED.get(key)
         if cached is not None and host_copy_of(cached[1]) is not None:
             _CONCATENATED.move_to_end(key)
             return cached[1]
-    combined = to_device_with_host_copy(join([copy.values for copy in known_copies]), pieces[0].device)
+    combined = to_device_with_host_copy(join([copy.values for copy in known_copies]), device)
     with _LOCK:
         _CONCATENATED[key] = (known_copies, combined)
         while len(_CONCATENATED) > _MAX_CONCATENATED:
             _CONCATENATED.popitem(last=False)
     return combined
-
-
-def _device_and_stream(device: torch.device) -> Hashable:
-    """The device, and on CUDA its current stream: another one would not wait for the transfer."""
-    return (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Protocol, runtime_checkable
+from typing import Any, ClassVar, Final, ParamSpec, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 Signature = tuple[Any, ...]
 Args = tuple[Any, ...]
 SignedCall = tuple[Signature, Args]
-
-
 LaunchFunction = Callable[[Args], Any]
-
+P = ParamSpec("P")
 
 # What is float32 under autocast, as torch's own functions of these names are.
 WIDENED: Final = frozenset({"cross_entropy", "linear_cross_entropy"})
@@ -295,3 +293,11 @@ def register(op: Op) -> Op:
         raise ValueError(f"op {op.name!r} is already registered")
     OPS[op.name] = op
     return op
+
+
+def _registering(make: Callable[P, Op]) -> Callable[P, Op]:
+    return lambda *args, **fields: register(make(*args, **fields))
+
+
+# An op by its fields, in the table of ops from then on.
+define_op = _registering(Op)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import graphlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -192,25 +193,15 @@ def _in_order(ops: tuple[BlockOp, ...]) -> tuple[BlockOp, ...]:
     Raises: BlockError: some wait for each other.
     """
     sources = {op.name: {edge.source for edge in op.edges()} & {other.name for other in ops} for op in ops}
-    order: list[BlockOp] = []
-    done: set[str] = set()
+    try:
+        graphlib.TopologicalSorter(sources).prepare()
+    except graphlib.CycleError as error:
+        needs = "an order in which each op can run"
+        raise _error(Reason.BLOCK_CYCLIC, "ops", needs, " -> ".join(error.args[1])) from None
+    order: dict[str, BlockOp] = {}
     waiting = list(ops)
     while waiting:
-        ready = next((op for op in waiting if sources[op.name] <= done), None)
-        if ready is None:
-            needs, cycle = "an order in which each op can run", _cycle(waiting[0].name, sources, done)
-            raise _error(Reason.BLOCK_CYCLIC, "ops", needs, " -> ".join(cycle))
+        ready = next(op for op in waiting if sources[op.name] <= order.keys())
         waiting.remove(ready)
-        order.append(ready)
-        done.add(ready.name)
-    return tuple(order)
-
-
-def _cycle(name: str, sources: Mapping[str, set[str]], done: set[str]) -> list[str]:
-    """Ops that read each other in a circle, the first one again at the end."""
-    path = [name]
-    while True:
-        before = min(sources[path[0]] - done)
-        path.insert(0, before)
-        if before in path[1:]:
-            return path[: path.index(before, 1) + 1]
+        order[ready.name] = ready
+    return tuple(order.values())

@@ -32,7 +32,7 @@ from layerzero.planner.values import (
 from layerzero.selection.context import SelectionOptions
 from layerzero.selection.decide import pick
 from layerzero.selection.dispatch import DispatchState
-from layerzero.selection.record import Accepted, Candidate, Selection
+from layerzero.selection.record import Candidate, Selection
 from layerzero.selection.transform import COPY_LAUNCH_US, VIEW_US
 from layerzero.spec.errors import NoKernelFoundError
 
@@ -175,18 +175,19 @@ class Choices:
         if op.stochastic or (op.empty is not None and op.empty(plain) is not None):
             self._add_called(place, placed)
             return
-        gives = {value: OutputSlice(output) for output, value in enumerate(placed.outputs)}
-        self._add_kernels(covers, op, full, gives, "", placed.kwargs.get("backend"))
+        self._add_kernels(covers, op, full, _own_outputs(placed), "", placed.kwargs.get("backend"))
 
     def _add_called(self, place: int, placed: PlacedOp) -> None:
         """An op that draws numbers, or has nothing to compute: called as it is written."""
-        reads = {value: self._formats[value][0] for value in placed.reads()}
-        gives = {value: OutputSlice(output) for output, value in enumerate(placed.outputs)}
-        produced = {value: self._formats[value][0] for value in placed.outputs}
-        self._add(Choice(frozenset({place}), None, None, None, reads, gives, COPY_LAUNCH_US), produced)
+        reads, produced = (
+            {value: self._formats[value][0] for value in values}
+            for values in (placed.reads(), placed.outputs)
+        )
+        choice = Choice(frozenset({place}), None, None, None, reads, _own_outputs(placed), COPY_LAUNCH_US)
+        self._add(choice, produced)
 
     def _add_torch(self, place: int, placed: PlacedOp) -> None:
-        gives = {value: OutputSlice(output) for output, value in enumerate(placed.outputs)}
+        gives = _own_outputs(placed)
         combinations = self._combinations(placed.reads())
         for formats in itertools.islice(combinations, 1 if placed.written.op in READS_MEMORY else None):
             try:
@@ -234,7 +235,8 @@ class Choices:
 
         Raises: NoKernelFoundError: there is none for the formats in which the operands come.
         """
-        values = _values_of(full)
+        joined = (value for leaf in full if isinstance(leaf, JoinedWeights) for value in leaf.values)
+        values = dict.fromkeys((*slots_of(full), *joined))
         operands = [full[place].value for place in op.operands if isinstance(full[place], Slot)]
         others = {value: self._formats[value][0] for value in values if value not in operands}
         seen: list[dict[int, TensorFormat]] = []
@@ -288,10 +290,9 @@ class Choices:
 
     def _cast(self, formats: dict[int, TensorFormat], dtype: str) -> dict[int, TensorFormat]:
         """Every floating-point tensor in another dtype; codes of eight bits stay what they are."""
-        return {
-            value: form if not _is_wide_float(form.dtype) else self._block.dense(value, dtype)
-            for value, form in formats.items()
-        }
+        kinds = {value: getattr(torch, form.dtype) for value, form in formats.items()}
+        wide = (value for value, kind in kinds.items() if kind.is_floating_point and kind.itemsize > 1)
+        return formats | {value: self._block.dense(value, dtype) for value in wide}
 
     def _fakes(self, full: Args, formats: Mapping[int, TensorFormat]) -> Args:
         def fill(leaf: Any) -> Any:
@@ -343,7 +344,9 @@ class Choices:
             results = front(op)(**dict(zip(_names(op), fakes, strict=True)))
         outputs = results if isinstance(results, tuple) else (results,)
         produced = {value: format_of(_part(outputs, take)) for value, take in gives.items()}
-        cost_us = _boosted_us(accepted)
+        # The kernel's own share of what counts after the policy's boost.
+        whole = accepted.kernel_us + accepted.transform_us
+        cost_us = accepted.total_us * accepted.kernel_us / whole if whole else accepted.total_us
         self._add(Choice(covers, op, full, chosen, formats, gives, cost_us, kind, within_us), produced)
         return True
 
@@ -362,6 +365,10 @@ class Choices:
         )
 
 
+def _own_outputs(placed: PlacedOp) -> dict[int, OutputSlice]:
+    return {value: OutputSlice(output) for output, value in enumerate(placed.outputs)}
+
+
 def _names(op: Op) -> tuple[str, ...]:
     return tuple(inspect.signature(op.build).parameters)
 
@@ -377,23 +384,7 @@ def _cast_targets(selection: Selection) -> list[str]:
     return list(dict.fromkeys(casts))
 
 
-def _boosted_us(accepted: Accepted) -> float:
-    """What a kernel alone counts for after the policy's boost."""
-    whole = accepted.kernel_us + accepted.transform_us
-    return accepted.total_us * accepted.kernel_us / whole if whole else accepted.total_us
-
-
-def _is_wide_float(dtype: str) -> bool:
-    return bool((kind := getattr(torch, dtype)).is_floating_point) and kind.itemsize > 1
-
-
 def _part(outputs: tuple[Any, ...], take: OutputSlice) -> Tensor:
     """The tensor that an `OutputSlice` names, without numbers."""
     whole: Tensor = outputs[take.output]
     return whole.narrow(-1, take.start, take.size) if take.size else whole
-
-
-def _values_of(full: Args) -> tuple[int, ...]:
-    """The values that a call reads, those of joined weights among them."""
-    joined = (value for leaf in full if isinstance(leaf, JoinedWeights) for value in leaf.values)
-    return tuple(dict.fromkeys((*slots_of(full), *joined)))

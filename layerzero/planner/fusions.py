@@ -101,30 +101,14 @@ def find_fusions(block: PlacedBlock, *, can_join: bool) -> list[Fusion]:
     A value that a fused op no longer gives is read by no other op.
     """
     reading = _Reading(block, can_join)
-    fusions: list[Fusion] = []
-    for match in (
-        _add_norm,
-        _norm_quantize,
-        _rope_append,
-        _joined_linears,
-        _norm_linear,
-        _gated_mlp,
-        _plain_mlp,
-        _linear_loss,
-    ):
-        fusions += match(reading)
+    fusions = [fusion for match in _MATCHES for fusion in match(reading)]
     backends = {place for place, op in enumerate(block.ops) if "backend" in op.written.kwargs}
     return [fusion for fusion in fusions if not fusion.covers & backends and _is_closed(reading, fusion)]
 
 
 def _is_closed(reading: _Reading, fusion: Fusion) -> bool:
-    hidden = tuple(
-        value
-        for place in fusion.covers
-        for value in reading.block.ops[place].outputs
-        if value not in fusion.gives
-    )
-    return reading.is_inside(hidden, fusion.covers)
+    values = (value for place in fusion.covers for value in reading.block.ops[place].outputs)
+    return reading.is_inside(tuple(value for value in values if value not in fusion.gives), fusion.covers)
 
 
 def _sum(reading: _Reading, leaf: Any) -> int | None:
@@ -330,3 +314,9 @@ def _linear_loss(reading: _Reading) -> Iterator[Fusion]:
         yield Fusion(
             "linear+loss", covers, table.get("linear_cross_entropy"), full, {op.outputs[0]: OutputSlice(0)}
         )
+
+
+_MATCHES = (
+    _add_norm, _norm_quantize, _rope_append, _joined_linears, _norm_linear, _gated_mlp, _plain_mlp,
+    _linear_loss,
+)  # fmt: skip

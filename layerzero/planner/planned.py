@@ -147,10 +147,8 @@ class PlannedBlock:
         self._entries: OrderedDict[Any, _Entry] = OrderedDict()
         self._last: _Entry | None = None
         if isinstance(source, Block):
-            parameters = [
-                inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in source.inputs
-            ]
-            self.__signature__ = inspect.Signature(parameters)
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            self.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in source.inputs])
             self.__name__ = self.__qualname__ = "block"
         else:
             functools.update_wrapper(self, source, updated=())
@@ -167,7 +165,9 @@ class PlannedBlock:
         tensors: Sequence[Any] = args
         entry = self._last
         if entry is None or kwargs or not entry.is_at_hand(args):
-            if self._is_transformed(args, kwargs):
+            leaves = pytree.tree_leaves((args, kwargs))
+            # A kernel would not see what flows under a transform or a trace, or with tangents; ops answer it.
+            if foreign.has_transformed(leaves) or foreign.has_tangents(leaves):
                 return self._run_as_written(*args, **kwargs)
             entry, tensors = self._find(args, kwargs)
         program = entry.program
@@ -175,13 +175,8 @@ class PlannedBlock:
             held_tensor.refresh()
         return entry.unpack(program.run(*tensors))
 
-    def _is_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a kernel would not see what flows here: under a transform or a trace, or with tangents."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        return foreign.has_transformed(leaves) or foreign.has_tangents(leaves)
-
     def _run_as_written(self, *args: Any, **kwargs: Any) -> Any:
-        """Each op by itself; ops answer transforms and traces."""
+        """Each op by itself."""
         if not isinstance(self._source, Block):
             return self._source(*args, **kwargs)
         return _as_written(run_op_by_op(self._source, self.__signature__.bind(*args, **kwargs).args))
@@ -372,9 +367,8 @@ def _fusions_of(solution: Solution) -> str:
 def _decision(
     placed: PlacedBlock, choices: Choices, solution: Solution, alone_us: float, state: DispatchState
 ) -> _Decision:
-    record = make_record(
-        placed, choices, solution, alone_us, state.policy.digest[:12] if state.policy else ""
-    )
+    policy = state.policy.digest[:12] if state.policy else ""
+    record = make_record(placed, choices, solution, alone_us, policy)
     tables = {name: table for name, table in list(state.tables.items()) if name in choices.ops}
     return _Decision(tables, solution, record)
 

@@ -153,14 +153,8 @@ def digest_of(block: PlacedBlock) -> str:
     """Equal for blocks of the same ops with arguments and weights of the same shapes, dtypes and strides."""
     produced = {value for op in block.ops for value in op.outputs}
     values = [
-        (
-            tuple(value.fake.shape),
-            format_of(value.fake),
-            value.constant is not None,
-            value.fake.requires_grad,
-            str(value.fake.device),
-        )
-        for place, value in enumerate(block.values)
+        (tuple(t.shape), format_of(t), constant is not None, t.requires_grad, str(t.device))
+        for place, (t, constant) in enumerate(block.values)
         if place not in produced
     ]
     ops = [

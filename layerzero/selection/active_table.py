@@ -19,7 +19,7 @@ from layerzero.perfdb import Environment
 from layerzero.selection.context import SelectionOptions
 from layerzero.selection.decide import pick
 from layerzero.selection.dispatch_table import EVERY_OP, Bucket, DispatchTable, capabilities_hash, limits_of
-from layerzero.selection.policy.policy import Policy, PolicyVerdict
+from layerzero.selection.policy.policy import Policy
 from layerzero.selection.policy.rules import Rule
 from layerzero.selection.record import Accepted, Candidate
 from layerzero.selection.solver.families import Family, family_of
@@ -205,7 +205,8 @@ def _decided_again(
             accepted = Accepted(us, 0.0, verdict.boost.apply(us), bucket.cost_source)
             pool.append(Candidate(kernel_id, kernel.backend, accepted))
     unpriced = (k for k in kernels.values() if k.op == bucket.op and k.id not in bucket.costs)
-    if not pool or any(_is_preferred(rules.verdict(k.id, k.backend)) for k in unpriced):
+    verdicts = (rules.verdict(k.id, k.backend) for k in unpriced)
+    if not pool or any(verdict.allowed and verdict.boost.apply(1.0) < 1.0 for verdict in verdicts):
         return None
     chosen, why = pick(pool, kernels, options)
     if chosen.accepted is not None and chosen.accepted.total_us > bucket.costs[chosen.kernel]:
@@ -222,10 +223,6 @@ def _decided_again(
         floor_us=bucket.floor_us * scale,
         multiple=bucket.multiple * scale,
     )
-
-
-def _is_preferred(verdict: PolicyVerdict) -> bool:
-    return verdict.allowed and verdict.boost.apply(1.0) < 1.0
 
 
 def _without_upper_layers(policy: Policy) -> Iterator[tuple[Policy, tuple[Rule, ...]]]:
@@ -250,9 +247,8 @@ def kernels_differ(
 
     @functools.cache
     def digest_of(op: str) -> str:
-        return (
-            capabilities_hash(kernels_of(op)) if op == EVERY_OP else limits_of(op, kernels_of(op), platform)
-        )
+        kernels = kernels_of(op)
+        return capabilities_hash(kernels) if op == EVERY_OP else limits_of(op, kernels, platform)
 
     @functools.cache
     def differs(op: str) -> str:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layerzero.ops.op import Op
 from layerzero.selection.context import CostModel, SelectionContext, SelectionOptions
 from layerzero.selection.cost.roofline import ESTIMATE_MARGIN, ROOFLINE, TIMED, ideal_us, roofline_us
 from layerzero.selection.policy.policy import RequestPolicy
 from layerzero.selection.policy.rules import Rule
-from layerzero.selection.record import Accepted, Candidate, Selection
+from layerzero.selection.record import Accepted, Candidate, Selection, Transform
 from layerzero.selection.transform import adapt
 from layerzero.selection.workspace import exceeds_budget, transform_bytes, workspace_bytes
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
@@ -85,24 +85,26 @@ def decide(
         chosen, best_warm, why = _by_dispatch_table(table_entry, trace, pool, chosen, best_warm, why)
     if by_id[chosen.kernel].descriptor:
         why = f"{DESCRIPTOR_ONLY}, no code here calls it: {why}"
+    others = sorted((c for c in pool if c is not chosen), key=lambda c: (_accepted_of(c).total_us, c.kernel))
+    return _selection(
+        request, context, chosen,
+        why=why, trace=trace, order=(chosen.kernel, *(c.kernel for c in others)),
+        when_warm=best_warm.kernel if best_warm.kernel != chosen.kernel else None,
+        table_miss=table_entry if lock is None and isinstance(table_entry, Rejected) else None,
+    )  # fmt: skip
+
+
+def _selection(request: CallSpec, context: SelectionContext, chosen: Candidate, **fields: Any) -> Selection:
     accepted = _accepted_of(chosen)
-    order = [
-        chosen.kernel,
-        *sorted((c.kernel for c in pool if c is not chosen), key=lambda k: _total_us(pool, k)),
-    ]
     return Selection(
-        op=op.name,
+        op=request.op,
         kernel=chosen.kernel,
         request=request,
         transforms=accepted.transforms,
         expected_us=accepted.kernel_us + accepted.transform_us,
-        why=why,
-        trace=trace,
-        order=tuple(order),
-        when_warm=best_warm.kernel if best_warm.kernel != chosen.kernel else None,
-        policy=policy.digest[:12] if policy else "",
-        table_miss=table_entry if lock is None and isinstance(table_entry, Rejected) else None,
-        overlay=options.overlay[:12],
+        policy=context.policy.digest[:12] if context.policy else "",
+        overlay=context.options.overlay[:12],
+        **fields,
     )
 
 
@@ -128,19 +130,8 @@ def decide_ahead(
     accepted = candidate.accepted
     if accepted is None or candidate.rejected or not accepted.ready or kernel.descriptor:
         return None
-    return Selection(
-        op=op.name,
-        kernel=kernel.id,
-        request=request,
-        transforms=accepted.transforms,
-        expected_us=accepted.kernel_us + accepted.transform_us,
-        why=_why_ahead(entry),
-        trace=(candidate,),
-        order=(kernel.id,),
-        policy=context.policy.digest[:12] if context.policy else "",
-        overlay=context.options.overlay[:12],
-        ahead=True,
-    )
+    order, why = (kernel.id,), _why_ahead(entry)
+    return _selection(request, context, candidate, why=why, trace=(candidate,), order=order, ahead=True)
 
 
 def _why_ahead(entry: Bucket) -> str:
@@ -190,20 +181,12 @@ class _Judge:
         if blocked is not None:
             reasons.append(blocked)
         refusals = rejections(kernel, request, hardware)
-        adapted = (
-            adapt(self._op, kernel, request, refusals, hardware, self._bucketed)
-            if refusals
-            else (request, ())
-        )
+        adapted: tuple[CallSpec, tuple[Transform, ...]] | None = (request, ())
+        if refusals:
+            adapted = adapt(self._op, kernel, request, refusals, hardware, self._bucketed)
         transforms = adapted[1] if adapted is not None else ()
         temporary = transform_bytes(transforms, request, self._work.bytes) if transforms else 0
-        oversize = exceeds_budget(
-            kernel,
-            self._bucketed,
-            options.workspace_budget,
-            temporary,
-            budget_is_agreed=options.budget_is_agreed,
-        )
+        oversize = exceeds_budget(kernel, self._bucketed, options, temporary)
         if oversize is not None:
             reasons.append(oversize)
         if adapted is None or (transforms and options.strict):
@@ -245,12 +228,9 @@ def pick(
             gain = (total / floor - 1) * 100 if floor else 0.0
             if candidate is best:
                 return best, f"preferred on this hardware, and the cheapest at {floor:.1f} us expected"
-            return (
-                candidate,
-                f"preferred on this hardware: {best.kernel} gains only {gain:.1f} %, by estimates",
-            )
-    defaults = [c for c in pool if by_id[c.kernel].default]
-    for default in defaults:
+            why = f"preferred on this hardware: {best.kernel} gains only {gain:.1f} %, by estimates"
+            return candidate, why
+    for default in (c for c in pool if by_id[c.kernel].default):
         total = _accepted_of(default).total_us
         if default is best:
             return default, f"the library default, and the cheapest at {floor:.1f} us expected"
@@ -262,10 +242,8 @@ def pick(
     band = [c for c in pool if _accepted_of(c).total_us <= floor * (1 + options.tie_band)]
     first = min(band, key=lambda c: (by_id[c.kernel].tie_break_order, c.kernel))
     if len(band) > 1:
-        return (
-            first,
-            f"first in fixed order among {len(band)} within {options.tie_band:.0%} of {floor:.1f} us",
-        )
+        why = f"first in fixed order among {len(band)} within {options.tie_band:.0%} of {floor:.1f} us"
+        return first, why
     return best, f"cheapest at {floor:.1f} us expected"
 
 
@@ -278,10 +256,6 @@ def _of_globs(pool: Sequence[Candidate], globs: Sequence[str]) -> list[Candidate
 def _accepted_of(candidate: Candidate) -> Accepted:
     assert candidate.accepted is not None
     return candidate.accepted
-
-
-def _total_us(pool: Sequence[Candidate], kernel: str) -> tuple[float, str]:
-    return next((_accepted_of(c).total_us, c.kernel) for c in pool if c.kernel == kernel)
 
 
 def no_kernel_message(op: Op, request: CallSpec, trace: Sequence[Candidate], lock: Rule | None) -> str:

@@ -52,16 +52,8 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     @property
     def family(self) -> Family:
         """What its calls have in common beside their sizes."""
-        return Family(
-            op=self.op,
-            dtype=self.dtype,
-            axes=tuple(sorted(self.ranges)),
-            dtypes=self.dtypes,
-            features=self.features,
-            layout=self.layout,
-            contiguous=self.contiguous,
-            capture=self.capture,
-        )
+        shared = {name: getattr(self, name) for name in Family.__struct_fields__ if name != "axes"}
+        return Family(axes=tuple(sorted(self.ranges)), **shared)
 
 
 class HeldOutResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

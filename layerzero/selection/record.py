@@ -203,9 +203,8 @@ def headline(request: CallSpec) -> str:
     """The request in a line: op, device, dtype, sizes by axis, and what it asks for."""
     sizes = " ".join(f"{name}={size}" for name, size in request.dims.items())
     asks = " ".join(sorted(request.features | request.modes))
-    return f"{request.op} on {request.device}, {request.dtype}, {sizes}" + (
-        f", asking {asks}" if asks else ""
-    )
+    asking = f", asking {asks}" if asks else ""
+    return f"{request.op} on {request.device}, {request.dtype}, {sizes}{asking}"
 
 
 def fold_other_platforms(selection: Selection) -> tuple[list[Candidate], str]:
@@ -214,7 +213,8 @@ def fold_other_platforms(selection: Selection) -> tuple[list[Candidate], str]:
     Where no kernel takes the call, every kernel is shown with its reasons.
     """
     every = rank_candidates(selection.trace, selection.kernel)
-    others = [c for c in every if selection.kernel and _is_other_platform(c)]
+    mismatch = Reason.PLATFORM_MISMATCH
+    others = [c for c in every if selection.kernel and any(r.reason is mismatch for r in c.rejected)]
     names = ", ".join(sorted(c.kernel for c in others))
     shown = [c for c in every if c not in others]
     return shown, f"for other kinds of device: {names}" if others else ""
@@ -231,10 +231,6 @@ def rank_candidates(trace: Sequence[Candidate], chosen: str) -> list[Candidate]:
         return (2, float(len(candidate.rejected)), candidate.kernel)
 
     return sorted(trace, key=order)
-
-
-def _is_other_platform(candidate: Candidate) -> bool:
-    return any(rejected.reason is Reason.PLATFORM_MISMATCH for rejected in candidate.rejected)
 
 
 def _verdict(candidate: Candidate) -> str:

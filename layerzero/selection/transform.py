@@ -93,8 +93,10 @@ def adapt(
         size = _largest_part(op, capability, request)
         if op.split is None or size == 0:
             return None
-        price = _parts_us(op, kernel, bucketed, hardware, size)
         dim = op.split.dim
+        parts = -(-bucketed.dim(dim) // size)
+        # The launches beyond the first, and a copy of all that the op touches: at least what joining reads.
+        price = (parts - 1) * kernel.efficiency.launch_us + _copy_us(op, bucketed, hardware)
         transforms.append(Transform("split", dim, f"parts of at most {size}", price, size))
         adapted = adapted.replace(dims={**adapted.dims, dim: size})
     return (adapted, tuple(transforms)) if not rejections(kernel, adapted, hardware) else None
@@ -176,13 +178,6 @@ def _largest_part(op: Op, capability: Capability, request: CallSpec) -> int:
                 return 0
             size = min(size, condition.value // math.prod(request.dim(name, 1) for name in others))
     return size
-
-
-def _parts_us(op: Op, kernel: Kernel, request: CallSpec, hardware: Hardware, size: int) -> float:
-    """The launches beyond the first, and a copy of all that the op touches: at least what joining reads."""
-    assert op.split is not None
-    parts = -(-request.dim(op.split.dim) // size)
-    return (parts - 1) * kernel.efficiency.launch_us + _copy_us(op, request, hardware)
 
 
 def _copy_us(op: Op, request: CallSpec, hardware: Hardware) -> float:
@@ -298,14 +293,13 @@ def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..
             tensors = [args[position] for position in operands if isinstance(args[position], Tensor)]
             misaligned = any(address_of(tensor) % alignment for tensor in tensors)
         if misaligned:
-            return run(*[a if index in op.writes else _realign(a, alignment) for index, a in enumerate(args)])
+            args = tuple(
+                a.clone() if isinstance(a, Tensor) and i not in op.writes and address_of(a) % alignment else a
+                for i, a in enumerate(args)
+            )
         return run(*args)
 
     return aligned
-
-
-def _realign(value: Any, alignment: int) -> Any:
-    return value.clone() if isinstance(value, Tensor) and address_of(value) % alignment else value
 
 
 def _swap(op: Op, args: list[Any], layout: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from layerzero.selection.context import SelectionOptions
 from layerzero.selection.record import Transform, format_bytes
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
@@ -41,17 +42,13 @@ def transform_bytes(transforms: Sequence[Transform], request: CallSpec, moved: f
 
 
 def exceeds_budget(
-    kernel: Kernel,
-    request: CallSpec,
-    budget: int | None,
-    temporary: int = 0,
-    *,
-    budget_is_agreed: bool = False,
+    kernel: Kernel, request: CallSpec, options: SelectionOptions, temporary: int = 0
 ) -> Rejected | None:
     """The reason against a kernel whose workspace, with the temporaries before it, does not fit, or None.
 
     An agreed budget is a rank group's least.
     """
+    budget, on_every_rank = options.workspace_budget, options.budget_is_agreed
     if budget is None or (kernel.workspace_bytes is None and not temporary):
         return None
     required = workspace_bytes(kernel, request) + temporary
@@ -61,9 +58,9 @@ def exceeds_budget(
         Reason.MEMORY_HEADROOM_EXCEEDED,
         "workspace",
         f"at most {format_bytes(budget)}"
-        + (" (the least of any rank of the rank group)" if budget_is_agreed else ""),
+        + (" (the least of any rank of the rank group)" if on_every_rank else ""),
         format_bytes(required) + (f" ({format_bytes(temporary)} of it for copies)" if temporary else ""),
-        f"{format_bytes(required)} of memory free" + (" on every rank" if budget_is_agreed else ""),
+        f"{format_bytes(required)} of memory free" + (" on every rank" if on_every_rank else ""),
     )
 
 

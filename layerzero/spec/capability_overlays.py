@@ -117,11 +117,9 @@ def read(path: str | os.PathLike[str]) -> Capabilities:
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
     for kernel, stored_entry in document.kernels.items():
-        wrong = problems(stored_entry.capability)
-        if not 0 < stored_entry.error_factor <= FACTOR:
-            wrong.append(
-                f"error_factor needs more than 0 and at most {FACTOR}, got {stored_entry.error_factor}"
-            )
+        wrong, factor = problems(stored_entry.capability), stored_entry.error_factor
+        if not 0 < factor <= FACTOR:
+            wrong.append(f"error_factor needs more than 0 and at most {FACTOR}, got {factor}")
         if wrong:
             raise file.error_of(kernel, wrong[0])
     if file.migrated:

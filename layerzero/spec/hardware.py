@@ -103,10 +103,7 @@ def probe(device: str | torch.device = "cpu") -> Hardware:
 
 @functools.cache
 def _probe(device: str) -> Hardware:
-    kind = torch.device(device).type
-    if kind == "cuda":
-        return _probe_cuda(device)
-    return _probe_cpu(device)
+    return _probe_cuda(device) if torch.device(device).type == "cuda" else _probe_cpu(device)
 
 
 def _probe_cuda(device: str) -> Hardware:
@@ -165,11 +162,9 @@ def hypothetical_gpu(
 
 
 def _cuda_driver(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    if version.exists():
-        match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", version.read_text())
-        if match:
-            return match.group(1)
-    return None
+    text = version.read_text() if version.exists() else ""
+    match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
+    return match[1] if match else None
 
 
 def _probe_cpu(device: str) -> Hardware:
@@ -249,8 +244,6 @@ def free_memory(device: torch.device) -> int:
         pieces = torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0)
         return int(free + max(0, unused_reserved - pieces))
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-        if match:
-            return int(match.group(1)) * 1024
-    return _memory_bytes()
+    text = meminfo.read_text() if meminfo.exists() else ""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else _memory_bytes()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.ops import table
-from layerzero.spec.tolerances import SOURCES, mismatches
+from layerzero.spec.tolerances import mismatches
+from tests.bounds import SOURCES
 from tests.precision import beyond_sources
 
 QUERIES, HEADS, DIM, PAGE = 16, 4, 64, 16

@@ -26,8 +26,8 @@ from layerzero.checkpoints.calibration import run_text  # noqa: E402
 from layerzero.checkpoints.folder import TensorFolder  # noqa: E402
 from layerzero.checkpoints.writing import LAYOUTS, LEFT_ALONE, quantize_folder, weights_to_round  # noqa: E402
 from layerzero.formats import QuantizedTensor  # noqa: E402
-from layerzero.spec.tolerances import (  # noqa: E402
-    PARITY_LOGITS,
+from layerzero.spec.tolerances import PARITY_LOGITS  # noqa: E402
+from tests.bounds import (  # noqa: E402
     PERPLEXITY,
     PERPLEXITY_GPTQ,
     PERPLEXITY_GPTQ_OVER_NEAREST,

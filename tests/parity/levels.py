@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from layerzero.gates.model_parity import Row, largest
-from layerzero.spec.tolerances import PARITY_KERNEL, PARITY_LAYER, PARITY_LOGITS
+from layerzero.spec.tolerances import PARITY_LOGITS
+from tests.bounds import PARITY_KERNEL, PARITY_LAYER
 from tests.parity.model import CONFIGS, Config, bert, llama, llama_layer, random_llama
 from tests.parity.training import level_5
 from tests.parity.truth import Ours, Side, Truth

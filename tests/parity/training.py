@@ -8,13 +8,8 @@ import torch
 from torch import Tensor
 
 from layerzero.gates.model_parity import Row, largest
-from layerzero.spec.tolerances import (
-    PARITY_EMBEDDING_GRADIENT,
-    PARITY_LATER_GRADIENT,
-    PARITY_TRAINING,
-    PARITY_TRAINING_GRADIENT,
-    PARITY_TREND,
-)
+from layerzero.spec.tolerances import PARITY_EMBEDDING_GRADIENT, PARITY_LATER_GRADIENT
+from tests.bounds import PARITY_TRAINING, PARITY_TRAINING_GRADIENT, PARITY_TREND
 from tests.parity.model import Config, Model, llama, random_llama
 from tests.parity.truth import Ours, Side, Truth
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.cuda_kernels.compiled import HALF, function, multiprocessors
-from layerzero.ops.kv_formats import scale_steps
+from layerzero.ops.kv_formats import CODE_FEATURES, scale_steps
 from layerzero.ops.paged.splitting import parts_of
 from layerzero.spec.call_spec import CallSpec
 
@@ -37,26 +37,14 @@ def _compiled(
 
 def unit(request: CallSpec) -> str:
     """What is compiled together: everything that the source has as a macro."""
-    codes = next((name for name in sorted(request.features) if name in _CODES), "")
-    parts = (
-        request.dtype,
-        codes,
-        "kv_scale_per_token" in request.features,
-        "int64" in request.dtypes,
-        request.dim("G"),
-        request.dim("P"),
-    )
-    return " ".join(map(str, parts))
-
-
-_CODES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"kv_float8_e4m3fn": torch.float8_e4m3fn, "kv_float8_e5m2": torch.float8_e5m2, "kv_int8": torch.int8}
-)
+    codes = next((name for name in sorted(request.features) if name in CODE_FEATURES), "")
+    by_token, wide = "kv_scale_per_token" in request.features, "int64" in request.dtypes
+    return f"{request.dtype} {codes} {by_token} {wide} {request.dim('G')} {request.dim('P')}"
 
 
 def compile_for(request: CallSpec) -> None:
     """Compile what a request needs."""
-    codes = next(dtype for name, dtype in _CODES.items() if name in request.features)
+    codes = next(dtype for name, dtype in CODE_FEATURES.items() if name in request.features)
     index = torch.int64 if "int64" in request.dtypes else torch.int32
     _compiled(
         torch.device(request.device), request.dim("G"), request.dim("P"), codes,

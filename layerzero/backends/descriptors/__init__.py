@@ -121,8 +121,7 @@ def imagine_hardware(name: str) -> Hardware:
 
     Raises: ConfigurationError: nothing is known under that name; near ones are listed.
     """
-    hardware = DEVICES.get(name)
-    if hardware is None:
+    if name not in DEVICES:
         message = f"no hardware is described as {name!r}: {suggestion(name, DEVICES)}"
         raise ConfigurationError(message, hardware=name)
-    return hardware
+    return DEVICES[name]

@@ -15,7 +15,7 @@ from typing import Any
 
 from layerzero.backends.flash_attn.shared import FEATURES, HEAD_SIZES, hopper
 from layerzero.ops.attention.adapters import Result, bounds, int32
-from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs, Window
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.ops.host_copies import max_seqlen
 from layerzero.ops.rehearsal import dummy_run
 from layerzero.spec.call_spec import CallSpec
@@ -31,14 +31,9 @@ def _interface() -> Any:
         return importlib.import_module("flash_attn.cute")
 
 
-def _bounds(window: Window) -> tuple[int | None, int | None]:
-    window_left, right = window if window is not None else (-1, -1)
-    return (None if window_left < 0 else window_left, None if right < 0 else right)
-
-
 def _flags(call: AttentionArgs | RaggedArgs | PagedArgs) -> dict[str, Any]:
     """Its keyword arguments; causal and a window together are a window without a future."""
-    window_left, right = _bounds(call.window)
+    window_left, right = (None if side < 0 else side for side in call.window or (-1, -1))
     named: dict[str, Any] = {"softmax_scale": call.scale, "softcap": call.softcap or 0.0}
     if call.is_causal and window_left is not None:
         return named | {"window_size": (window_left, 0)}

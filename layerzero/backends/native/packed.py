@@ -31,7 +31,7 @@ def packed_weights() -> PackedWeights:
     return panels
 
 
-def _linear() -> Callable[..., Any]:
+def _linear() -> Callable[..., Tensor]:
     native, panels = load_module(LIBRARY).linear_kept, packed_weights()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -61,8 +61,7 @@ def _rms_norm_linear() -> Callable[..., Any]:
             out: Tensor | None = native(x, norm_weight, weight, packed, bias, eps)
             if out is not None:
                 return out
-        whole: Tensor = linear(functional.rms_norm(x, x.shape[-1:], norm_weight, eps), weight, bias)
-        return whole
+        return linear(functional.rms_norm(x, x.shape[-1:], norm_weight, eps), weight, bias)
 
     return rms_norm_linear
 
@@ -82,8 +81,7 @@ def _mlp() -> Callable[..., Any]:
                 out: Tensor | None = native(x, w_up, w_down, up, down, b_up, b_down, which)
                 if out is not None:
                     return out
-        whole: Tensor = linear(activate(linear(x, w_up, b_up), activation), w_down, b_down)
-        return whole
+        return linear(activate(linear(x, w_up, b_up), activation), w_down, b_down)
 
     return mlp
 
@@ -92,11 +90,6 @@ def _linear_workspace(request: CallSpec) -> int:
     """The weight in panels, and rows in float32 where those given or asked for are not."""
     inner, width = request.dim("K"), request.dim("C")
     return 4 * inner * in_panels(width) + _copy_bytes(request, inner, width)
-
-
-def _norm_linear_workspace(request: CallSpec) -> int:
-    """What the product takes, and the rows normed."""
-    return _linear_workspace(request) + 4 * request.dim("N") * request.dim("K")
 
 
 def _mlp_workspace(request: CallSpec) -> int:
@@ -136,7 +129,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _kernel(
         "native.rms_norm_linear.packed", _rms_norm_linear, (0.85, 0.6, 4.0), features="bias no_weight",
-        workspace_bytes=_norm_linear_workspace,
+        workspace_bytes=lambda request: _linear_workspace(request) + 4 * request.dim("N") * request.dim("K"),
     ),
     _kernel(
         "native.mlp.packed", _mlp, (0.85, 0.6, 8.0), features=f"bias {_ACTIVATED}",

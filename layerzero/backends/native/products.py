@@ -52,11 +52,6 @@ def in_panels(columns: int) -> int:
     return -(-columns // 32) * 32
 
 
-def _linear_room(request: CallSpec) -> int:
-    """The weight in panels."""
-    return 4 * in_panels(request.dim("C")) * request.dim("K")
-
-
 def _mlp_room(request: CallSpec) -> int:
     """Both weights in panels, and the hidden rows that are in work."""
     hidden, width = request.dim("F"), request.dim("C")
@@ -84,7 +79,7 @@ _kernel = functools.partial(
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "native.linear.panels", _linear, (0.8, 0.03, 20.0), _MEASURED.format("beside"),
-        features="bias", workspace_bytes=_linear_room,
+        features="bias", workspace_bytes=lambda request: 4 * in_panels(request.dim("C")) * request.dim("K"),
     ),
     _kernel(
         "native.mlp.panels", _mlp, (0.82, 0.03, 40.0), _MEASURED.format("faster than"),

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from layerzero.backends.native import load_module
 from layerzero.formats.table import format_of
-from layerzero.ops.linear.experts import all_choices
+from layerzero.ops.linear.experts import ExpertsArgs, all_choices
 from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes, keeping
 from layerzero.ops.linear.mlp import GATES
 from layerzero.ops.quantize.quantized_linear import rounded_rows
@@ -179,40 +179,42 @@ def _quantized_linear() -> Callable[..., Any]:
     return quantized_linear
 
 
-@loading(library)
-def _fused_experts(
-    module: Any, x: Tensor, experts: Tensor, scores: Tensor, w_up: Tensor, w_down: Tensor, up_scale: Tensor,
-    down_scale: Tensor, activation: str, gate: str, weighed: str, first_expert: int, shared: int,
-    inputs: str, format: str | None, up_zero: Tensor | None, down_zero: Tensor | None,
-    up_second: Tensor | None, down_second: Tensor | None, block_size: int,
-) -> Tensor:  # fmt: skip
+@loading(library, ExpertsArgs)
+def _fused_experts(module: Any, call: ExpertsArgs) -> Tensor:
     """Two products an expert over the rows that chose it; answers are added in the order of choices."""
-    whole = whole_inputs(inputs, format_of(w_up.dtype, format).name, block_size)
+    x, inputs, form, block_size, count = call.x, call.inputs, call.format, call.block_size, len(call.w_up)
+    whole = whole_inputs(inputs, format_of(call.w_up.dtype, form).name, block_size)
     rows = x.reshape(-1, x.shape[-1]).float()
-    chosen, weights = all_choices(experts, scores.float(), w_up.shape[0], first_expert, shared)
+    chosen, weights = all_choices(call.experts, call.scores.float(), count, call.first_expert, call.shared)
     parts = rows.new_zeros(chosen.numel(), rows.shape[1])
     order = chosen.flatten().argsort(stable=True)
-    counts = torch.bincount(chosen.flatten() + 1, minlength=w_up.shape[0] + 1).tolist()
+    counts = torch.bincount(chosen.flatten() + 1, minlength=count + 1).tolist()
     score, begin = weights.flatten(), counts[0]
     needed = [expert for expert, count in enumerate(counts[1:]) if count]
-    up = laid_out(w_up, up_scale, format, up_zero, up_second, block_size, needed)
-    down = laid_out(w_down, down_scale, format, down_zero, down_second, block_size, needed)
+    up, down = (
+        laid_out(weight, scale, form, zero, second, block_size, needed)
+        for weight, (scale, zero, second) in (
+            (call.w_up, call.parts("up")),
+            (call.w_down, call.parts("down")),
+        )
+        if scale is not None
+    )
 
     def rounded(part: Tensor) -> Tensor:
         if whole or inputs == "float":
             return part
-        return rounded_rows(part, inputs, w_up.dtype, format, block_size)
+        return rounded_rows(part, inputs, call.w_up.dtype, form, block_size)
 
     for expert in needed:
         places = order[begin : begin + counts[expert + 1]]
         begin += counts[expert + 1]
         weight, part = score[places].unsqueeze(1), rows[places // chosen.shape[1]]
         hidden = module.gated(
-            up.multiply(rounded(part * weight if weighed == "inputs" else part), None, whole, expert),
-            tuple(GATES).index(activation), gate == "second",
+            up.multiply(rounded(part * weight if call.weighed == "inputs" else part), None, whole, expert),
+            tuple(GATES).index(call.activation), call.gate == "second",
         )  # fmt: skip
         answer = down.multiply(rounded(hidden), None, whole, expert)
-        parts[places] = answer if weighed == "inputs" else answer * weight
+        parts[places] = answer if call.weighed == "inputs" else answer * weight
     by_row = parts.view(*chosen.shape, rows.shape[1])
     total = by_row[:, 0]
     for place in range(1, chosen.shape[1]):  # one after the other, whatever is beside a row

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from layerzero.formats.table import FORMATS
 from layerzero.ops.linear.experts import fused_experts_reference
 from layerzero.ops.linear.select_experts import select_experts_reference
 from layerzero.spec.kernel import Kernel
 
-
-def by_expert(*args: Any) -> Tensor:
-    """Two products an expert in float32; reads on the host which experts were chosen."""
-    with torch.no_grad():
-        return fused_experts_reference(*args)
-
+# Two products an expert in float32; reads on the host which experts were chosen.
+by_expert = torch.no_grad()(fused_experts_reference)
 
 _FORMATS = " ".join(f"quant_{name}" for name in FORMATS)
 _kernel = functools.partial(Kernel.of, gradient=False, default=True, tie_break_order=45, mixed_dtypes=True)

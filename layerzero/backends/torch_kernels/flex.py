@@ -9,6 +9,7 @@ change its programs do not always build (a symbol's name is replaced inside long
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,7 @@ def _programs() -> Any:
 
 def _attention() -> Callable[..., Any]:
     importlib.import_module("torch.nn.attention.flex_attention")
-    attention: Callable[..., Any] = _programs().attention
-    return attention
+    return _programs().attention  # type: ignore[no-any-return]
 
 
 def _unit(request: CallSpec) -> str:
@@ -39,9 +39,8 @@ def _unit(request: CallSpec) -> str:
 
 def _mask_bytes(request: CallSpec) -> int:
     """The mask for every head, and which of its blocks are seen."""
-    if not request.features & {"mask_bool", "block_mask"}:
-        return 0
-    return 2 * request.dim("B") * request.dim("Hq") * request.dim("Sq") * request.dim("Sk")
+    is_masked = bool(request.features & {"mask_bool", "block_mask"})
+    return 2 * is_masked * math.prod(request.dim(name) for name in ("B", "Hq", "Sq", "Sk"))
 
 
 KERNELS: tuple[Kernel, ...] = (

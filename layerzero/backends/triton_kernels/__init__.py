@@ -19,14 +19,8 @@ from layerzero.spec.kernel import Kernel
 
 def _from(module: str, name: str) -> Callable[[], Callable[..., Any]]:
     """The load function of one kernel; Triton is imported when it is called."""
-
-    def load() -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(
-            importlib.import_module(f"layerzero.backends.triton_kernels.{module}"), name
-        )
-        return function
-
-    return load
+    path = f"layerzero.backends.triton_kernels.{module}"
+    return lambda: getattr(importlib.import_module(path), name)
 
 
 _kernel = functools.partial(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from layerzero.backends.triton_kernels.paged import processors
 from layerzero.formats.elements import table_of
-from layerzero.formats.table import Format, format_of
+from layerzero.formats.table import format_of
 
 # Four bytes hold eight codes; pairs of bytes are spread to halves of a word, and a half's four bits become
 # the last bits of a number with a known exponent, from which that number without them is taken.
@@ -288,7 +288,10 @@ class PackedWeight(NamedTuple):
             "FOLDED": form.name in _FOLDED and (form.two_level or x.dtype == torch.bfloat16),
             "ASM": not INTERPRETED,
         }  # fmt: skip
-        parts = (weight, _as_codes(scale), zero_point, tensor_scale, _values(form, x))
+        if scale.dtype == torch.float8_e8m0fnu:  # exponents are read as the bytes that they are
+            scale = scale.view(torch.uint8)
+        values = table_of(form.element, torch.float32, x.device) if form.packed == 2 else None
+        parts = (weight, scale, zero_point, tensor_scale, values)
         return cls(parts, (weight.stride(-2), scale_row), constants)
 
     def cut(self, rows: int) -> Tiles:
@@ -342,13 +345,3 @@ def _scale_layout(scale: Tensor, inner: int, block_size: int) -> tuple[int, int,
     if block_size:
         return min(block_size, inner), scale.stride(-2), block_size
     return inner // scale.shape[-1], scale.stride(-2), 1
-
-
-def _as_codes(scale: Tensor) -> Tensor:
-    """Scales as the kernel loads them: exponents as the bytes that they are."""
-    return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
-
-
-def _values(form: Format, x: Tensor) -> Any:
-    """The table of a format's codes where the kernel looks them up."""
-    return table_of(form.element, torch.float32, x.device) if form.packed == 2 else None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
@@ -84,14 +84,12 @@ def _work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=2.0 * size, bytes=float(size * element))
 
 
-ALIBI = register(
-    Op(
-        build=alibi,
-        check=check_alibi,
-        reference=alibi_reference,
-        outputs=_outputs,
-        work=_work,
-        operands=(0,),
-        exact_dims=frozenset({"Hq"}),
-    )
+ALIBI = define_op(
+    build=alibi,
+    check=check_alibi,
+    reference=alibi_reference,
+    outputs=_outputs,
+    work=_work,
+    operands=(0,),
+    exact_dims=frozenset({"Hq"}),
 )

@@ -25,7 +25,7 @@ from layerzero.ops.attention.checks import (
     window_bounds,
 )
 from layerzero.ops.decoding import OPERAND_DECODING
-from layerzero.ops.op import Args, Layouts, Op, Split, register
+from layerzero.ops.op import Args, Layouts, Split, define_op
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
@@ -308,21 +308,19 @@ def work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=2.0 * batch * heads * widths * visible_pairs(spec), bytes=float(moved))
 
 
-ATTENTION = register(
-    Op(
-        build=attention,
-        check=check,
-        reference=attention_reference,
-        outputs=outputs,
-        work=work,
-        operands=(0, 1, 2),
-        exact_dims=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
-        empty=empty,
-        wide_outputs=frozenset({1}),
-        validate_values=validate_values,
-        decoding=OPERAND_DECODING,
-        batching=StackedBatching(),
-        layouts=Layouts(operands=(0, 1, 2), argument=10, names=("BHSD", "BSHD"), swap=(1, 2)),
-        split=Split("B", cut),
-    )
+ATTENTION = define_op(
+    build=attention,
+    check=check,
+    reference=attention_reference,
+    outputs=outputs,
+    work=work,
+    operands=(0, 1, 2),
+    exact_dims=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
+    empty=empty,
+    wide_outputs=frozenset({1}),
+    validate_values=validate_values,
+    decoding=OPERAND_DECODING,
+    batching=StackedBatching(),
+    layouts=Layouts(operands=(0, 1, 2), argument=10, names=("BHSD", "BSHD"), swap=(1, 2)),
+    split=Split("B", cut),
 )

@@ -35,11 +35,8 @@ def window_bounds(is_causal: bool, window: tuple[int, int] | None) -> tuple[int,
 # Whether each of torch's implementations of attention is switched on, by the name that a feature gives it.
 _SWITCHES = tuple(
     (f"sdpa_no_{name}", getattr(torch._C, f"_get_{flag}_sdp_enabled"))
-    for name, flag in (
-        ("flash", "flash"),
-        ("efficient", "mem_efficient"),
-        ("math", "math"),
-        ("cudnn", "cudnn"),
+    for name, flag in zip(
+        ("flash", "efficient", "math", "cudnn"), ("flash", "mem_efficient", "math", "cudnn"), strict=True
     )
 )
 _FLASH, _EFFICIENT, _MATH, _CUDNN = (is_on for _, is_on in _SWITCHES)
@@ -54,9 +51,7 @@ def switched_off() -> tuple[str, ...]:
 
 def modifier_signature(sinks: Any, score_mod: Any, block_mask: Any) -> tuple[Any, ...]:
     """What a signature holds of them: whether they fit is decided by that, whose they are is not."""
-    blocks = None
-    if block_mask is not None:
-        blocks = _block_mask_key(block_mask)
+    blocks = None if block_mask is None else _block_mask_key(block_mask)
     return signature_of(sinks), score_mod if score_mod is None else callable(score_mod), blocks
 
 
@@ -125,7 +120,9 @@ def check(args: Args) -> CallSpec:
         raise ValueError("dropout_p needs a number in [0, 1), got 1.0")
     check_score_options(call.scale, call.softcap, call.window)
     if call.sinks is not None:
-        _check_sinks(call.sinks, q, dims)
+        checks.need_tensor("sinks", call.sinks)
+        checks.need_shape("sinks", call.sinks, (dims["Hq"],), ", one logit a query head")
+        checks.need_same_device("q", q, sinks=call.sinks)
     if call.score_mod is not None and not callable(call.score_mod):
         raise TypeError(f"score_mod needs a callable of (score, b, h, q_idx, kv_idx), got {call.score_mod!r}")
     if call.block_mask is not None:
@@ -199,12 +196,6 @@ def _check_slopes(slopes: Any, q: Tensor, dims: dict[str, int]) -> None:
             f"alibi_slopes needs shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}"
         )
     checks.need_same_device("q", q, alibi_slopes=slopes)
-
-
-def _check_sinks(sinks: Any, q: Tensor, dims: dict[str, int]) -> None:
-    checks.need_tensor("sinks", sinks)
-    checks.need_shape("sinks", sinks, (dims["Hq"],), ", one logit a query head")
-    checks.need_same_device("q", q, sinks=sinks)
 
 
 def _check_blocks(block_mask: Any, q: Tensor, dims: dict[str, int], with_causal: bool) -> None:

@@ -52,15 +52,10 @@ def fold_mask(
     plain = window is None and (not causal or (q.shape[2] == k.shape[2] and (scale is None or scale > 0)))
     if plain and attn_mask is None and slopes is None:
         return None, causal
-    return additive_bias(
-        q, k, attn_mask, causal, window, slopes, dtype or _bias_dtype(q, attn_mask, slopes)
-    ), False
-
-
-def _bias_dtype(q: Tensor, attn_mask: Tensor | None, slopes: Tensor | None) -> torch.dtype:
-    if slopes is None and (attn_mask is None or attn_mask.dtype in (torch.bool, q.dtype)):
-        return q.dtype
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+    if dtype is None:
+        is_exact = slopes is None and (attn_mask is None or attn_mask.dtype in (torch.bool, q.dtype))
+        dtype = q.dtype if is_exact or q.dtype == torch.float64 else torch.float32
+    return additive_bias(q, k, attn_mask, causal, window, slopes, dtype), False
 
 
 def additive_bias(

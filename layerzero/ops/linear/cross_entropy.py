@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, Op, define_op
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
@@ -132,25 +132,23 @@ def register_loss(
         value = 0.0 if args[-1] == "sum" else math.nan
         return None if args[target].numel() else args[0].new_full(shape(args), value)
 
-    return register(
-        Op(
-            build=build,
-            check=check,
-            reference=reference,
-            outputs=lambda args: (OutputSpec(shape(args), checks.dtype_name(args[0].dtype)),),
-            work=work,
-            operands=operands,
-            exact_dims=exact_dims,
-            empty=empty,
-            validate_values=validate_values,
-            # A mean or a sum over the rows of all callers is the loss of none.
-            batching=RowBatching(
-                row_operands=(0, target),
-                trailing_axes=(1, 0),
-                output_trailing_axes=0,
-                accepts=lambda args: bool(args[-1] == "none"),
-            ),
-        )
+    return define_op(
+        build=build,
+        check=check,
+        reference=reference,
+        outputs=lambda args: (OutputSpec(shape(args), checks.dtype_name(args[0].dtype)),),
+        work=work,
+        operands=operands,
+        exact_dims=exact_dims,
+        empty=empty,
+        validate_values=validate_values,
+        # A mean or a sum over the rows of all callers is the loss of none.
+        batching=RowBatching(
+            row_operands=(0, target),
+            trailing_axes=(1, 0),
+            output_trailing_axes=0,
+            accepts=lambda args: bool(args[-1] == "none"),
+        ),
     )
 
 

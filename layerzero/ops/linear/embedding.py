@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
@@ -59,18 +59,14 @@ def _work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=0.0, bytes=float(2 * n * c * checks.dtype_bytes(spec.dtype) + 8 * n))
 
 
-EMBEDDING = register(
-    Op(
-        build=embedding,
-        check=_check,
-        reference=embedding_reference,
-        outputs=lambda args: (
-            OutputSpec((*args[0].shape, args[1].shape[1]), checks.dtype_name(args[1].dtype)),
-        ),
-        work=_work,
-        operands=(0, 1),
-        exact_dims=frozenset({"V", "C"}),
-        validate_values=_validate_values,
-        batching=RowBatching(trailing_axes=0),
-    )
+EMBEDDING = define_op(
+    build=embedding,
+    check=_check,
+    reference=embedding_reference,
+    outputs=lambda args: (OutputSpec((*args[0].shape, args[1].shape[1]), checks.dtype_name(args[1].dtype)),),
+    work=_work,
+    operands=(0, 1),
+    exact_dims=frozenset({"V", "C"}),
+    validate_values=_validate_values,
+    batching=RowBatching(trailing_axes=0),
 )

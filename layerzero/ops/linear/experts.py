@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.linear.mlp import GATES, activate
-from layerzero.ops.op import Args, Op, output_like, register
+from layerzero.ops.op import Args, define_op, output_like
 from layerzero.ops.quantize.operands import inputs_feature, need_codes, need_part_values, weight_features
 from layerzero.ops.quantize.quantize import numbers
 from layerzero.ops.quantize.quantized_linear import code_bits, rounded_rows
@@ -23,6 +23,35 @@ from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 GATE_FIRST = ("first", "second")
 WEIGHED = ("outputs", "inputs")
+
+
+class ExpertsArgs(NamedTuple):
+    """What kernels of `fused_experts` take."""
+
+    x: Tensor
+    experts: Tensor
+    scores: Tensor
+    w_up: Tensor
+    w_down: Tensor
+    up_scale: Tensor | None
+    down_scale: Tensor | None
+    activation: str
+    gate: str
+    weighed: str
+    first_expert: int
+    shared: int
+    inputs: str
+    format: str | None
+    up_zero_point: Tensor | None
+    down_zero_point: Tensor | None
+    up_tensor_scale: Tensor | None
+    down_tensor_scale: Tensor | None
+    block_size: int
+
+    def parts(self, end: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The scale, zero point and second scale of the weight `w_up` or `w_down`."""
+        up = (self.up_scale, self.up_zero_point, self.up_tensor_scale)
+        return up if end == "up" else (self.down_scale, self.down_zero_point, self.down_tensor_scale)
 
 
 @op_signature()
@@ -66,93 +95,65 @@ def fused_experts(
 
 
 def _check(args: Args) -> CallSpec:
-    (
-        x,
-        experts,
-        scores,
-        w_up,
-        w_down,
-        up_scale,
-        down_scale,
-        activation,
-        gate,
-        weighed,
-        first_expert,
-        shared,
-        inputs,
-        name,
-        up_zero,
-        down_zero,
-        up_second,
-        down_second,
-        block_size,
-    ) = args
+    call = ExpertsArgs._make(args)
+    x, experts = call.x, call.experts
     checks.need_rows("x", x)
     checks.need_index("experts", experts)
-    checks.need_rows("scores", scores)
+    checks.need_rows("scores", call.scores)
     chosen = experts.shape[-1] if experts.dim() else 0
-    for name_of, tensor in (("experts", experts), ("scores", scores)):
-        checks.need_shape(name_of, tensor, (*x.shape[:-1], chosen), ", for x's rows and experts' last axis")
-    checks.need_choice("activation", activation, GATES)
-    checks.need_choice("gate", gate, GATE_FIRST)
-    checks.need_choice("weighed", weighed, WEIGHED)
-    features = {f"act_{activation}"}
-    if (up_scale is None) != (down_scale is None):
+    for name, tensor in (("experts", experts), ("scores", call.scores)):
+        checks.need_shape(name, tensor, (*x.shape[:-1], chosen), ", for x's rows and experts' last axis")
+    checks.need_choice("activation", call.activation, GATES)
+    checks.need_choice("gate", call.gate, GATE_FIRST)
+    checks.need_choice("weighed", call.weighed, WEIGHED)
+    features = {f"act_{call.activation}"}
+    if (call.up_scale is None) != (call.down_scale is None):
         raise ValueError("down_scale needs to be given where up_scale is, and only there")
     sizes: list[int] = []
-    up = _weight("w_up", w_up, name, (up_scale, up_zero, up_second, block_size), "up", features, sizes)
-    down = _weight(
-        "w_down", w_down, name, (down_scale, down_zero, down_second, block_size), "down", features, sizes
-    )
+    up, down = (_weight(call, end, features, sizes) for end in ("up", "down"))
     width, hidden, count = x.shape[-1], down[2], up[0]
     if hidden == 0 or down[:2] != (count, width):
         raise ValueError(f"w_down needs numbers of shape ({count}, {width}, F), got {down}")
     if up != (count, 2 * hidden, width):
         raise ValueError(f"w_up needs numbers of shape {(count, 2 * hidden, width)}, (E, 2F, C), got {up}")
-    checks.need_int("first_expert", first_expert, low=0)
-    checks.need_int("shared", shared, low=0, high=count)
-    if up_scale is not None:
-        features.add(inputs_feature(inputs, format_of(w_up.dtype, name, "w_up")))
-    elif checks.need_choice("inputs", inputs, ("float",)):
+    checks.need_int("first_expert", call.first_expert, low=0)
+    checks.need_int("shared", call.shared, low=0, high=count)
+    if call.up_scale is not None:
+        features.add(inputs_feature(call.inputs, format_of(call.w_up.dtype, call.format, "w_up")))
+    elif checks.need_choice("inputs", call.inputs, ("float",)):
         features.add("weights_plain")
-    features |= {"gate_second"} if gate == "second" else set()
-    features |= {"weighed_inputs"} if weighed == "inputs" else set()
-    features |= {"local_experts"} if first_expert else set()
-    features |= {"shared_experts"} if shared else set()
-    others = {"experts": experts, "scores": scores, "w_up": w_up, "w_down": w_down, "up_scale": up_scale,
-              "down_scale": down_scale, "up_zero_point": up_zero, "down_zero_point": down_zero,
-              "up_tensor_scale": up_second, "down_tensor_scale": down_second}  # fmt: skip
+    features |= {"gate_second"} if call.gate == "second" else set()
+    features |= {"weighed_inputs"} if call.weighed == "inputs" else set()
+    features |= {"local_experts"} if call.first_expert else set()
+    features |= {"shared_experts"} if call.shared else set()
+    others = {name: value for name, value in call._asdict().items() if isinstance(value, Tensor)}
+    del others["x"]
     checks.need_same_device("x", x, **others)
     dims = {"N": x.numel() // width, "C": width, "F": hidden, "E": count, "T": chosen, "S": math.gcd(*sizes)}
-    return describe("fused_experts", [x], dims, features, typed=[x], aligned=[w_up, w_down])
+    return describe("fused_experts", [x], dims, features, typed=[x], aligned=[call.w_up, call.w_down])
 
 
-def _weight(
-    name: str,
-    weight: Any,
-    form_name: str | None,
-    parts: tuple[Any, ...],
-    end: str,
-    features: set[str],
-    sizes: list[int],
-) -> tuple[int, ...]:
+def _part_names(end: str) -> tuple[str, str, str]:
+    return f"{end}_scale", f"{end}_zero_point", f"{end}_tensor_scale"
+
+
+def _weight(call: ExpertsArgs, end: str, features: set[str], sizes: list[int]) -> tuple[int, ...]:
     """The shape of a weight's numbers; its features and the size of its groups are added to the others'."""
-    scale, zero_point, second, block_size = parts
+    name, weight = f"w_{end}", call.w_up if end == "up" else call.w_down
+    scale, zero_point, second = call.parts(end)
     if scale is None:
         checks.need_weight(name, weight, rank=3)
-        for other, value in (
-            (f"{end}_zero_point", zero_point),
-            (f"{end}_tensor_scale", second),
-            ("format", form_name),
+        for other, value in zip(
+            (*_part_names(end)[1:], "format"), (zero_point, second, call.format), strict=True
         ):
             if value is not None:
                 raise ValueError(f"{other} needs {end}_scale beside it, got none")
-        if block_size:
+        if call.block_size:
             raise ValueError(f"block_size needs {end}_scale beside it, got none")
         return tuple(weight.shape)
-    form, shape = need_codes(name, weight, form_name, rank=3)
-    names = (f"{end}_scale", f"{end}_zero_point", f"{end}_tensor_scale")
-    part_features, size = weight_features(form, shape, scale, zero_point, second, block_size, names)
+    form, shape = need_codes(name, weight, call.format, rank=3)
+    parts = (scale, zero_point, second, call.block_size)
+    part_features, size = weight_features(form, shape, *parts, _part_names(end))
     features |= part_features
     sizes.append(size)
     return shape
@@ -160,45 +161,43 @@ def _weight(
 
 def _validate_values(args: Args) -> Args:
     """Scales and zero points of both weights, the first time that they come."""
-    for end, parts in (("up", (args[5], args[14], args[16])), ("down", (args[6], args[15], args[17]))):
-        need_part_values((f"{end}_scale", f"{end}_zero_point", f"{end}_tensor_scale"), parts)
+    for end in ("up", "down"):
+        need_part_values(_part_names(end), ExpertsArgs._make(args).parts(end))
     return args
 
 
-def fused_experts_reference(
-    x: Tensor, experts: Tensor, scores: Tensor, w_up: Tensor, w_down: Tensor, up_scale: Tensor | None,
-    down_scale: Tensor | None, activation: str, gate: str, weighed: str, first_expert: int, shared: int,
-    inputs: str, format: str | None, up_zero_point: Tensor | None, down_zero_point: Tensor | None,
-    up_tensor_scale: Tensor | None, down_tensor_scale: Tensor | None, block_size: int,
-) -> Tensor:  # fmt: skip
-    """Expert by expert over the rows that chose it, in float32 at least."""
+def fused_experts_reference(*args: Any) -> Tensor:
+    """Expert by expert over the rows that chose it, in float32 at least.
+
+    Args: those of `ExpertsArgs`.
+    """
+    call = ExpertsArgs._make(args)
+    x, form, block_size = call.x, call.format, call.block_size
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.reshape(-1, x.shape[-1]).to(kind)
-    chosen, weights = all_choices(experts, scores, w_up.shape[0], first_expert, shared)
+    count = call.w_up.shape[0]
+    chosen, weights = all_choices(call.experts, call.scores, count, call.first_expert, call.shared)
     weights = weights.to(kind)
-    parts = rows.new_zeros(*chosen.shape, rows.shape[1])
+    answers = rows.new_zeros(*chosen.shape, rows.shape[1])
 
-    def product(
-        part: Tensor, weight: Tensor, scale: Tensor | None, zero: Tensor | None, second: Tensor | None
-    ) -> Tensor:
+    def product(part: Tensor, end: str, expert: int) -> Tensor:
+        weight = (call.w_up if end == "up" else call.w_down)[expert]
+        scale, zero, second = (of_expert(each, expert) for each in call.parts(end))
         if scale is None:
             return F.linear(part, weight.to(kind))
-        sent = rounded_rows(part, inputs, weight.dtype, format, block_size)
-        return F.linear(sent.to(kind), numbers(weight, scale, format, zero, second, block_size, kind))
+        sent = rounded_rows(part, call.inputs, weight.dtype, form, block_size)
+        return F.linear(sent.to(kind), numbers(weight, scale, form, zero, second, block_size, kind))
 
-    for expert in range(w_up.shape[0]):
+    for expert in range(count):
         row, place = (chosen == expert).nonzero(as_tuple=True)
         if len(row) == 0:
             continue
         score = weights[row, place].unsqueeze(-1)
-        part = rows[row] * score if weighed == "inputs" else rows[row]
-        parts_of = [of_expert(t, expert) for t in (up_scale, up_zero_point, up_tensor_scale)]
-        up = product(part, w_up[expert], *parts_of)
-        hidden = activate(up if gate == "first" else up.roll(up.shape[-1] // 2, -1), activation)
-        parts_of = [of_expert(t, expert) for t in (down_scale, down_zero_point, down_tensor_scale)]
-        down = product(hidden.to(kind), w_down[expert], *parts_of).to(kind)  # autocast rounds products
-        parts = parts.index_put((row, place), down if weighed == "inputs" else down * score)
-    return parts.sum(1).to(x.dtype).view(x.shape)
+        up = product(rows[row] * score if call.weighed == "inputs" else rows[row], "up", expert)
+        hidden = activate(up if call.gate == "first" else up.roll(up.shape[-1] // 2, -1), call.activation)
+        down = product(hidden.to(kind), "down", expert).to(kind)  # autocast rounds products
+        answers = answers.index_put((row, place), down if call.weighed == "inputs" else down * score)
+    return answers.sum(1).to(x.dtype).view(x.shape)
 
 
 def of_expert(tensor: Tensor | None, expert: int) -> Tensor | None:
@@ -229,18 +228,16 @@ def _work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=6.0 * n * t * c * f, bytes=float(moved))
 
 
-FUSED_EXPERTS = register(
-    Op(
-        build=fused_experts,
-        check=_check,
-        reference=fused_experts_reference,
-        outputs=output_like(0),
-        work=_work,
-        operands=(0,),
-        uncopied_operands=(3, 4),
-        exact_dims=frozenset({"C", "F", "E", "T", "S"}),
-        validate_values=_validate_values,
-        batching=RowBatching(row_operands=(0, 1, 2)),
-        differentiable=False,
-    )
+FUSED_EXPERTS = define_op(
+    build=fused_experts,
+    check=_check,
+    reference=fused_experts_reference,
+    outputs=output_like(0),
+    work=_work,
+    operands=(0,),
+    uncopied_operands=(3, 4),
+    exact_dims=frozenset({"C", "F", "E", "T", "S"}),
+    validate_values=_validate_values,
+    batching=RowBatching(row_operands=(0, 1, 2)),
+    differentiable=False,
 )

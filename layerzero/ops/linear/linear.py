@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
@@ -75,16 +75,14 @@ def _empty(args: Args) -> Tensor | None:
     return out if bias is None or out.numel() == 0 else out + bias.to(out.dtype)
 
 
-LINEAR = register(
-    Op(
-        build=linear,
-        check=check_linear,
-        reference=linear_reference,
-        outputs=linear_outputs,
-        work=linear_work,
-        operands=(0, 1, 2),
-        exact_dims=frozenset({"C", "K"}),
-        empty=_empty,
-        batching=RowBatching(weights=(1, 2)),
-    )
+LINEAR = define_op(
+    build=linear,
+    check=check_linear,
+    reference=linear_reference,
+    outputs=linear_outputs,
+    work=linear_work,
+    operands=(0, 1, 2),
+    exact_dims=frozenset({"C", "K"}),
+    empty=_empty,
+    batching=RowBatching(weights=(1, 2)),
 )

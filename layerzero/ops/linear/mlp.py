@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, output_like, register
+from layerzero.ops.op import Args, define_op, output_like
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
@@ -102,15 +102,13 @@ def _work(spec: CallSpec) -> WorkEstimate:
     )
 
 
-MLP = register(
-    Op(
-        build=mlp,
-        check=_check,
-        reference=mlp_reference,
-        outputs=output_like(0),
-        work=_work,
-        operands=(0, 1, 2, 3, 4),
-        exact_dims=frozenset({"C", "F"}),
-        batching=RowBatching(weights=(1, 2, 3, 4)),
-    )
+MLP = define_op(
+    build=mlp,
+    check=_check,
+    reference=mlp_reference,
+    outputs=output_like(0),
+    work=_work,
+    operands=(0, 1, 2, 3, 4),
+    exact_dims=frozenset({"C", "F"}),
+    batching=RowBatching(weights=(1, 2, 3, 4)),
 )

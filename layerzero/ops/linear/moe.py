@@ -11,7 +11,7 @@ from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.linear.mlp import GATES, activate
-from layerzero.ops.op import Args, Op, output_like, register
+from layerzero.ops.op import Args, define_op, output_like
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
@@ -127,15 +127,13 @@ def _work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=6.0 * n * t * c * f, bytes=float(moved))
 
 
-MOE = register(
-    Op(
-        build=moe,
-        check=_check,
-        reference=moe_reference,
-        outputs=output_like(0),
-        work=_work,
-        operands=(0, 2, 3),
-        exact_dims=frozenset({"C", "F", "E", "T"}),
-        batching=RowBatching(row_operands=(0, 1)),
-    )
+MOE = define_op(
+    build=moe,
+    check=_check,
+    reference=moe_reference,
+    outputs=output_like(0),
+    work=_work,
+    operands=(0, 2, 3),
+    exact_dims=frozenset({"C", "F", "E", "T"}),
+    batching=RowBatching(row_operands=(0, 1)),
 )

@@ -10,7 +10,7 @@ from layerzero.ops.describe import describe
 from layerzero.ops.linear.linear import check_linear, linear_outputs, linear_reference, linear_work
 from layerzero.ops.norm.checks import widen
 from layerzero.ops.norm.rms_norm import rms_norm_reference
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
@@ -55,15 +55,13 @@ def _work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(product.flops + 5.0 * spec.dim("N") * width, product.bytes + moved)
 
 
-RMS_NORM_LINEAR = register(
-    Op(
-        build=rms_norm_linear,
-        check=_check,
-        reference=rms_norm_linear_reference,
-        outputs=lambda args: linear_outputs((args[0], args[2])),
-        work=_work,
-        operands=(0, 1, 2, 3),
-        exact_dims=frozenset({"C", "K"}),
-        batching=RowBatching(weights=(1, 2, 3)),
-    )
+RMS_NORM_LINEAR = define_op(
+    build=rms_norm_linear,
+    check=_check,
+    reference=rms_norm_linear_reference,
+    outputs=lambda args: linear_outputs((args[0], args[2])),
+    work=_work,
+    operands=(0, 1, 2, 3),
+    exact_dims=frozenset({"C", "K"}),
+    batching=RowBatching(weights=(1, 2, 3)),
 )

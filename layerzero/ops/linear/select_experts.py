@@ -9,7 +9,7 @@ from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.linear.moe import SCORINGS as SCORINGS
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
@@ -112,18 +112,16 @@ def _outputs(args: Args) -> tuple[OutputSpec, ...]:
     return (OutputSpec(shape, "int32"), OutputSpec(shape, "float32"))
 
 
-SELECT_EXPERTS = register(
-    Op(
-        build=select_experts,
-        check=_check,
-        reference=select_experts_reference,
-        outputs=_outputs,
-        work=_work,
-        operands=(0,),
-        exact_dims=frozenset({"E", "T", "G"}),
-        batching=RowBatching(),
-        castable=False,
-        differentiable=False,
-        wide_outputs=frozenset({0, 1}),
-    )
+SELECT_EXPERTS = define_op(
+    build=select_experts,
+    check=_check,
+    reference=select_experts_reference,
+    outputs=_outputs,
+    work=_work,
+    operands=(0,),
+    exact_dims=frozenset({"E", "T", "G"}),
+    batching=RowBatching(),
+    castable=False,
+    differentiable=False,
+    wide_outputs=frozenset({0, 1}),
 )

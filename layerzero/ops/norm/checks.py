@@ -11,23 +11,25 @@ from torch import Tensor
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, output_like, register
+from layerzero.ops.op import Args, Op, define_op, output_like
 from layerzero.ops.signature import SignedCall
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
-def check_norm(op: str, x: Tensor, *others: Tensor, eps: float, **vectors: Tensor | None) -> CallSpec:
-    """Validate and describe a norm: `others` is the residual, if there is one, `vectors` weight and bias."""
+def check_norm(op: str, args: Args, rows: int, names: tuple[str, ...]) -> CallSpec:
+    """Validate and describe a norm: of its `rows` operands the second is the residual, vectors follow."""
+    x, *vectors, eps = args[0], *args[rows:]
+    named = dict(zip(names, vectors, strict=True))
     checks.need_rows("x", x)
-    for residual in others:
+    for residual in args[1:rows]:
         _check_residual(x, residual)
-    for name, vector in vectors.items():
+    for name, vector in named.items():
         checks.need_vector(name, vector, x.shape[-1], "x's last axis")
-    checks.need_same_device("x", x, **vectors)
+    checks.need_same_device("x", x, **named)
     checks.need_number("eps", eps, low=0.0)
     width = x.shape[-1]
-    features = {"no_weight": vectors["weight"] is None, "bias": vectors.get("bias") is not None}
-    return describe(op, (x, *others, *vectors.values()), {"N": x.numel() // width, "C": width}, features)
+    features = {"no_weight": named["weight"] is None, "bias": named.get("bias") is not None}
+    return describe(op, args[:-1], {"N": x.numel() // width, "C": width}, features)
 
 
 def _check_residual(x: Tensor, residual: Tensor) -> None:
@@ -56,24 +58,21 @@ def _work(spec: CallSpec) -> WorkEstimate:
 
 def register_norm(
     build: Callable[..., SignedCall],
-    check: Callable[[Args], CallSpec],
     reference: Callable[..., Any],
     *,
-    vectors: int,
+    vectors: tuple[str, ...],
     residual: bool = False,
 ) -> Op:
     """Add a norm to the table of ops; with a residual it has two row operands and two outputs."""
     rows = (0, 1) if residual else (0,)
-    return register(
-        Op(
-            build=build,
-            check=check,
-            reference=reference,
-            outputs=output_like(*[0] * len(rows)),
-            work=_work,
-            operands=tuple(range(len(rows) + vectors)),
-            exact_dims=frozenset({"C"}),
-            castable=not residual,  # the sum that is normed is the one returned
-            batching=RowBatching(row_operands=rows),
-        )
+    return define_op(
+        build=build,
+        check=lambda args: check_norm(build.__name__, args, len(rows), vectors),
+        reference=reference,
+        outputs=output_like(*[0] * len(rows)),
+        work=_work,
+        operands=tuple(range(len(rows) + len(vectors))),
+        exact_dims=frozenset({"C"}),
+        castable=not residual,  # the sum that is normed is the one returned
+        batching=RowBatching(row_operands=rows),
     )

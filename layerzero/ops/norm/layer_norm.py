@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerzero.ops.norm.checks import check_norm, register_norm, widen
-from layerzero.ops.op import Args
+from layerzero.ops.norm.checks import register_norm, widen
 from layerzero.ops.signature import SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec
 
 
 @op_signature()
@@ -23,11 +21,6 @@ def layer_norm(
     Source: arXiv 1607.06450.
     """
     raise NotImplementedError
-
-
-def _check_layer_norm(args: Args) -> CallSpec:
-    x, weight, bias, eps = args
-    return check_norm("layer_norm", x, weight=weight, bias=bias, eps=eps)
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -46,7 +39,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, 
     return out.to(x.dtype)
 
 
-LAYER_NORM = register_norm(layer_norm, _check_layer_norm, layer_norm_reference, vectors=2)
+LAYER_NORM = register_norm(layer_norm, layer_norm_reference, vectors=("weight", "bias"))
 
 
 @op_signature()
@@ -69,11 +62,6 @@ def add_layer_norm(
     raise NotImplementedError
 
 
-def _check_add_layer_norm(args: Args) -> CallSpec:
-    x, residual, weight, bias, eps = args
-    return check_norm("add_layer_norm", x, residual, weight=weight, bias=bias, eps=eps)
-
-
 def add_layer_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -83,5 +71,5 @@ def add_layer_norm_reference(
 
 
 ADD_LAYER_NORM = register_norm(
-    add_layer_norm, _check_add_layer_norm, add_layer_norm_reference, vectors=2, residual=True
+    add_layer_norm, add_layer_norm_reference, vectors=("weight", "bias"), residual=True
 )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerzero.ops.norm.checks import check_norm, register_norm, widen
-from layerzero.ops.op import Args
+from layerzero.ops.norm.checks import register_norm, widen
 from layerzero.ops.signature import SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec
 
 
 @op_signature()
@@ -23,11 +21,6 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> S
     raise NotImplementedError
 
 
-def _check_rms_norm(args: Args) -> CallSpec:
-    x, weight, eps = args
-    return check_norm("rms_norm", x, weight=weight, eps=eps)
-
-
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x * rsqrt(mean(x^2) + eps) * weight, in float32 at least."""
     wide = widen(x)
@@ -37,7 +30,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return out.to(x.dtype)
 
 
-RMS_NORM = register_norm(rms_norm, _check_rms_norm, rms_norm_reference, vectors=1)
+RMS_NORM = register_norm(rms_norm, rms_norm_reference, vectors=("weight",))
 
 
 @op_signature()
@@ -55,12 +48,6 @@ def add_rms_norm(
     raise NotImplementedError
 
 
-def check_add_rms_norm(args: Args) -> CallSpec:
-    """Validate and describe a residual sum with its norm."""
-    x, residual, weight, eps = args
-    return check_norm("add_rms_norm", x, residual, weight=weight, eps=eps)
-
-
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -69,6 +56,4 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps), total
 
 
-ADD_RMS_NORM = register_norm(
-    add_rms_norm, check_add_rms_norm, add_rms_norm_reference, vectors=1, residual=True
-)
+ADD_RMS_NORM = register_norm(add_rms_norm, add_rms_norm_reference, vectors=("weight",), residual=True)

@@ -13,9 +13,16 @@ from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import AppendArgs
 from layerzero.ops.batching import concat_rows
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Batching, LaunchFunction, Op, RejectedCall, output_like, register
+from layerzero.ops.op import Args, Batching, LaunchFunction, RejectedCall, define_op, output_like
 from layerzero.ops.paged.batching import concat_index_rows
-from layerzero.ops.paged.checks import LAYOUTS, cache_features, check_cache, page_axes, validate_codes
+from layerzero.ops.paged.checks import (
+    LAYOUTS,
+    cache_features,
+    check_cache,
+    check_pair,
+    page_axes,
+    validate_codes,
+)
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
@@ -80,12 +87,7 @@ def check(args: Args) -> CallSpec:
                 f"{(pool.shape[heads], pool.shape[3])} in layout {layout}"
             )
         _need_own_memory(f"{name}_cache", pool)
-    if v_cache.shape[:3] != k_cache.shape[:3]:
-        raise ValueError(
-            f"v_cache needs the pages, tokens and heads of k_cache, {tuple(k_cache.shape[:3])}, got "
-            f"{tuple(v_cache.shape[:3])}"
-        )
-    kv_formats.need_same_dtype("v_cache", v_cache, "k_cache", k_cache)
+    check_pair(k_cache, v_cache)
     features = cache_features(k, k_cache, v_cache) | kv_formats.check_scales(
         ("k_scale", "v_scale"), call[6:8], (k_cache, v_cache), heads, ("k_cache", "v_cache")
     )
@@ -95,14 +97,8 @@ def check(args: Args) -> CallSpec:
     return describe(
         "append_kv",
         [k, v],
-        {
-            "T": k.shape[0],
-            "Hk": k.shape[1],
-            "D": k.shape[2],
-            "Dv": v.shape[2],
-            "N": k_cache.shape[0],
-            "P": k_cache.shape[tokens],
-        },
+        dict(zip(("T", "Hk", "D"), k.shape, strict=True))
+        | {"Dv": v.shape[2], "N": k_cache.shape[0], "P": k_cache.shape[tokens]},
         features,
         layout=layout,
         typed=(k, slot_mapping),
@@ -156,18 +152,14 @@ def copy_if_aliased(rows: Tensor, *pools: Tensor) -> Tensor:
     return rows.clone() if any(pool.untyped_storage().data_ptr() == where for pool in pools) else rows
 
 
-def append_kv_reference(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    layout: str = "NHD",
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
-    """The op in plain torch: one indexed write a pool; slot_mapping are looked at before the first."""
-    validate_values((k, v, k_cache, v_cache, slot_mapping, layout, k_scale, v_scale))
+def append_kv_reference(*args: Any, **named: Any) -> Tensor:
+    """The op in plain torch: one indexed write a pool; slot_mapping are looked at before the first.
+
+    Args: those of `AppendArgs`.
+    """
+    call = AppendArgs(*args, **named)
+    validate_values(call)
+    k, v, k_cache, v_cache, slot_mapping, layout, k_scale, v_scale = call
     tokens = page_axes(layout)[0]
     slot_ids = slot_mapping.long()
     page, token = slot_ids // k_cache.shape[tokens], slot_ids % k_cache.shape[tokens]
@@ -256,28 +248,23 @@ def slot_conflicts(mappings: Sequence[Tensor]) -> dict[int, RejectedCall]:
             other = owner.setdefault(slot, caller)
             if other != caller:
                 message = f"slot_mapping needs places of the caller's own, got {slot}, which two callers name"
-                rejected[caller], rejected[other] = (
-                    RejectedCall(ValueError(message)),
-                    RejectedCall(ValueError(message)),
-                )
+                rejected |= {each: RejectedCall(ValueError(message)) for each in (caller, other)}
     return rejected
 
 
-APPEND_KV = register(
-    Op(
-        build=append_kv,
-        check=check,
-        reference=append_kv_reference,
-        outputs=output_like(4),
-        work=work,
-        operands=(0, 1),
-        exact_dims=frozenset({"Hk", "D", "Dv", "P"}),
-        empty=empty,
-        validate_values=validate_values,
-        pure=False,
-        writes=(2, 3, 6, 7),
-        differentiable=False,
-        wide_outputs=frozenset({0}),
-        batching=AppendBatching(),
-    )
+APPEND_KV = define_op(
+    build=append_kv,
+    check=check,
+    reference=append_kv_reference,
+    outputs=output_like(4),
+    work=work,
+    operands=(0, 1),
+    exact_dims=frozenset({"Hk", "D", "Dv", "P"}),
+    empty=empty,
+    validate_values=validate_values,
+    pure=False,
+    writes=(2, 3, 6, 7),
+    differentiable=False,
+    wide_outputs=frozenset({0}),
+    batching=AppendBatching(),
 )

@@ -11,21 +11,9 @@ from layerzero.ops.attention.arguments import PagedArgs
 from layerzero.ops.attention.checks import check_score_options, normalized_window, score_features
 from layerzero.ops.decoding import pages_decoding
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
+from layerzero.ops.paged import checks as paged
 from layerzero.ops.paged.batching import PagedBatching
-from layerzero.ops.paged.checks import (
-    LAYOUTS,
-    cache_features,
-    check_cache,
-    check_queries,
-    check_tables,
-    gather_numbers,
-    page_axes,
-    query_offsets,
-    results_over_queries,
-    validate_codes,
-    validate_paged_metadata,
-)
 from layerzero.ops.paged.reference import attend_sequences
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
@@ -76,16 +64,16 @@ def check(args: Args) -> CallSpec:
     """Validate a call, without reading data, and describe it; see `paged_attention` for the arguments."""
     call = PagedArgs._make(args)
     q, k_cache, v_cache = call[:3]
-    checks.need_choice("layout", call.layout, LAYOUTS)
+    checks.need_choice("layout", call.layout, paged.LAYOUTS)
     checks.need_bool("is_causal", call.is_causal)
     checks.need_bool("return_lse", call.return_lse)
-    check_queries("q", q)
-    dims = check_tables(q, call.block_tables, call.seq_lens, call.cu_seqlens_q)
+    paged.check_queries("q", q)
+    dims = paged.check_tables(q, call.block_tables, call.seq_lens, call.cu_seqlens_q)
     dims |= _check_pools(q, k_cache, v_cache, call.layout)
     check_score_options(call.scale, call.softcap, call.window)
-    features = score_features(call, dims) | cache_features(q, k_cache, v_cache)
+    features = score_features(call, dims) | paged.cache_features(q, k_cache, v_cache)
     features |= kv_formats.check_scales(
-        ("k_scale", "v_scale"), call[12:14], (k_cache, v_cache), page_axes(call.layout)[1],
+        ("k_scale", "v_scale"), call[12:14], (k_cache, v_cache), paged.page_axes(call.layout)[1],
         ("k_cache", "v_cache"),
     )  # fmt: skip
     features["prefill"] = call.cu_seqlens_q is not None
@@ -98,15 +86,10 @@ def check(args: Args) -> CallSpec:
 def _check_pools(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: str) -> dict[str, int]:
     if q.shape[2] == 0:
         raise ValueError(f"q needs a head size of at least 1, got shape {tuple(q.shape)}")
-    check_cache("k_cache", k_cache, q, 4)
-    check_cache("v_cache", v_cache, q, 4)
-    tokens, heads = page_axes(layout)
-    if v_cache.shape[:3] != k_cache.shape[:3]:
-        raise ValueError(
-            f"v_cache needs the pages, tokens and heads of k_cache, {tuple(k_cache.shape[:3])}, got "
-            f"{tuple(v_cache.shape[:3])}"
-        )
-    kv_formats.need_same_dtype("v_cache", v_cache, "k_cache", k_cache)
+    paged.check_cache("k_cache", k_cache, q, 4)
+    paged.check_cache("v_cache", v_cache, q, 4)
+    tokens, heads = paged.page_axes(layout)
+    paged.check_pair(k_cache, v_cache)
     if k_cache.shape[3] != q.shape[2]:
         raise ValueError(f"k_cache needs head size {q.shape[2]} like q, got {k_cache.shape[3]}")
     query_heads, key_heads = q.shape[1], k_cache.shape[heads]
@@ -122,10 +105,10 @@ def _check_pools(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: str) -> di
 
 def validate_values(args: Args) -> Args:
     """Page ids, lengths and offsets that fit, as copies."""
-    k_cache, layout = args[1], args[10]
+    k_cache, tokens = args[1], paged.page_axes(args[10])[0]
     if args[12] is not None:
-        validate_codes(("k_scale", "v_scale"), args[12:14], ("k_cache", "v_cache"), args[1:3])
-    return validate_paged_metadata(args, 3, "q", k_cache.shape[0], k_cache.shape[page_axes(layout)[0]])
+        paged.validate_codes(("k_scale", "v_scale"), args[12:14], ("k_cache", "v_cache"), args[1:3])
+    return paged.validate_paged_metadata(args, 3, "q", k_cache.shape[0], k_cache.shape[tokens])
 
 
 def paged_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -135,13 +118,13 @@ def paged_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor
     """
     call = PagedArgs(*args, **named)
     validate_values(call)
-    size = call.k_cache.shape[page_axes(call.layout)[0]]
-    starts = query_offsets(call.q.shape[0], call.cu_seqlens_q)
+    size = call.k_cache.shape[paged.page_axes(call.layout)[0]]
+    starts = paged.query_offsets(call.q.shape[0], call.cu_seqlens_q)
     sequences = []
     for row, length in enumerate(call.seq_lens.tolist()):
         pages = call.block_tables[row, : -(-length // size)]
         k, v = (
-            gather_numbers(cache, scale, pages, length, call.layout, call.q.dtype)
+            paged.gather_numbers(cache, scale, pages, length, call.layout, call.q.dtype)
             for cache, scale in ((call.k_cache, call.k_scale), (call.v_cache, call.v_scale))
         )
         sequences.append((call.q[starts[row] : starts[row + 1]], k, v))
@@ -165,19 +148,17 @@ def work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(2.0 * spec.dim("Hq") * widths * pairs, float(widths * moved))
 
 
-PAGED_ATTENTION = register(
-    Op(
-        build=paged_attention,
-        check=check,
-        reference=paged_attention_reference,
-        work=work,
-        operands=(0,),  # a pool is never copied to suit a kernel
-        uncopied_operands=(1, 2),
-        exact_dims=frozenset({"Hq", "Hk", "G", "D", "Dv", "P"}),
-        validate_values=validate_values,
-        **results_over_queries(values=2, return_lse=11, validate=validate_values),
-        wide_outputs=frozenset({1}),
-        decoding=pages_decoding(queries=1, scales=12),
-        batching=PagedBatching(queries=1, pools=2),
-    )
+PAGED_ATTENTION = define_op(
+    build=paged_attention,
+    check=check,
+    reference=paged_attention_reference,
+    work=work,
+    operands=(0,),  # a pool is never copied to suit a kernel
+    uncopied_operands=(1, 2),
+    exact_dims=frozenset({"Hq", "Hk", "G", "D", "Dv", "P"}),
+    validate_values=validate_values,
+    **paged.results_over_queries(values=2, return_lse=11, validate=validate_values),
+    wide_outputs=frozenset({1}),
+    decoding=pages_decoding(queries=1, scales=12),
+    batching=PagedBatching(queries=1, pools=2),
 )

@@ -50,6 +50,16 @@ def check_cache(name: str, pool: Any, q: Tensor, rank: int) -> Tensor:
     return pool  # type: ignore[no-any-return]
 
 
+def check_pair(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Pools of keys and of values with the same pages, tokens and heads, of one dtype."""
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        raise ValueError(
+            f"v_cache needs the pages, tokens and heads of k_cache, {tuple(k_cache.shape[:3])}, got "
+            f"{tuple(v_cache.shape[:3])}"
+        )
+    kv_formats.need_same_dtype("v_cache", v_cache, "k_cache", k_cache)
+
+
 def check_tables(q: Tensor, block_tables: Any, seq_lens: Any, cu_seqlens_q: Any) -> dict[str, int]:
     """Shapes and dtypes of the metadata; gives the sizes B, T and M (pages a table row can name)."""
     checks.need_index("block_tables", block_tables, rank=2)

@@ -11,19 +11,9 @@ from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import MlaArgs
 from layerzero.ops.decoding import pages_decoding
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
+from layerzero.ops.paged import checks as paged
 from layerzero.ops.paged.batching import PagedBatching
-from layerzero.ops.paged.checks import (
-    cache_features,
-    check_cache,
-    check_queries,
-    check_tables,
-    gather_numbers,
-    query_offsets,
-    results_over_queries,
-    validate_codes,
-    validate_paged_metadata,
-)
 from layerzero.ops.paged.reference import attend_sequences
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
@@ -73,8 +63,8 @@ def check(args: Args) -> CallSpec:
     checks.need_bool("is_causal", is_causal)
     checks.need_bool("return_lse", return_lse)
     checks.need_number("scale", scale)
-    check_queries("q_nope", q_nope)
-    check_queries("q_pe", q_pe)
+    paged.check_queries("q_nope", q_nope)
+    paged.check_queries("q_pe", q_pe)
     checks.need_same_device("q_nope", q_nope, q_pe=q_pe)
     if 0 in q_nope.shape[1:] or q_pe.shape[2] == 0:
         raise ValueError(
@@ -84,8 +74,8 @@ def check(args: Args) -> CallSpec:
         raise ValueError(
             f"q_pe needs (T, H) = {tuple(q_nope.shape[:2])} like q_nope, got {tuple(q_pe.shape[:2])}"
         )
-    check_cache("ckv_cache", ckv, q_nope, 3)
-    check_cache("kpe_cache", kpe, q_nope, 3)
+    paged.check_cache("ckv_cache", ckv, q_nope, 3)
+    paged.check_cache("kpe_cache", kpe, q_nope, 3)
     if kpe.shape[:2] != ckv.shape[:2]:
         raise ValueError(
             f"kpe_cache needs pages {tuple(ckv.shape[:2])} like ckv_cache, got {tuple(kpe.shape[:2])}"
@@ -94,37 +84,24 @@ def check(args: Args) -> CallSpec:
     for name, pool, query, like in (("ckv_cache", ckv, q_nope, "q_nope"), ("kpe_cache", kpe, q_pe, "q_pe")):
         if pool.shape[2] != query.shape[2]:
             raise ValueError(f"{name} needs width {query.shape[2]} like {like}, got {pool.shape[2]}")
-    dims = check_tables(q_nope, tables, lens, cu)
+    dims = paged.check_tables(q_nope, tables, lens, cu)
     dims |= {
         "Hq": q_nope.shape[1], "Hk": 1, "G": q_nope.shape[1], "C": ckv.shape[2], "R": kpe.shape[2],
         "N": ckv.shape[0], "P": ckv.shape[1],
     }  # fmt: skip
     scales = kv_formats.check_scales(_SCALES, call[10:12], (ckv, kpe), None, _POOLS)
-    features = (
-        cache_features(q_nope, ckv, kpe)
-        | scales
-        | {
-            "causal": is_causal,
-            "prefill": cu is not None,
-            "lse": return_lse,
-            "scale_not_positive": scale <= 0,
-        }
-    )
-    return describe(
-        "mla_attention",
-        (q_nope, q_pe),
-        dims,
-        features,
-        typed=(q_nope, q_pe, tables, lens),
-        aligned=(ckv, kpe),
-    )
+    features = paged.cache_features(q_nope, ckv, kpe) | scales
+    features |= {"causal": is_causal, "prefill": cu is not None, "lse": return_lse}
+    features["scale_not_positive"] = scale <= 0
+    typed = (q_nope, q_pe, tables, lens)
+    return describe("mla_attention", typed[:2], dims, features, typed=typed, aligned=(ckv, kpe))
 
 
 def validate_values(args: Args) -> Args:
     """Page ids, lengths and offsets that fit, as copies."""
     if args[10] is not None:
-        validate_codes(_SCALES, args[10:12], _POOLS, args[2:4])
-    return validate_paged_metadata(args, 4, "q_nope", args[2].shape[0], args[2].shape[1])
+        paged.validate_codes(_SCALES, args[10:12], _POOLS, args[2:4])
+    return paged.validate_paged_metadata(args, 4, "q_nope", args[2].shape[0], args[2].shape[1])
 
 
 def mla_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -135,14 +112,16 @@ def mla_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor, 
     call = MlaArgs(*args, **named)
     validate_values(call)
     size = call.ckv_cache.shape[1]
-    queries = torch.cat([call.q_nope, call.q_pe.to(call.q_nope.dtype)], -1)
+    dtype = call.q_nope.dtype
+    queries = torch.cat([call.q_nope, call.q_pe.to(dtype)], -1)
     pools = ((call.ckv_cache, call.ckv_scale), (call.kpe_cache, call.kpe_scale))
-    starts = query_offsets(call.q_nope.shape[0], call.cu_seqlens_q)
+    starts = paged.query_offsets(call.q_nope.shape[0], call.cu_seqlens_q)
     sequences = []
     for row, length in enumerate(call.seq_lens.tolist()):
         pages = call.block_tables[row, : -(-length // size)]
         ckv, kpe = (
-            gather_numbers(pool, scale, pages, length, "NHD", call.q_nope.dtype) for pool, scale in pools
+            paged.gather_numbers(pool, scale, pages, length, "NHD", call.q_nope.dtype)
+            for pool, scale in pools
         )
         key = torch.cat([ckv, kpe], -1).unsqueeze(1)
         sequences.append((queries[starts[row] : starts[row + 1]], key, ckv.unsqueeze(1)))
@@ -160,19 +139,17 @@ def work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops, float(moved))
 
 
-MLA_ATTENTION = register(
-    Op(
-        build=mla_attention,
-        check=check,
-        reference=mla_attention_reference,
-        work=work,
-        operands=(0, 1),
-        uncopied_operands=(2, 3),
-        exact_dims=frozenset({"Hq", "Hk", "G", "C", "R", "P"}),
-        validate_values=validate_values,
-        **results_over_queries(values=2, return_lse=9, validate=validate_values),
-        wide_outputs=frozenset({1}),
-        decoding=pages_decoding(queries=2, scales=10),
-        batching=PagedBatching(queries=2, pools=2),
-    )
+MLA_ATTENTION = define_op(
+    build=mla_attention,
+    check=check,
+    reference=mla_attention_reference,
+    work=work,
+    operands=(0, 1),
+    uncopied_operands=(2, 3),
+    exact_dims=frozenset({"Hq", "Hk", "G", "C", "R", "P"}),
+    validate_values=validate_values,
+    **paged.results_over_queries(values=2, return_lse=9, validate=validate_values),
+    wide_outputs=frozenset({1}),
+    decoding=pages_decoding(queries=2, scales=10),
+    batching=PagedBatching(queries=2, pools=2),
 )

@@ -16,7 +16,7 @@ from layerzero.ops.attention.checks import check_score_options, normalized_windo
 from layerzero.ops.batching import as_view_of_base, concat_rows, split_outputs
 from layerzero.ops.decoding import OPERAND_DECODING
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Batching, LaunchFunction, Op, register
+from layerzero.ops.op import Args, Batching, LaunchFunction, define_op
 from layerzero.ops.paged.batching import concat_cu_seqlens
 from layerzero.ops.paged.checks import check_cu_seqlens, results_over_queries, validate_cu_seqlens
 from layerzero.ops.paged.reference import attend_sequences
@@ -178,18 +178,16 @@ class RaggedBatching(Batching):
         return split_outputs(launch(merged), counts)
 
 
-RAGGED_ATTENTION = register(
-    Op(
-        build=ragged_attention,
-        check=check,
-        reference=ragged_attention_reference,
-        work=work,
-        operands=(0, 1, 2),
-        exact_dims=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
-        validate_values=validate_values,
-        **results_over_queries(values=2, return_lse=9, validate=validate_values),
-        wide_outputs=frozenset({1}),
-        decoding=OPERAND_DECODING,
-        batching=RaggedBatching(),
-    )
+RAGGED_ATTENTION = define_op(
+    build=ragged_attention,
+    check=check,
+    reference=ragged_attention_reference,
+    work=work,
+    operands=(0, 1, 2),
+    exact_dims=frozenset({"Hq", "Hk", "G", "D", "Dv"}),
+    validate_values=validate_values,
+    **results_over_queries(values=2, return_lse=9, validate=validate_values),
+    wide_outputs=frozenset({1}),
+    decoding=OPERAND_DECODING,
+    batching=RaggedBatching(),
 )

@@ -13,7 +13,7 @@ from layerzero.ops import checks
 from layerzero.ops.batching import split_outputs
 from layerzero.ops.describe import describe
 from layerzero.ops.kv_formats import is_coded
-from layerzero.ops.op import Args, Op, output_like, register
+from layerzero.ops.op import Args, define_op, output_like
 from layerzero.ops.paged import append
 from layerzero.ops.rope.rope import check_rope, rope_reference, validate_rope_values
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
@@ -123,19 +123,17 @@ class RopeAppendBatching(append.AppendBatching):
         return split_outputs(out, [args[0].shape[0] for args in calls])
 
 
-ROPE_APPEND_KV = register(
-    Op(
-        build=rope_append_kv,
-        check=_check,
-        reference=rope_append_kv_reference,
-        outputs=output_like(0),
-        work=_work,
-        operands=(0, 1, 2),
-        exact_dims=frozenset({"Hq", "Hk", "D", "Dv", "R", "P"}),
-        validate_values=_validate_values,
-        pure=False,
-        writes=(6, 7),
-        differentiable=False,
-        batching=RopeAppendBatching(),
-    )
+ROPE_APPEND_KV = define_op(
+    build=rope_append_kv,
+    check=_check,
+    reference=rope_append_kv_reference,
+    outputs=output_like(0),
+    work=_work,
+    operands=(0, 1, 2),
+    exact_dims=frozenset({"Hq", "Hk", "D", "Dv", "R", "P"}),
+    validate_values=_validate_values,
+    pure=False,
+    writes=(6, 7),
+    differentiable=False,
+    batching=RopeAppendBatching(),
 )

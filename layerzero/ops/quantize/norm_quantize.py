@@ -7,8 +7,8 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.norm.rms_norm import check_add_rms_norm, rms_norm_reference
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.norm.rms_norm import ADD_RMS_NORM, rms_norm_reference
+from layerzero.ops.op import Args, define_op
 from layerzero.ops.quantize.quantize import FORMATS, quantize_reference, scale_shape
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
@@ -43,7 +43,7 @@ def add_rms_norm_quantize(
 
 def _check(args: Args) -> CallSpec:
     x, _, _, _, form, granularity, group_size = args
-    spec = check_add_rms_norm(args[:4])
+    spec = ADD_RMS_NORM.check(args[:4])
     checks.need_choice("format", form, FORMATS)
     checks.need_choice("granularity", granularity, GRANULARITIES)
     if granularity == "group":
@@ -101,19 +101,17 @@ def _work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=10.0 * n * c, bytes=float((3 * n * c + c) * size + n * c))
 
 
-ADD_RMS_NORM_QUANTIZE = register(
-    Op(
-        build=add_rms_norm_quantize,
-        check=_check,
-        reference=add_rms_norm_quantize_reference,
-        outputs=_outputs,
-        work=_work,
-        operands=(0, 1, 2),
-        exact_dims=frozenset({"C", "S"}),
-        empty=_empty,
-        castable=False,
-        batching=RowBatching(row_operands=(0, 1)),
-        differentiable=False,
-        wide_outputs=frozenset({0, 1}),
-    )
+ADD_RMS_NORM_QUANTIZE = define_op(
+    build=add_rms_norm_quantize,
+    check=_check,
+    reference=add_rms_norm_quantize_reference,
+    outputs=_outputs,
+    work=_work,
+    operands=(0, 1, 2),
+    exact_dims=frozenset({"C", "S"}),
+    empty=_empty,
+    castable=False,
+    batching=RowBatching(row_operands=(0, 1)),
+    differentiable=False,
+    wide_outputs=frozenset({0, 1}),
 )

@@ -7,6 +7,7 @@ shape of the scales says what shares one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +24,7 @@ from layerzero.formats.table import GRANULARITIES, Format
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
 from layerzero.ops.quantize.operands import need_codes, per_matrix, weight_features
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
@@ -80,7 +81,8 @@ def quantize(
 def _check_quantize(args: Args) -> CallSpec:
     x, name, granularity, group_size, scale, tensor_scale = args
     checks.need_rows("x", x)
-    _need_wide("x", x)
+    if (dtype := checks.dtype_name(x.dtype)) not in FLOAT_NAMES:
+        raise TypeError(f"x needs {', '.join(FLOAT_NAMES)}, got {dtype}")
     checks.need_choice("format", name, ALL_FORMATS)
     checks.need_choice("granularity", granularity, GRANULARITIES)
     form, width, shape = ALL_FORMATS[name], x.shape[-1], tuple(x.shape)
@@ -93,11 +95,6 @@ def _check_quantize(args: Args) -> CallSpec:
     checks.need_same_device("x", x, scale=scale, tensor_scale=tensor_scale)
     features["tensor_scale"] = tensor_scale is not None
     return describe("quantize", [x], {"N": x.numel() // width, "C": width, "S": group_size}, features)
-
-
-def _need_wide(name: str, x: Tensor) -> None:
-    if checks.dtype_name(x.dtype) not in FLOAT_NAMES:
-        raise TypeError(f"{name} needs {', '.join(FLOAT_NAMES)}, got {checks.dtype_name(x.dtype)}")
 
 
 def need_scale(name: str, value: Any, *shapes: tuple[int, ...], form: Format) -> Tensor:
@@ -154,28 +151,26 @@ def _empty(args: Args) -> tuple[Tensor, Tensor] | None:
     return codes, ones.to(form.scales[0]) if scale is None else scale
 
 
-def _quantize_work(spec: CallSpec) -> WorkEstimate:
-    """A maximum, a division, a rounding; rows are read once and leave as bytes."""
-    n, c = spec.dim("N"), spec.dim("C")
-    return WorkEstimate(flops=4.0 * n * c, bytes=float(n * c * (checks.dtype_bytes(spec.dtype) + 1)))
+def _work(flops: float, spec: CallSpec) -> WorkEstimate:
+    """So many operations an element; numbers move once, and codes as bytes."""
+    elements = spec.dim("N") * spec.dim("C")
+    return WorkEstimate(flops * elements, float(elements * (checks.dtype_bytes(spec.dtype) + 1)))
 
 
-QUANTIZE = register(
-    Op(
-        build=quantize,
-        check=_check_quantize,
-        reference=quantize_reference,
-        outputs=_outputs,
-        work=_quantize_work,
-        operands=(0,),
-        exact_dims=frozenset({"C", "S"}),
-        empty=_empty,
-        validate_values=_validate_values,
-        # One scale for the tensor or for a block's rows would become one scale for everybody's rows.
-        batching=RowBatching(row_operands=(0, 4), accepts=lambda args: args[2] in ("row", "group")),
-        differentiable=False,
-        wide_outputs=frozenset({0, 1}),
-    )
+QUANTIZE = define_op(
+    build=quantize,
+    check=_check_quantize,
+    reference=quantize_reference,
+    outputs=_outputs,
+    work=partial(_work, 4.0),  # a maximum, a division, a rounding
+    operands=(0,),
+    exact_dims=frozenset({"C", "S"}),
+    empty=_empty,
+    validate_values=_validate_values,
+    # One scale for the tensor or for a block's rows would become one scale for everybody's rows.
+    batching=RowBatching(row_operands=(0, 4), accepts=lambda args: args[2] in ("row", "group")),
+    differentiable=False,
+    wide_outputs=frozenset({0, 1}),
 )
 
 
@@ -249,27 +244,20 @@ def _dequantize_outputs(args: Args) -> tuple[OutputSpec, ...]:
     return (OutputSpec((*codes.shape[:-1], codes.shape[-1] * packed), dtype),)
 
 
-def _dequantize_work(spec: CallSpec) -> WorkEstimate:
-    n, c = spec.dim("N"), spec.dim("C")
-    return WorkEstimate(flops=float(n * c), bytes=float(n * c * (checks.dtype_bytes(spec.dtype) + 1)))
-
-
 def _rows_alone(args: Args) -> bool:
     """Whether each row of codes has scales of its own."""
     return bool(args[1].dim() > 0) and not args[6] and (args[5] is None or args[5].dim() == 0)
 
 
-DEQUANTIZE = register(
-    Op(
-        build=dequantize,
-        check=_check_dequantize,
-        reference=dequantize_reference,
-        outputs=_dequantize_outputs,
-        work=_dequantize_work,
-        operands=(0,),
-        exact_dims=frozenset({"C", "S"}),
-        batching=RowBatching(row_operands=(0, 1, 4), accepts=_rows_alone),
-        differentiable=False,
-        wide_outputs=frozenset({0}),
-    )
+DEQUANTIZE = define_op(
+    build=dequantize,
+    check=_check_dequantize,
+    reference=dequantize_reference,
+    outputs=_dequantize_outputs,
+    work=partial(_work, 1.0),
+    operands=(0,),
+    exact_dims=frozenset({"C", "S"}),
+    batching=RowBatching(row_operands=(0, 1, 4), accepts=_rows_alone),
+    differentiable=False,
+    wide_outputs=frozenset({0}),
 )

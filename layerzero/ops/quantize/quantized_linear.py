@@ -11,7 +11,7 @@ from layerzero.formats.table import FORMATS, format_of
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
 from layerzero.ops.quantize.operands import INPUTS as INPUTS
 from layerzero.ops.quantize.operands import inputs_feature, need_codes, need_part_values, weight_features
 from layerzero.ops.quantize.quantize import numbers
@@ -130,20 +130,18 @@ def _work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=2.0 * n * c * k, bytes=float(moved))
 
 
-QUANTIZED_LINEAR = register(
-    Op(
-        build=quantized_linear,
-        check=_check,
-        reference=quantized_linear_reference,
-        outputs=lambda args: (
-            OutputSpec((*args[0].shape[:-1], args[1].shape[0]), checks.dtype_name(args[0].dtype)),
-        ),
-        work=_work,
-        operands=(0, 3),  # a cast must not touch the weight's codes
-        uncopied_operands=(1,),
-        exact_dims=frozenset({"C", "K", "S"}),
-        validate_values=_validate_values,
-        batching=RowBatching(),
-        differentiable=False,
-    )
+QUANTIZED_LINEAR = define_op(
+    build=quantized_linear,
+    check=_check,
+    reference=quantized_linear_reference,
+    outputs=lambda args: (
+        OutputSpec((*args[0].shape[:-1], args[1].shape[0]), checks.dtype_name(args[0].dtype)),
+    ),
+    work=_work,
+    operands=(0, 3),  # a cast must not touch the weight's codes
+    uncopied_operands=(1,),
+    exact_dims=frozenset({"C", "K", "S"}),
+    validate_values=_validate_values,
+    batching=RowBatching(),
+    differentiable=False,
 )

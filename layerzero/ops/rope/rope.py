@@ -13,7 +13,7 @@ from torch import Tensor
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, output_like, register
+from layerzero.ops.op import Args, define_op, output_like
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
@@ -143,16 +143,14 @@ def _work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=3.0 * heads * spec.dim("R"), bytes=2.0 * heads * spec.dim("D") * element)
 
 
-ROPE = register(
-    Op(
-        build=rope,
-        check=check_rope,
-        reference=rope_reference,
-        outputs=output_like(0, 1),
-        work=_work,
-        operands=(0, 1),
-        exact_dims=frozenset({"Hq", "Hk", "D", "R"}),
-        validate_values=validate_rope_values,
-        batching=RowBatching(row_operands=(0, 1, 2), trailing_axes=(2, 2, 0), output_trailing_axes=2),
-    )
+ROPE = define_op(
+    build=rope,
+    check=check_rope,
+    reference=rope_reference,
+    outputs=output_like(0, 1),
+    work=_work,
+    operands=(0, 1),
+    exact_dims=frozenset({"Hq", "Hk", "D", "R"}),
+    validate_values=validate_rope_values,
+    batching=RowBatching(row_operands=(0, 1, 2), trailing_axes=(2, 2, 0), output_trailing_axes=2),
 )

@@ -30,53 +30,44 @@ def frequencies(width: int, base: float) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearScaling:
-    """Positions divided by `factor`. Source: arXiv 2306.15595."""
-
+class _Stretched:
     factor: float
 
     def __post_init__(self) -> None:
         checks.need_number("factor", self.factor, low=1.0)
+        for name in ("original_max_position_embeddings", "seq_len"):
+            if hasattr(self, name):
+                checks.need_int(name, getattr(self, name), low=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling(_Stretched):
+    """Positions divided by `factor`. Source: arXiv 2306.15595."""
 
     def inv_freq(self, width: int, base: float) -> tuple[Tensor, float]:
         return frequencies(width, base) / self.factor, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class NTKScaling:
+class NTKScaling(_Stretched):
     """A larger base, so that the slowest pair turns `factor` times slower and the fastest as before."""
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        checks.need_number("factor", self.factor, low=1.0)
 
     def inv_freq(self, width: int, base: float) -> tuple[Tensor, float]:
         return frequencies(width, _ntk_base(width, base, self.factor)), 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicNTKScaling:
+class DynamicNTKScaling(_Stretched):
     """NTK with a base that grows with the sequence at hand, `seq_len`, beyond
     `original_max_position_embeddings`."""
 
-    factor: float
     original_max_position_embeddings: int
     seq_len: int
 
-    def __post_init__(self) -> None:
-        checks.need_number("factor", self.factor, low=1.0)
-        checks.need_int("original_max_position_embeddings", self.original_max_position_embeddings, low=1)
-        checks.need_int("seq_len", self.seq_len, low=1)
-
     def inv_freq(self, width: int, base: float) -> tuple[Tensor, float]:
         length = max(self.seq_len, self.original_max_position_embeddings)
-        return frequencies(
-            width,
-            _ntk_base(
-                width, base, self.factor * length / self.original_max_position_embeddings - self.factor + 1
-            ),
-        ), 1.0
+        factor = self.factor * length / self.original_max_position_embeddings - self.factor + 1
+        return frequencies(width, _ntk_base(width, base, factor)), 1.0
 
 
 def _ntk_base(width: int, base: float, factor: float) -> float:
@@ -86,7 +77,7 @@ def _ntk_base(width: int, base: float, factor: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class YarnScaling:
+class YarnScaling(_Stretched):
     """Fast pairs as they are, slow ones `factor` times slower, a ramp between. Source: arXiv 2309.00071.
 
     A pair is fast if it turns more than `beta_fast` times within the `original_max_position_embeddings`, slow
@@ -94,7 +85,6 @@ class YarnScaling:
     or the ratio of two such terms where both `mscale`s are given. `truncate` rounds the ramp's ends outwards.
     """
 
-    factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -104,8 +94,7 @@ class YarnScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        checks.need_number("factor", self.factor, low=1.0)
-        checks.need_int("original_max_position_embeddings", self.original_max_position_embeddings, low=1)
+        _Stretched.__post_init__(self)  # `super()` would look for the class before it got its slots
         if not 0 < self.beta_slow < self.beta_fast:
             raise ValueError(
                 f"beta_slow needs to be between 0 and beta_fast {self.beta_fast}, got {self.beta_slow}"
@@ -124,11 +113,8 @@ class YarnScaling:
 
     def _pair(self, turns: float, width: int, base: float) -> float:
         """The (fractional) pair that turns `turns` times within the trained length."""
-        return (
-            width
-            * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
-            / (2 * math.log(base))
-        )
+        wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
+        return width * math.log(wavelength) / (2 * math.log(base))
 
     def _attention_factor(self) -> float:
         if self.attention_factor is not None:
@@ -142,7 +128,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3Scaling:
+class Llama3Scaling(_Stretched):
     """Long wavelengths stretched by `factor`, short ones kept, blended between, as Llama 3.1 does.
 
     A wavelength is long above original_max_position_embeddings / low_freq_factor, short below it /
@@ -155,8 +141,7 @@ class Llama3Scaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        checks.need_number("factor", self.factor, low=1.0)
-        checks.need_int("original_max_position_embeddings", self.original_max_position_embeddings, low=1)
+        _Stretched.__post_init__(self)
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor needs to be between 0 and high_freq_factor {self.high_freq_factor}, "

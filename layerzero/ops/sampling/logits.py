@@ -6,9 +6,6 @@ value a row, so that rows of different requests are in one call. Nothing here wa
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -54,17 +51,13 @@ def adjust_logits(
         tensor([[1., 1., 0.]])
     """
     checks.need_rows("logits", checks.need_tensor("logits", logits, rank=2))
-    penalties = {
-        "repetition_penalty": (repetition_penalty, 1),
-        "presence_penalty": (presence_penalty, 0),
-        "frequency_penalty": (frequency_penalty, 0),
-    }
-    for name, (value, _) in penalties.items():
-        low = 1e-3 if name == "repetition_penalty" else -math.inf
-        checks.need_each_row(name, value, logits, low=low)
+    checks.need_each_row("repetition_penalty", repetition_penalty, logits, low=1e-3)
+    checks.need_each_row("presence_penalty", presence_penalty, logits)
+    checks.need_each_row("frequency_penalty", frequency_penalty, logits)
     checks.need_each_row("min_p", min_p, logits, low=0.0, high=1.0)
     checks.need_each_row("temperature", temperature, logits, low=0.0)
-    penalised = any(not is_constant(value, neutral) for value, neutral in penalties.values())
+    values = (repetition_penalty, presence_penalty, frequency_penalty)
+    penalised = any(not is_constant(value, neutral) for value, neutral in zip(values, (1, 0, 0), strict=True))
     if penalised and history is None:
         raise ValueError("history needs the tokens so far where a penalty is given, got None")
     if (bias is None) != (bias_tokens is None):
@@ -75,8 +68,8 @@ def adjust_logits(
     if penalised and history is not None:
         tokens = _ids("history", history, logits)
         if tokens.shape[1]:
-            values = (repetition_penalty, presence_penalty, frequency_penalty)
-            adjusted = _penalised(adjusted, tokens, _prompt_lens(prompt_lens, logits), values)
+            checks.need_count("prompt_lens", prompt_lens, logits, (0, None))
+            adjusted = _penalised(adjusted, tokens, column(prompt_lens, torch.int64, logits.device), values)
     if allowed is not None:
         adjusted = _masked(adjusted, allowed)
     if not is_constant(min_p, 0):
@@ -163,8 +156,3 @@ def _ids(name: str, tokens: Tensor, logits: Tensor) -> Tensor:
         raise ValueError(f"{name} needs {logits.shape[0]} rows like logits, got {tokens.shape[0]}")
     checks.need_same_device("logits", logits, **{name: tokens})
     return checks.ids_in_range(name, tokens, logits.shape[1], "the vocabulary, or -1", ignore=-1).long()
-
-
-def _prompt_lens(value: Any, logits: Tensor) -> Tensor:
-    checks.need_count("prompt_lens", value, logits, (0, None))
-    return column(value, torch.int64, logits.device)

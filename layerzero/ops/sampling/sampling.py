@@ -15,36 +15,24 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
+from layerzero.ops.sampling import draw
 from layerzero.ops.sampling.batching import SamplingBatching
-from layerzero.ops.sampling.draw import (
-    Count,
-    Number,
-    by_top_k,
-    by_top_p,
-    greedy_tokens,
-    is_constant,
-    new_seed,
-    sample_from_weights,
-    token_weights,
-)
-from layerzero.ops.signature import SignedCall, op_signature, type_key, value_key
+from layerzero.ops.sampling.draw import Count, Number, is_constant, new_seed
+from layerzero.ops.signature import Build, SignedCall, op_signature, type_key, value_key
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
 MAX_TEMPERATURE = torch.finfo(torch.float64).max
 MAX_TOP_K = (1 << 63) - 1
 
 
-@op_signature(
-    default={"seed": new_seed},
-    key={
-        "temperature": value_key,
-        "top_k": value_key,
-        "top_p": value_key,
-        "seed": type_key,
-        "offset": type_key,
-    },
-)
+def _sampler(*filters: str) -> Callable[[Build], Build]:
+    """The signature of an op that draws: filters and temperature by value, seed and offset by type."""
+    key: dict[str | tuple[str, ...], Any] = dict.fromkeys((*filters, "temperature"), value_key)
+    return op_signature(default={"seed": new_seed}, key=key | {"seed": type_key, "offset": type_key})
+
+
+@_sampler("top_k", "top_p")
 def sample(
     logits: Tensor,
     *,
@@ -69,10 +57,7 @@ def sample(
     raise NotImplementedError
 
 
-@op_signature(
-    default={"seed": new_seed},
-    key={"k": value_key, "temperature": value_key, "seed": type_key, "offset": type_key},
-)
+@_sampler("k")
 def sample_topk(
     logits: Tensor, k: Count, *, temperature: Number = 1.0, seed: Count | None = None, offset: Count = 0
 ) -> SignedCall:
@@ -80,10 +65,7 @@ def sample_topk(
     raise NotImplementedError
 
 
-@op_signature(
-    default={"seed": new_seed},
-    key={"p": value_key, "temperature": value_key, "seed": type_key, "offset": type_key},
-)
+@_sampler("p")
 def sample_topp(
     logits: Tensor, p: Number, *, temperature: Number = 1.0, seed: Count | None = None, offset: Count = 0
 ) -> SignedCall:
@@ -94,65 +76,34 @@ def sample_topp(
 # -- checks ---------------------------------------------------------------------------------------------
 
 
-def _describe(
-    op: str,
-    logits: Any,
-    seed: Any,
-    offset: Any,
-    temperature: Any,
-    extra_features: frozenset[str] = frozenset(),
-) -> CallSpec:
-    """The spec of all three ops, after each has checked its own arguments."""
-    checks.need_each_row("temperature", temperature, logits, low=0.0, high=MAX_TEMPERATURE)
-    checks.need_count("seed", seed, logits)
-    checks.need_count("offset", offset, logits)
-    return describe(
-        op,
-        [logits],
-        {"N": logits.shape[0], "V": logits.shape[1]},
-        extra_features | {"seed_per_row"} if isinstance(seed, Tensor) else extra_features,
-    )
-
-
-def _need_logits(logits: Any) -> None:
-    checks.need_tensor("logits", logits, rank=2)
-    checks.need_rows("logits", logits)
-
-
-def _check_sample(args: Args) -> CallSpec:
-    logits, temperature, top_k, top_p, seed, offset = args
-    _need_logits(logits)
-    checks.need_count("top_k", top_k, logits, (0, MAX_TOP_K))
-    checks.need_each_row("top_p", top_p, logits, low=0.0, high=1.0)
-    return _describe("sample", logits, seed, offset, temperature, _filters(top_k, top_p))
-
-
-def _filters(top_k: Any, top_p: Any) -> frozenset[str]:
-    """What is to be filtered by; a tensor may hold any number, so it counts as a filter."""
-    requested = {"top_k": not is_constant(top_k, 0), "top_p": not is_constant(top_p, 1)}
-    requested["top_k_and_top_p"] = all(requested.values())
-    return frozenset(name for name, is_set in requested.items() if is_set)
-
-
-def _check_topk(args: Args) -> CallSpec:
-    logits, k, temperature, seed, offset = args
-    _need_logits(logits)
-    checks.need_count("k", k, logits, (1, MAX_TOP_K))
-    return _describe("sample_topk", logits, seed, offset, temperature)
-
-
-def _check_topp(args: Args) -> CallSpec:
-    logits, p, temperature, seed, offset = args
-    _need_logits(logits)
-    checks.need_each_row("p", p, logits, low=0.0, high=1.0)
-    return _describe("sample_topp", logits, seed, offset, temperature)
-
-
 Bounds = dict[str, tuple[float, float]]  # of the arguments behind the logits, in order
 _HEAT = (0, MAX_TEMPERATURE)
 _SAMPLE: Bounds = {"temperature": _HEAT, "top_k": (0, MAX_TOP_K), "top_p": (0, 1)}
 _TOPK: Bounds = {"k": (1, MAX_TOP_K), "temperature": _HEAT}
 _TOPP: Bounds = {"p": (0, 1), "temperature": _HEAT}
+
+
+def _check(op: str, bounds: Bounds, args: Args) -> CallSpec:
+    logits, *values = args
+    checks.need_tensor("logits", logits, rank=2)
+    checks.need_rows("logits", logits)
+    named = dict(zip((*bounds, "seed", "offset"), values, strict=True))
+    for name, value in named.items():
+        if name in ("seed", "offset"):
+            checks.need_count(name, value, logits)
+        elif name in ("top_k", "k"):
+            checks.need_count(name, value, logits, (int(bounds[name][0]), MAX_TOP_K))
+        else:
+            low, high = map(float, bounds[name])
+            checks.need_each_row(name, value, logits, low=low, high=high)
+    # A tensor may hold any number, so it counts as a filter.
+    filters = {
+        "top_k": op == "sample" and not is_constant(named["top_k"], 0),
+        "top_p": op == "sample" and not is_constant(named["top_p"], 1),
+    }
+    features = {**filters, "top_k_and_top_p": all(filters.values())}
+    features["seed_per_row"] = isinstance(named["seed"], Tensor)
+    return describe(op, [logits], {"N": logits.shape[0], "V": logits.shape[1]}, features)
 
 
 def _validate_rows(bounds: Bounds, args: Args) -> Args:
@@ -189,10 +140,9 @@ def sample_reference(
 ) -> Tensor:
     """Filter, then draw; where every row takes its largest logit there is nothing to weigh."""
     if is_constant(temperature, 0):
-        return _require_tokens(greedy_tokens(logits))
-    return _require_tokens(
-        sample_from_weights(token_weights(logits, temperature, top_k, top_p), seed, offset)
-    )
+        return _require_tokens(draw.greedy_tokens(logits))
+    weights = draw.token_weights(logits, temperature, top_k, top_p)
+    return _require_tokens(draw.sample_from_weights(weights, seed, offset))
 
 
 def _require_tokens(tokens: Tensor) -> Tensor:
@@ -207,18 +157,14 @@ def sample_topk_reference(
     logits: Tensor, k: Count, temperature: Number, seed: Count, offset: Count
 ) -> Tensor:
     """`sample_reference` without top-p."""
-    return by_top_k(sample_reference)(logits, k, temperature, seed, offset)
+    return draw.by_top_k(sample_reference)(logits, k, temperature, seed, offset)
 
 
 def sample_topp_reference(
     logits: Tensor, p: Number, temperature: Number, seed: Count, offset: Count
 ) -> Tensor:
     """`sample_reference` without top-k."""
-    return by_top_p(sample_reference)(logits, p, temperature, seed, offset)
-
-
-def _outputs(args: Args) -> tuple[OutputSpec, ...]:
-    return (OutputSpec((args[0].shape[0],), "int64"),)
+    return draw.by_top_p(sample_reference)(logits, p, temperature, seed, offset)
 
 
 def _work(spec: CallSpec) -> WorkEstimate:
@@ -227,50 +173,35 @@ def _work(spec: CallSpec) -> WorkEstimate:
     return WorkEstimate(flops=10.0 * n * v, bytes=float(n * v * checks.dtype_bytes(spec.dtype) + 8 * n))
 
 
-def _register(
-    build: Callable[..., SignedCall],
-    check: Callable[[Args], CallSpec],
-    reference: Callable[..., Tensor],
-    bounds: Bounds,
-    batching: SamplingBatching,
-) -> Op:
-    return register(
-        Op(
-            build=build,
-            check=check,
-            reference=reference,
-            outputs=_outputs,
-            work=_work,
-            operands=(0,),
-            exact_dims=frozenset({"V"}),
-            validate_values=partial(_validate_rows, bounds),
-            validate_values_per_batch=True,
-            batching=batching,
-            differentiable=False,
-            stochastic=True,
-            wide_outputs=frozenset({0}),
-        )
-    )
-
-
-SAMPLE = _register(
-    sample,
-    _check_sample,
-    sample_reference,
-    _SAMPLE,
-    SamplingBatching(numbers=(1, 2, 3, 4, 5), seed=4, fractions=frozenset({1, 3})),
+_define = partial(
+    define_op,
+    outputs=lambda args: (OutputSpec((args[0].shape[0],), "int64"),),
+    work=_work,
+    operands=(0,),
+    exact_dims=frozenset({"V"}),
+    validate_values_per_batch=True,
+    differentiable=False,
+    stochastic=True,
+    wide_outputs=frozenset({0}),
 )
-SAMPLE_TOPK = _register(
-    sample_topk,
-    _check_topk,
-    sample_topk_reference,
-    _TOPK,
-    SamplingBatching(numbers=(1, 2, 3, 4), seed=3, fractions=frozenset({2})),
+SAMPLE = _define(
+    build=sample,
+    check=partial(_check, "sample", _SAMPLE),
+    reference=sample_reference,
+    validate_values=partial(_validate_rows, _SAMPLE),
+    batching=SamplingBatching(numbers=(1, 2, 3, 4, 5), seed=4, fractions=frozenset({1, 3})),
 )
-SAMPLE_TOPP = _register(
-    sample_topp,
-    _check_topp,
-    sample_topp_reference,
-    _TOPP,
-    SamplingBatching(numbers=(1, 2, 3, 4), seed=3, fractions=frozenset({1, 2})),
+SAMPLE_TOPK = _define(
+    build=sample_topk,
+    check=partial(_check, "sample_topk", _TOPK),
+    reference=sample_topk_reference,
+    validate_values=partial(_validate_rows, _TOPK),
+    batching=SamplingBatching(numbers=(1, 2, 3, 4), seed=3, fractions=frozenset({2})),
+)
+SAMPLE_TOPP = _define(
+    build=sample_topp,
+    check=partial(_check, "sample_topp", _TOPP),
+    reference=sample_topp_reference,
+    validate_values=partial(_validate_rows, _TOPP),
+    batching=SamplingBatching(numbers=(1, 2, 3, 4), seed=3, fractions=frozenset({1, 2})),
 )

@@ -8,7 +8,8 @@ Every row has its own seed, and its draws do not depend on which rows are in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Op, register
+from layerzero.ops.op import Args, define_op
 from layerzero.ops.sampling.batching import SamplingBatching
 from layerzero.ops.sampling.draw import GOLDEN, Count, new_seed, row_seeds, sample_from_weights, uniform
 from layerzero.ops.signature import SignedCall, op_signature, type_key
@@ -298,32 +299,28 @@ def _work(spec: CallSpec) -> WorkEstimate:
     )
 
 
-def _register(
-    build: Callable[..., SignedCall],
-    check: Callable[[Args], CallSpec],
-    reference: Callable[..., Any],
-    outputs: Callable[[Args], tuple[OutputSpec, ...]],
-    seed: int,
-    results: int,
-) -> Op:
-    """Add an op whose argument `seed` has the seeds, the one behind it the offsets."""
-    return register(
-        Op(
-            build=build,
-            check=check,
-            reference=reference,
-            outputs=outputs,
-            work=_work,
-            operands=(0, 2),
-            exact_dims=frozenset({"V", "S"}),
-            validate_values=_validate_values,
-            batching=SamplingBatching(numbers=(seed, seed + 1), seed=seed, tensors=3),
-            differentiable=False,
-            stochastic=True,
-            wide_outputs=frozenset(range(results)),
-        )
-    )
-
-
-VERIFY_CHAIN = _register(verify_chain, _check_chain, verify_chain_reference, _chain_outputs, 3, 2)
-VERIFY_TREE = _register(verify_tree, _check_tree, verify_tree_reference, _tree_outputs, 4, 3)
+_define = partial(
+    define_op,
+    work=_work,
+    operands=(0, 2),
+    exact_dims=frozenset({"V", "S"}),
+    validate_values=_validate_values,
+    differentiable=False,
+    stochastic=True,
+)
+VERIFY_CHAIN = _define(
+    build=verify_chain,
+    check=_check_chain,
+    reference=verify_chain_reference,
+    outputs=_chain_outputs,
+    batching=SamplingBatching(numbers=(3, 4), seed=3, tensors=3),
+    wide_outputs=frozenset({0, 1}),
+)
+VERIFY_TREE = _define(
+    build=verify_tree,
+    check=_check_tree,
+    reference=verify_tree_reference,
+    outputs=_tree_outputs,
+    batching=SamplingBatching(numbers=(4, 5), seed=4, tensors=3),
+    wide_outputs=frozenset({0, 1, 2}),
+)

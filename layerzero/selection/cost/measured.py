@@ -158,9 +158,9 @@ class MeasuredCosts:
         self, kernel: Kernel, work: WorkEstimate, request: CallSpec, hardware: Hardware
     ) -> tuple[float, str]:
         """Microseconds of `kernel` for a request on the grid, and where they come from."""
-        launches: tuple[Launch, ...] = (
-            ("graph", "eager") if "capture" in request.modes else ("eager", "graph")
-        )
+        launches: tuple[Launch, ...] = ("graph", "eager")
+        if "capture" not in request.modes:
+            launches = launches[::-1]
         for launch in launches:
             neighbourhood = self._neighbourhood(request, launch)
             distance, nearest = next(
@@ -173,9 +173,8 @@ class MeasuredCosts:
                 us = model.us(kernel_work_us(kernel, request, hardware, ideal_us(work, request, hardware)))
                 if nearest is None:
                     return us, model.source + EXTRAPOLATED
-                return us * math.exp(
-                    neighbourhood.log_offset(nearest.cluster, kernel.id)
-                ), model.source + INTERPOLATED
+                us *= math.exp(neighbourhood.log_offset(nearest.cluster, kernel.id))
+                return us, model.source + INTERPOLATED
         estimate = roofline_us(kernel, work, request, hardware)
         for launch in launches:
             neighbourhood = self._neighbourhood(request, launch)
@@ -251,9 +250,8 @@ class MeasuredCosts:
                 self._families.setdefault(family, []).append(point)
             if kernel.id not in point.work_us:
                 bucket_request = request_of(bucket, self._hardware)
-                point.work_us[kernel.id] = kernel_work_us(
-                    kernel, bucket_request, self._hardware, point.ideal_us
-                )
+                work_us = kernel_work_us(kernel, bucket_request, self._hardware, point.ideal_us)
+                point.work_us[kernel.id] = work_us
             source = point.sources.setdefault(kernel.id, row.source)
             if source == row.source:  # what the machine measured itself replaces what was shipped
                 scale = (_HOST_US + point.ideal_us) / (_HOST_US + ideal_us)

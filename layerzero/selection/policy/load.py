@@ -140,16 +140,11 @@ def environment_policy(env: Mapping[str, str] | None = None) -> Policy:
             try:
                 if action == "lock" and not separator:
                     raise PolicyValidationError(f"needs op=kernel, got {quote(item.strip())}")
-                rules.append(
-                    make_rule(
-                        action,
-                        pattern.strip(),
-                        op=op.strip() if separator else "*",
-                        factor=factor,
-                        layer=Layer.ENVIRONMENT,
-                        source=variable,
-                    )
+                pattern, op = pattern.strip(), op.strip() if separator else "*"
+                rule = make_rule(
+                    action, pattern, op=op, factor=factor, layer=Layer.ENVIRONMENT, source=variable
                 )
+                rules.append(rule)
             except PolicyValidationError as error:
                 raise PolicyValidationError(f"{variable}: {error}", variable=variable) from error
     return Policy(tuple(rules)) if rules else EMPTY

@@ -38,7 +38,8 @@ def check_names(
         if known_kernels is None:
             continue
         for pattern in rule.patterns:
-            if not _is_known(rule, pattern, known_kernels):
+            alone = msgspec.structs.replace(rule, patterns=(pattern,))
+            if not any(alone.matches(kernel, kernel.partition(".")[0]) for kernel in known_kernels):
                 names = known_kernels | {kernel.partition(".")[0] for kernel in known_kernels}
                 hint = suggestion(pattern, names)
                 findings.append(
@@ -56,8 +57,3 @@ def raise_for_unknown(
     """
     for finding in check_names(policy, known_ops=known_ops, known_kernels=known_kernels):
         raise PolicyValidationError(finding.message, rule=finding.rule)
-
-
-def _is_known(rule: Rule, pattern: str, known_kernels: AbstractSet[str]) -> bool:
-    alone = msgspec.structs.replace(rule, patterns=(pattern,))
-    return any(alone.matches(kernel, kernel.partition(".")[0]) for kernel in known_kernels)

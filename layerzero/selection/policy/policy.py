@@ -215,7 +215,8 @@ class RequestPolicy:
                     denies &= ~mask
         reasons = [rules.denial(index) for index in _indices(denies)]
         if lock is not None and not locked:
-            reasons.append(_locked_to_another(lock, kernel_id))
+            by_whom = f"no rule by {lock.source}"
+            reasons.append(Rejected(Reason.LOCKED_TO_ANOTHER, "policy", str(lock), kernel_id, by_whom))
         if self._allows and not hits & self._allows and not locked:
             reasons.append(_not_allowed([rules.rules[index] for index in _indices(self._allows)], kernel_id))
         boost = NO_BOOST
@@ -231,10 +232,6 @@ def _indices(bits: int) -> Iterable[int]:
         low = bits & -bits
         yield low.bit_length() - 1
         bits ^= low
-
-
-def _locked_to_another(lock: Rule, kernel_id: str) -> Rejected:
-    return Rejected(Reason.LOCKED_TO_ANOTHER, "policy", str(lock), kernel_id, f"no rule by {lock.source}")
 
 
 def _not_allowed(allows: list[Rule], kernel_id: str) -> Rejected:

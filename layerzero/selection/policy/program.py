@@ -32,15 +32,8 @@ def lock(
     """
     rule = make_rule("lock", target, op=op, when=when, until=until, source=f"lock({op!r}, {target!r})")
     raise_for_unknown(Policy((rule,)), known_ops=known_ops, known_kernels=known_kernels)
-    others = tuple(
-        other
-        for other in policy.rules
-        if not (
-            other.action == "lock"
-            and other.layer is Layer.PROGRAM
-            and (other.op, other.kind, other.when) == (rule.op, rule.kind, rule.when)
-        )
-    )
+    place = ("lock", Layer.PROGRAM, rule.op, rule.kind, rule.when)
+    others = (r for r in policy.rules if (r.action, r.layer, r.op, r.kind, r.when) != place)
     return Policy((*others, rule))
 
 
