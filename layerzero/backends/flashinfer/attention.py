@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer import common
+from layerzero.backends.flashinfer.common import (
+    ESTIMATE,
+    LOAD_BYTES,
+    SOURCE,
+    TEMPLATES,
+    kernel,
+    module,
+    modules_on_disk,
+    planned_bytes,
+)
 from layerzero.ops import host_copies
 from layerzero.ops.attention.adapters import Result, int32, takes
 from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
@@ -24,6 +33,19 @@ from layerzero.spec.kernel import Kernel, Tiling
 
 if TYPE_CHECKING:
     from layerzero.backends.flashinfer import planning
+
+
+def _ragged_wrapper(backend: str, floats: Tensor) -> Any:
+    return module().BatchPrefillWithRaggedKVCacheWrapper(floats, "NHD", backend=backend)
+
+
+def _paged_wrapper(backend: str, layout: str, floats: Tensor) -> Any:
+    from layerzero.backends.flashinfer.cascade import CascadeWrapper
+
+    make_wrapper = functools.partial(
+        module().BatchPrefillWithPagedKVCacheWrapper, floats, layout, backend=backend
+    )
+    return CascadeWrapper(make_wrapper)
 
 
 def _run_ragged(
@@ -48,10 +70,11 @@ def _run_ragged(
             return wrapper.run(q, k, v, return_lse=True, lse_base="ln")  # type: ignore[no-any-return]
         return wrapper.run(q, k, v)  # type: ignore[no-any-return]
 
-    wrapper_of = common.module().BatchPrefillWithRaggedKVCacheWrapper
-    return planning.stream_workspaces(q.device).run(  # type: ignore[no-any-return]
-        ("ragged", backend), lengths, lambda floats: wrapper_of(floats, "NHD", backend=backend), plan, launch
+    make = functools.partial(_ragged_wrapper, backend)
+    result: Result = planning.stream_workspaces(q.device).run(
+        ("ragged", backend), lengths, make, plan, launch
     )
+    return result
 
 
 def _flags(call: AttentionArgs | RaggedArgs | PagedArgs, q: Tensor, k: Tensor) -> tuple[Any, ...]:
@@ -62,7 +85,7 @@ def _flags(call: AttentionArgs | RaggedArgs | PagedArgs, q: Tensor, k: Tensor) -
 def _dense(backend: str) -> Callable[..., Any]:
     from layerzero.backends.flashinfer import planning
 
-    common.module()
+    module()
 
     @takes(AttentionArgs)
     def attention(call: AttentionArgs) -> Result:
@@ -88,7 +111,7 @@ def _dense(backend: str) -> Callable[..., Any]:
 def _ragged(backend: str) -> Callable[..., Any]:
     from layerzero.backends.flashinfer import planning
 
-    common.module()
+    module()
 
     @takes(RaggedArgs)
     def ragged_attention(call: RaggedArgs) -> Result:
@@ -109,9 +132,8 @@ def _ragged(backend: str) -> Callable[..., Any]:
 
 def _paged(backend: str) -> Callable[..., Any]:
     from layerzero.backends.flashinfer import planning
-    from layerzero.backends.flashinfer.cascade import CascadeWrapper
 
-    common.module()
+    module()
 
     @takes(PagedArgs)
     def paged_attention(call: PagedArgs) -> Result:
@@ -121,10 +143,6 @@ def _paged(backend: str) -> Callable[..., Any]:
         """
         q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q = call[:6]
         size, heads = k_cache.shape[1:3] if call.layout == "NHD" else k_cache.shape[2:0:-1]
-
-        def make(floats: Tensor) -> Any:
-            wrapper_of = common.module().BatchPrefillWithPagedKVCacheWrapper
-            return CascadeWrapper(functools.partial(wrapper_of, floats, call.layout, backend=backend))
 
         def plan(wrapper: Any) -> None:
             page_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()
@@ -140,9 +158,11 @@ def _paged(backend: str) -> Callable[..., Any]:
             return wrapper.run(q, (k_cache, v_cache), call.return_lse)  # type: ignore[no-any-return]
 
         lengths = planning.PlanKey.of(_flags(call, q, k_cache), block_tables, seq_lens, cu_seqlens_q)
-        return planning.stream_workspaces(q.device).run(  # type: ignore[no-any-return]
+        make = functools.partial(_paged_wrapper, backend, call.layout)
+        result: Result = planning.stream_workspaces(q.device).run(
             ("paged", backend, call.layout), lengths, make, plan, launch
         )
+        return result
 
     return paged_attention
 
@@ -150,7 +170,7 @@ def _paged(backend: str) -> Callable[..., Any]:
 def _build(op: str, run: Callable[[], Callable[..., Any]], request: CallSpec) -> None:
     """Compile a request's module, and over pages the merge of partial results that a plan may take."""
     if op == "paged_attention":
-        common.module("flashinfer.cascade").get_cascade_module()
+        module("flashinfer.cascade").get_cascade_module()
     dummy_run(run(), request)
 
 
@@ -173,12 +193,12 @@ def _on_disk(template: str, request: CallSpec) -> bool:
         f"head_dim_qk_{width}_head_dim_vo_{width}_posenc_0_use_swa_False_"
         f"use_logits_cap_{'softcap' in request.features}_f16qk_False{'_sm90' if template == 'fa3' else ''}"
     )
-    return common.modules_on_disk([name, *(["cascade"] if request.op == "paged_attention" else [])])
+    return modules_on_disk([name, *(["cascade"] if request.op == "paged_attention" else [])])
 
 
 _WRAPPER = "BatchPrefillWith{}KVCacheWrapper, backend {}"
-_PREFILL = common.ESTIMATE.format("beside a causal prefill in benchmarks/results/regret_h200.json")
-_DECODES = common.ESTIMATE.format("beside the decodes in benchmarks/results/regret_h200.json")
+_PREFILL = ESTIMATE.format("beside a causal prefill in benchmarks/results/regret_h200.json")
+_DECODES = ESTIMATE.format("beside the decodes in benchmarks/results/regret_h200.json")
 _OF_ROOF = {"fa2": 0.39, "fa3": 0.69}
 _TILES = Tiling(
     rows=((64, 192), (256, 128)),
@@ -191,18 +211,16 @@ _FEATURES = "causal scale gqa softcap lse"
 
 def _kernel(op: str, template: str, load: Callable[[str], Callable[..., Any]], **own: Any) -> Kernel:
     run = functools.cache(functools.partial(load, template))
-    return common.kernel(
+    return kernel(
         f"flashinfer.{op}.{template}",
         run,
-        **common.TEMPLATES[template],
-        source=common.SOURCE.format(
-            _WRAPPER.format("Paged" if op == "paged_attention" else "Ragged", template)
-        ),
+        **TEMPLATES[template],
+        source=SOURCE.format(_WRAPPER.format("Paged" if op == "paged_attention" else "Ragged", template)),
         limits=("D in [64, 128, 256]", "D == Dv else HEAD_DIMS_DIFFER"),
         contiguous=True,
         last_stride1=True,
-        alignment=common.LOAD_BYTES,
-        workspace_bytes=common.planned_bytes,
+        alignment=LOAD_BYTES,
+        workspace_bytes=planned_bytes,
         compile_key=_module,
         compile=lambda request: _build(op, run, request),
         on_disk=functools.partial(_on_disk, template),
@@ -229,4 +247,4 @@ def _kernels(template: str) -> tuple[Kernel, ...]:
     )  # fmt: skip
 
 
-KERNELS: tuple[Kernel, ...] = tuple(each for template in common.TEMPLATES for each in _kernels(template))
+KERNELS: tuple[Kernel, ...] = tuple(kernel for template in TEMPLATES for kernel in _kernels(template))

@@ -6,7 +6,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.backends.flashinfer import common
+from torch import Tensor
+
+from layerzero.backends.flashinfer.common import (
+    ESTIMATE,
+    LOAD_BYTES,
+    SOURCE,
+    TEMPLATES,
+    kernel,
+    module,
+    modules_on_disk,
+    planned_bytes,
+)
 from layerzero.ops.attention.adapters import Result, takes
 from layerzero.ops.attention.arguments import MlaArgs
 from layerzero.ops.rehearsal import dummy_run
@@ -14,10 +25,14 @@ from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 
 
+def _wrapper(backend: str, floats: Tensor) -> Any:
+    return module("flashinfer.mla").BatchMLAPagedAttentionWrapper(floats, backend=backend)
+
+
 def _latent(backend: str) -> Callable[..., Any]:
     from layerzero.backends.flashinfer import planning
 
-    library = common.module("flashinfer.mla")
+    metadata = module("flashinfer.mla").MLAPlanMetadata
 
     @takes(MlaArgs)
     def mla_attention(call: MlaArgs) -> Result:
@@ -32,7 +47,7 @@ def _latent(backend: str) -> Callable[..., Any]:
             pages = planning.CompressedBlockTables.of(block_tables, seq_lens, size)
             starts = planning.query_starts(cu_seqlens_q, block_tables.shape[0])
             wrapper.plan(
-                metadata=library.MLAPlanMetadata.csr(
+                metadata=metadata.csr(
                     qo_indptr=starts, kv_indptr=pages.starts, kv_indices=pages.ids, kv_len_arr=pages.lengths
                 ),
                 num_heads=heads, head_dim_ckv=widths[0], head_dim_kpe=widths[1], page_size=size,
@@ -47,7 +62,7 @@ def _latent(backend: str) -> Callable[..., Any]:
             return wrapper.run(**operands)
 
         lengths = planning.PlanKey.of(flags, block_tables, seq_lens, cu_seqlens_q)
-        make = functools.partial(library.BatchMLAPagedAttentionWrapper, backend=backend)
+        make = functools.partial(_wrapper, backend)
         out = planning.stream_workspaces(q_nope.device).run(("latent", backend), lengths, make, plan, launch)
         return tuple(out) if return_lse else out
 
@@ -61,27 +76,27 @@ def _on_disk(template: str, request: CallSpec) -> bool:
         f"batch_mla_attention_dtype_q_{dtype}_dtype_kv_{dtype}_dtype_o_{dtype}_dtype_idx_i32_"
         f"head_dim_ckv_512_head_dim_kpe_64_profiler_False_planabi2{'_sm90' if template == 'fa3' else ''}"
     )
-    return common.modules_on_disk([name])
+    return modules_on_disk([name])
 
 
 def _kernel(template: str) -> Kernel:
     run = functools.cache(functools.partial(_latent, template))
-    return common.kernel(
+    return kernel(
         f"flashinfer.mla_attention.{template}",
         run,
         (0.4, 0.6, 150.0),
-        common.ESTIMATE.format("as paged attention"),
-        source=common.SOURCE.format(f"BatchMLAPagedAttentionWrapper, backend {template}"),
-        **common.TEMPLATES[template],
+        ESTIMATE.format("as paged attention"),
+        source=SOURCE.format(f"BatchMLAPagedAttentionWrapper, backend {template}"),
+        **TEMPLATES[template],
         features="causal prefill lse",
         limits=("C in [512]", "R in [64]"),
         contiguous=True,
-        alignment=common.LOAD_BYTES,
-        workspace_bytes=common.planned_bytes,
+        alignment=LOAD_BYTES,
+        workspace_bytes=planned_bytes,
         compile_key=lambda request: request.dtype,
         compile=lambda request: dummy_run(run(), request),
         on_disk=functools.partial(_on_disk, template),
     )
 
 
-KERNELS: tuple[Kernel, ...] = tuple(map(_kernel, common.TEMPLATES))
+KERNELS: tuple[Kernel, ...] = tuple(map(_kernel, TEMPLATES))
