@@ -15,7 +15,7 @@ from layerzero._util import log
 from layerzero._util.fork_safety import renew_after_fork
 from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.descriptions import rename_kernels
-from layerzero.actors.isolation.worker_process import IsolatedWorker
+from layerzero.actors.isolation.isolated_worker import IsolatedWorker
 from layerzero.backends import PluginRequest, load_plugin_ops, need_own_ids
 from layerzero.backends.reference import reference_kernel
 from layerzero.health import Health

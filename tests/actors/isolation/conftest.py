@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layerzero.actors.isolation import worker_process
-from layerzero.actors.isolation.worker_life import pause_s
+from layerzero.actors.isolation.worker_process import pause_s
 from tests.actors.isolation import plugged
 
 
