@@ -172,10 +172,7 @@ class IsolatedWorker:
         return life
 
     def _reload(self, life: WorkerProcess, order: frames.LoadCommand) -> None:
-        """Load a kernel in a new process; one that does not load is left out of it and of the next ones.
-
-        Raises: NoAnswerError: the process ended under it.
-        """
+        """Load a kernel in a new process, or leave it out. Raises: NoAnswerError: it ended under it."""
         try:
             self._need_done(life.ask(frames.LOAD + msgspec.msgpack.encode(order)))
         except NoAnswerError as error:
@@ -347,10 +344,7 @@ class IsolatedWorker:
         return shared
 
     def _alive(self) -> WorkerProcess:
-        """The present process, for who has the lock.
-
-        Raises: WorkerError: there is none; one is being started.
-        """
+        """The present process, for who has the lock. Raises: WorkerError: one is being started."""
         life = self._life
         if life is None:
             self._begin()
@@ -374,10 +368,7 @@ class IsolatedWorker:
         return lost
 
     def _need_done(self, reply: bytes) -> bytes:
-        """What a reply carries.
-
-        Raises: Exception: the fault that it is.
-        """
+        """What a reply carries. Raises: Exception: the fault that it is."""
         if reply[:1] != frames.DONE:
             raise fault_error(self.name, reply, self._unavailable)
         return reply[1:]
