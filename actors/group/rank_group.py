@@ -328,7 +328,7 @@ class RankGroup:
     # -- failing and closing ----------------------------------------------------------------------
 
     def fail(self, why: str) -> None:
-        """End the rank group for every rank: tell rank 0, and whoever breaks what this rank waits in."""
+        """End the rank group for every rank: tell rank 0, and who breaks what this rank waits in."""
         with self._lock:
             if self._ended:
                 return

@@ -110,8 +110,8 @@ class IsolatedBackends:
 
     def unmatched(self, kernels: Iterable[Kernel]) -> dict[str, str]:
         """The rules of the settings that none of these kernels is under."""
-        known, rules = list(kernels), self._settings.isolate.items()
-        return {rule: place for rule, place in rules if not any(_names(rule, kernel) for kernel in known)}
+        listed, rules = list(kernels), self._settings.isolate.items()
+        return {rule: place for rule, place in rules if not any(_names(rule, kernel) for kernel in listed)}
 
     def prepared(self, kernel: Kernel) -> Kernel:
         """The kernel as this process has it: itself, or one of the same name that runs in a worker."""

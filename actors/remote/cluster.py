@@ -86,8 +86,8 @@ class Cluster:
         if not gpus:
             alive = sum(node["Alive"] for node in ray.nodes())
             bundle, count = {"CPU": 1.0}, max(1, alive)
-        wanted = self._settings.cluster_devices
-        return [bundle] * (count if wanted is None else wanted)
+        count_set = self._settings.cluster_devices
+        return [bundle] * (count if count_set is None else count_set)
 
     async def _reserve(self, bundles: list[dict[str, float]]) -> Any:
         import ray

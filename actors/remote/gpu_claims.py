@@ -42,7 +42,7 @@ def gpu_name(device: torch.device, node: str) -> str | None:
 def user_temp_folder() -> Path:
     """A folder for temporary files of this user alone: anybody may make it first where everybody may write.
 
-    Raises: PermissionError: somebody has.
+    Raises: PermissionError: another user has.
     """
     user = os.getuid() if hasattr(os, "getuid") else 0
     return own_folder(Path(tempfile.gettempdir()) / f"layerzero-{user}", default=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -110,19 +109,26 @@ class RemoteTensorStore:
         return len(self._tensors)
 
 
-@dataclass(eq=False, slots=True)
 class TensorPayload:
     """A tensor as bytes on its way between processes: one copy, no pickled code, no stranger's rows."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    data: Any
+    __slots__ = ("data", "dtype", "shape")
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], data: Any) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.data = data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorPayload, (self.dtype, self.shape, self.data)
 
     @classmethod
     def pack(cls, tensor: Tensor) -> TensorPayload:
         """Pack a tensor; a view is compacted, so that its neighbours' rows stay behind."""
         flat = tensor.detach().to("cpu", copy=True).contiguous().view(-1)
-        data = (flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)).numpy()
+        data = (
+            flat.view(torch.uint8).numpy() if flat.numel() else flat.new_empty(0, dtype=torch.uint8).numpy()
+        )
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
 
     def unpack(self, device: torch.device | str) -> Tensor:

@@ -90,8 +90,8 @@ class _BatcherCollector:
         for name, (used, free) in _kv_pages().items():
             pages.add_metric([name, "used"], used)
             pages.add_metric([name, "free"], free)
-        known = "calls whose kernel was chosen before"
-        remembered = CounterMetricFamily(self._prefix + "calls_remembered", known, labels=["op"])
+        chosen_before = "calls whose kernel was chosen before"
+        remembered = CounterMetricFamily(self._prefix + "calls_remembered", chosen_before, labels=["op"])
         for op_name, count in remembered_calls().items():
             if count:
                 remembered.add_metric([op_name], count)

@@ -219,7 +219,7 @@ class PagedCache:
                 checks.need_int("counts", count, low=low)
         states = self._sequences.get_many(sequences)
         seq_lens = [state.length + count for state, count in zip(states, counts, strict=True)]
-        growing = [at for at, state in enumerate(states) if seq_lens[at] > state.capacity]
+        growing = [row for row, state in enumerate(states) if seq_lens[row] > state.capacity]
         if growing:
             self._ensure_capacity([(states[at], counts[at]) for at in growing], states)
         if any(counts):
