@@ -53,8 +53,8 @@ class _BatcherCollector:
         sizes = HistogramMetricFamily(name + "batch_size", "calls in one batch", labels=device)
         why = "batches by why they were launched when they were"
         batches = CounterMetricFamily(name + "batches", why, labels=["device", "reason"])
-        held = "time batches were held for callers"
-        holds = SummaryMetricFamily(name + "hold_seconds", held, labels=["device", "cause"])
+        held_text = "time batches were held for callers"
+        holds = SummaryMetricFamily(name + "hold_seconds", held_text, labels=["device", "cause"])
         items = CounterMetricFamily(name + "items", "calls submitted", labels=device)
         alone = "calls that few could join: never queued"
         at_once = CounterMetricFamily(name + "at_once", alone, labels=device)
