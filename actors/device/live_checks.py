@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from layerzero._util.clock import Clock, Timer
+from layerzero._util.clock import Clock
+from layerzero._util.clock_timer import ClockTimer
 from layerzero.actors.device.plan_compiler import PlanCompiler
 from layerzero.selection.dispatch import DispatchState
 
@@ -67,7 +67,7 @@ class LiveChecks:
 
     def close(self) -> None:
         """End the checks; a second call does nothing."""
-        self.outputs.stop()
+        self.outputs.start(0.0)
         for check in self._checks:
             check.close()
         self._checks = ()
@@ -80,35 +80,22 @@ class OutputChecks:
         self._states = states
         self._clock = clock
         self._period_s = 0.0
-        self.reset_after_fork()
+        self._timer = ClockTimer(clock, self._due_at, self._check)
 
-    def reset_after_fork(self) -> None:
-        """A forked child has no timer; it begins one of its own."""
-        self._lock = threading.RLock()
-        self._timer: Timer | None = None
-        self.start(self._period_s)
+    def _due_at(self) -> float | None:
+        return self._clock.now() + self._period_s if self._period_s > 0 else None
 
-    def start(self, period_s: float) -> None:
-        """Check so often from now on; 0 never."""
-        with self._lock:
-            if period_s == self._period_s and self._timer is not None:
-                return
-            self.stop()
-            self._period_s = period_s
-            if period_s > 0:
-                self._timer = self._clock.call_later(period_s, self._tick)
-
-    def _tick(self) -> None:
+    def _check(self) -> None:
         for state in self._states():
             for table in list(state.tables.values()):
                 table.check_outputs_again()
-        with self._lock:
-            if self._timer is not None:
-                self._timer = self._clock.call_later(self._period_s, self._tick)
 
-    def stop(self) -> None:
-        """Check no more."""
-        with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+    def start(self, period_s: float) -> None:
+        """Check so often from now on; 0 never."""
+        self._period_s = period_s
+        self._timer.arm()
+
+    def reset_after_fork(self) -> None:
+        """A forked child has no timer; it begins one of its own."""
+        self._timer.reset_after_fork()
+        self._timer.arm()

@@ -28,9 +28,7 @@ _DELAY_S = 0.1
 
 
 class KernelLoader:
-    """The background thread of one device; a kernel is loaded once at a time, and `changed()` called after
-    it.
-    """
+    """The background thread of one device; a kernel is loaded once at a time, and then `changed()` called."""
 
     def __init__(
         self,

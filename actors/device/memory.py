@@ -50,8 +50,6 @@ class WorkspaceBudget:
     def current_bytes(self, settings: Settings, before: int | None = None) -> int | None:
         """The room of this moment, `before` while free memory is near it; None where it is unknown."""
         free, limit = self._free(self._device), settings.workspace_limit_bytes
-        return (
-            workspace_budget(free, self._total, settings.memory_headroom, limit, before)
-            if free > 0
-            else limit
-        )
+        if free <= 0:
+            return limit
+        return workspace_budget(free, self._total, settings.memory_headroom, limit, before)

@@ -67,7 +67,8 @@ class NumericsGuard:
                     self._counters.add("numerics_skipped", kernel=kernel)
                     self._done()
                     return result
-                outputs = _cloned_outputs(result)
+                is_tuple = isinstance(result, tuple)
+                outputs = clone_tensors(result) if is_tuple else result.detach().clone()
                 event = _recorded(args[0])
                 self._worker.submit(lambda: self._check(op, kernel, copies, outputs, event))
             # A call that raises must give its place back, or the guard would end after a few of them.
@@ -153,12 +154,6 @@ def _unchanged(args: Args, copies: Args, versions: list[int | None]) -> bool:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Its elements as bytes, so that NaN equals itself."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _cloned_outputs(result: Any) -> Any:
-    if isinstance(result, tuple):
-        return clone_tensors(result)
-    return result.detach().clone()
 
 
 def _recorded(first: Tensor) -> Any:

@@ -38,9 +38,7 @@ class PlanMiddleware(Protocol):
 
 
 class PlanCompiler:
-    """Compiles the plans of one device; `middlewares` wrap every plan, `on_decided` gets each call's
-    description.
-    """
+    """Compiles the plans of one device; `middlewares` wrap every plan, `on_decided` gets each call's spec."""
 
     def __init__(
         self,
@@ -106,10 +104,7 @@ class PlanCompiler:
         return guarded
 
     def _refuse_to_wait(self, selection: Selection) -> None:
-        """Let a kernel that is not loaded load behind the call.
-
-        Raises: KernelStillLoadingError: it does; not where the settings load nothing behind calls.
-        """
+        """Load a cold kernel behind the call. Raises: KernelStillLoadingError: it loads."""
         accepted = selection.candidate(selection.kernel).accepted
         if accepted is None or accepted.ready or self._calls.settings.warm == "off":
             return

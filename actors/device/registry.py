@@ -66,7 +66,6 @@ class Registry:
             self._add(kernel)
 
     def _register_from_source(self, op: str) -> None:
-        """Register what the source has for an op, once."""
         if self._source is None or op in self._sourced:
             return
         kernels = tuple(self._source(op, False))
@@ -84,9 +83,7 @@ class Registry:
             return False
         kernels = tuple(self._source(op, True))
         with self._lock:
-            new_kernels = [
-                kernel for kernel in kernels if kernel.id not in self._by_id and op not in self._completed
-            ]
+            new_kernels = [k for k in kernels if k.id not in self._by_id and op not in self._completed]
             for kernel in new_kernels:
                 self._add(kernel)
             self._completed |= {op}

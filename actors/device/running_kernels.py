@@ -89,10 +89,8 @@ class RunningKernelLog:
         """`call`, noted in the journal while it runs."""
         number = self._number(kernel)
         if self._twin is not None:
-            logged_by_compiled: Callable[..., Any] = self._twin.watched(
-                call, number, self._map, self._id, self._slot
-            )
-            return logged_by_compiled
+            by_twin: Callable[..., Any] = self._twin.watched(call, number, self._map, self._id, self._slot)
+            return by_twin
         words, local, clock_ns, claim = self._words, self._local, _now, self._claim
 
         def logged(*args: Any) -> Any:
@@ -109,7 +107,6 @@ class RunningKernelLog:
         return logged
 
     def _slot(self) -> int:
-        """The calling thread's slot."""
         slot = self._local.slot
         return self._claim() if slot < 0 else slot
 

@@ -138,8 +138,8 @@ class LeaderChannel:
             # A copy: the accepting thread closes what it accepted.
             self._sockets[rank] = follower = peer.dup()
             send_small_frames(follower, self._timeout_s)  # heartbeats are unconfirmed by a host cut off
-            limit_waits(follower, socket.SO_SNDTIMEO, self._timeout_s)
-            limit_waits(follower, socket.SO_RCVTIMEO, self._timeout_s)
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                limit_waits(follower, option, self._timeout_s)
         peer.close()
 
     def send(self, frame: bytes, *, last: bool = False) -> None:
@@ -199,7 +199,6 @@ class LeaderChannel:
         return sorted(rank for rank in self._followers if self._step_ends.get(rank, (0, b""))[0] < number)
 
     def _on_step_end(self, rank: int, frame: bytes) -> None:
-        """Keep what a follower said after a step."""
         if len(frame) < _STEP_END.size:
             raise ConsistencyError(f"a word after a step needs {_STEP_END.size} bytes, got {len(frame)}")
         _, number = _STEP_END.unpack_from(frame)

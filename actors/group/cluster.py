@@ -154,11 +154,7 @@ class RemoteRankGroup:
     async def _run_rank(self, config: GroupConfig, store: tuple[str, int]) -> None:
         """Run one rank until it ends; when the last one is ready, the rank group serves."""
         spec = RankSpec(
-            group=self.name,
-            config=config,
-            store=store,
-            collectives=self._collectives,
-            build=self._build,
+            group=self.name, config=config, store=store, collectives=self._collectives, build=self._build
         )
         async for plan in self.devices[config.rank].stream(run_rank, spec):
             self._ready.add(config.rank)
@@ -168,10 +164,7 @@ class RemoteRankGroup:
                 self._serving.set()
 
     async def _renew(self, device: DeviceClient) -> None:
-        """Give a rank's device a new process; one that is about to get it anyway is waited for.
-
-        Raises: DeviceLostError: it does not come back in time.
-        """
+        """Give a rank's device a new process, or wait for one. Raises: DeviceLostError: none comes."""
         limit = self._settings.placement_timeout_s
         if device.state is DeviceState.RUNNING:
             with suppress(TimeoutError):
@@ -180,10 +173,8 @@ class RemoteRankGroup:
         while device.state is not DeviceState.RUNNING:
             late = asyncio.get_running_loop().time() > until
             if late or device.state in (DeviceState.DEAD, DeviceState.CLOSED):
-                why = (await device.health()).why
-                raise DeviceLostError(
-                    f"device {device.name!r} is {device.state.value}: {why}", retryable=True
-                )
+                state = f"{device.state.value}: {(await device.health()).why}"
+                raise DeviceLostError(f"device {device.name!r} is {state}", retryable=True)
             await asyncio.sleep(_POLL_S)
 
     async def close(self) -> None:
@@ -205,10 +196,7 @@ class RemoteRankGroup:
     # -- code ------------------------------------------------------------------------------------
 
     async def _serving_epoch(self) -> int:
-        """The epoch that serves now, waiting for it.
-
-        Raises: DeviceLostError: none comes in time, or none will. RuntimeClosedError: after close.
-        """
+        """The epoch that serves, once it does. Raises: DeviceLostError, RuntimeClosedError: none will."""
         if self._closed:
             raise RuntimeClosedError(f"{self.name} is closed")
         limit = self._settings.placement_timeout_s
@@ -251,11 +239,8 @@ class RemoteRankGroup:
                     call_rank0, self.name, epoch, fn, args, kwargs, timeout_s=timeout_s
                 )
             except DeviceLostError as error:
-                if (
-                    not (error.retryable or idempotent)
-                    or attempt == _MAX_ATTEMPTS - 1
-                    or not await self._has_ended(epoch)
-                ):
+                may_repeat = (error.retryable or idempotent) and attempt < _MAX_ATTEMPTS - 1
+                if not may_repeat or not await self._has_ended(epoch):
                     raise
         raise AssertionError("the last attempt returns or raises")
 
@@ -282,11 +267,8 @@ class RemoteRankGroup:
             except DeviceLostError as error:
                 attempts += 1
                 not_started = error.retryable and not so_far
-                if (
-                    not (resume or not_started)
-                    or attempts >= _MAX_ATTEMPTS
-                    or not await self._has_ended(epoch)
-                ):
+                may_repeat = (resume or not_started) and attempts < _MAX_ATTEMPTS
+                if not may_repeat or not await self._has_ended(epoch):
                     raise
 
 

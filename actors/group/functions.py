@@ -144,10 +144,7 @@ class GroupFunction:
     prepare: Callable[[list[int]], None] | None = None
 
     def __call__(self, columns: Sequence[Any], counts: list[int]) -> Any:
-        """Run it.
-
-        Raises: TypeError: it is replicated and returned no tensor.
-        """
+        """Run it. Raises: TypeError: it is replicated and returned no tensor."""
         out = self.fn(*columns, counts=counts) if self.wants_counts else self.fn(*columns)
         if self.replicated and not isinstance(out, Tensor):
             raise TypeError(
@@ -229,8 +226,4 @@ class CollectiveFunction(Batched[Any]):
 
 def with_fewest_callers(functions: Sequence[CollectiveFunction]) -> CollectiveFunction:
     """The first of those that have fewest."""
-    fewest = functions[0]
-    for function in functions:
-        if function.callers < fewest.callers:
-            fewest = function
-    return fewest
+    return min(functions, key=lambda function: function.callers)

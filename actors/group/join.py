@@ -46,11 +46,12 @@ if TYPE_CHECKING:
 class RankHandle:
     """One rank of a rank group, joined; what `async with lz.rank_group(...)` gives.
 
-    `rank` and `ranks` say which one it is, `agreed_plan` which plan is in force.
+    `rank` and `ranks` say which one it is, `agreed_plan` which plan is in force. `group` is this rank's
+    membership, which knows its device and whether it has failed.
     """
 
     def __init__(self, group: RankGroup, runtime: Runtime) -> None:
-        self._group = group
+        self.group = group
         self._runtime = runtime
         self._steps = Steps(group)
         self._watch = StepWatch(group, self._lose_step)
@@ -63,18 +64,18 @@ class RankHandle:
     @property
     def agreed_plan(self) -> AgreedPlan:
         """The plan in force."""
-        assert self._group.agreed_plan is not None
-        return self._group.agreed_plan
+        assert self.group.agreed_plan is not None
+        return self.group.agreed_plan
 
     @property
     def plan_digest(self) -> str:
         """The digest of the plan in force: equal on every rank."""
-        return self._group.plan_digest
+        return self.group.plan_digest
 
     @property
     def failure(self) -> str | None:
         """Why the rank group has failed; None while it has not."""
-        return self._group.failure
+        return self.group.failure
 
     def batched(
         self,
@@ -159,14 +160,9 @@ class RankHandle:
             with self._on_device(), self._scope(self._steps.start_step(name, requests, values)):
                 return self._call(name, arguments, counts)
 
-        batched = CollectiveFunction(run, pure=False, name=name, device=self._group.device.device)
+        batched = CollectiveFunction(run, pure=False, name=name, device=self.group.device.device)
         self._batched.append(batched)
         return batched
-
-    @property
-    def group(self) -> RankGroup:
-        """This rank's membership, which knows its device and whether it has failed."""
-        return self._group
 
     def need_same(self, values: Mapping[str, str]) -> None:
         """Compare `values` with every other rank's before the first collective; every rank calls this.
@@ -174,11 +170,11 @@ class RankHandle:
         Raises: ConsistencyError, with the reason RANKS_DIFFER: a rank has another value. DeviceLostError: one
             gave none in time.
         """
-        self._group.need_same(values)
+        self.group.need_same(values)
 
     @property
     def _device(self) -> ScheduledDevice:
-        device = self._group.device
+        device = self.group.device
         assert isinstance(device, ScheduledDevice)  # of a runtime
         return device
 
@@ -195,11 +191,11 @@ class RankHandle:
                 self._results.keep(self._steps.sequence.number, out)
         except BaseException as error:
             # A rank that left breaks the others' collectives, whose error does not say why it left.
-            if isinstance(error, RuntimeError) and (why := self._group.failure_reason()) is not None:
-                self._group.fail(why)
+            if isinstance(error, RuntimeError) and (why := self.group.failure_reason()) is not None:
+                self.group.fail(why)
                 raise DeviceLostError(f"the rank group failed in {name}: {why}", retryable=False) from error
             # Other ranks are in the same step: it is unknown whether they wait in a collective of it.
-            self._group.fail(f"{name} raised {type(error).__name__}: {error}"[:300])
+            self.group.fail(f"{name} raised {type(error).__name__}: {error}"[:300])
             raise
         self._steps.end_step(name)
         return out
@@ -210,11 +206,11 @@ class RankHandle:
         For what no other rank runs: a draft model beside a target that all ranks share. The ops inside are
         blocking ones.
         """
-        return self._scope(self._group.state_for(model))
+        return self._scope(self.group.state_for(model))
 
     def _on_device(self) -> AbstractContextManager[object]:
         """A block on this rank's GPU: a new thread's current one is the first, whichever this rank's is."""
-        device = self._group.device.device
+        device = self.group.device.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     @contextmanager
@@ -247,7 +243,7 @@ class RankHandle:
             self._device.loop_drivers.give_up(batched, error)
 
     def _follow(self) -> None:
-        inference = self._group.device.settings.inference is not False
+        inference = self.group.device.settings.inference is not False
         with (
             self._on_device(),
             torch.inference_mode(inference),
@@ -258,14 +254,14 @@ class RankHandle:
                 if not message.name:
                     return
                 if message.name not in self._functions:
-                    with self._group.fail_on_error():
+                    with self.group.fail_on_error():
                         raise ConsistencyError(
                             f"rank {self.rank} needs the function {message.name!r} that rank 0 runs, got "
                             f"{', '.join(sorted(self._functions)) or 'none'}"
                         )
                 counts, columns, in_parts = values
                 with self._scope(snapshot):
-                    with self._group.fail_on_error():
+                    with self.group.fail_on_error():
                         function = self._functions[message.name]
                         columns = function.read_columns(counts, columns, in_parts, self._results)
                     self._call(message.name, columns, counts)
@@ -275,14 +271,14 @@ class RankHandle:
 
         Raises: ConsistencyError: a rank refused or did not answer in time; the old plan stays in force.
         """
-        return await anyio.to_thread.run_sync(self._group.propose, plan)
+        return await anyio.to_thread.run_sync(self.group.propose, plan)
 
     async def agree(self, version: int) -> AgreedPlan:
         """On a follower: answer rank 0's proposal of plan `version`.
 
         Raises: ConsistencyError: this or another rank refused; the old plan stays in force.
         """
-        return await anyio.to_thread.run_sync(self._group.agree, version)
+        return await anyio.to_thread.run_sync(self.group.agree, version)
 
     def close(self) -> None:
         """Leave the rank group; on rank 0 the followers' `follow` returns."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -59,14 +58,13 @@ class SerializedRule(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, rule: Rule) -> SerializedRule:
         """The rule's spelling; a timeboxed one is in the plan while it holds."""
-        boost = rule.boost
         return cls(
             rule.action,
             rule.patterns,
             rule.target,
             tuple(map(str, rule.when)),
-            boost.factor,
-            boost.add_us,
+            rule.boost.factor,
+            rule.boost.add_us,
             rule.layer.value,
             rule.source,
             rule.note,
@@ -77,17 +75,8 @@ class SerializedRule(msgspec.Struct, frozen=True):
 
         Raises: PolicyValidationError: it is none.
         """
-        return make_rule(
-            self.action,
-            self.patterns,
-            op=self.op,
-            when=self.when,
-            factor=self.factor,
-            add_us=self.add_us,
-            layer=Layer(self.layer),
-            source=self.source,
-            note=self.note,
-        )
+        spelt = msgspec.structs.asdict(self)
+        return make_rule(spelt.pop("action"), spelt.pop("patterns"), **spelt | {"layer": Layer(self.layer)})
 
 
 class AgreedPlan(msgspec.Struct, frozen=True):
@@ -211,7 +200,7 @@ def profile_of(device: LocalDevice, rank: int) -> RankProfile:
         },
         kernels={kernel.id: _digest_of_kernel(kernel) for kernel in runnable_kernels(device)},
         policy=device.snapshot.policy.digest if device.snapshot.policy else "",
-        costs=hashlib.sha256("\n".join(costs).encode()).hexdigest()[:16],
+        costs=digest_of("\n".join(costs).encode()),
         memory=device.workspace_budget.current_bytes(device.settings),
         knobs=SelectionOptions(
             device.settings.strict, device.settings.tie_band, device.settings.default_gain
@@ -228,29 +217,20 @@ def _hardware_class(hardware: Hardware) -> str:
 
 def runnable_kernels(device: LocalDevice) -> list[Kernel]:
     """The kernels that a device could run this moment."""
-    platform = device.hardware.platform
+    registry, platform = device.registry, device.hardware.platform
     kernels = [k for k in device.kernels() if platform in k.capability.platforms]
-    absent = {*device.registry.blocked(), *device.health.blocked_kernels(), *device.registry.unready()}
+    absent = {*registry.blocked(), *device.health.blocked_kernels(), *registry.unready()}
     return [kernel for kernel in kernels if kernel.id not in absent]
 
 
 def missing_kernels(device: LocalDevice, kernels: Iterable[str]) -> list[str]:
     """Those of `kernels`, by id, that a device could not run this moment."""
-    registry, platform = device.registry, device.hardware.platform
-    absent = {*registry.blocked(), *device.health.blocked_kernels(), *registry.unready()}
-    missing = []
-    for name in kernels:
-        kernel = None if name in absent else registry.get(name)
-        if kernel is None or platform not in kernel.capability.platforms:
-            missing.append(name)
-    return missing
+    runnable = {kernel.id for kernel in runnable_kernels(device)}
+    return [name for name in kernels if name not in runnable]
 
 
 @functools.lru_cache(maxsize=4096)
 def _digest_of_kernel(kernel: Kernel) -> str:
     """What two ranks compare of a kernel: its capability and the versions of its libraries."""
-    what = msgspec.json.encode(
-        (versions_of(kernel), msgspec.to_builtins(kernel.capability, order="deterministic")),
-        order="deterministic",
-    )
-    return hashlib.sha256(what).hexdigest()[:16]
+    capability = msgspec.to_builtins(kernel.capability, order="deterministic")
+    return digest_of(msgspec.json.encode((versions_of(kernel), capability), order="deterministic"))

@@ -87,10 +87,7 @@ class RankGroup:
         return agreed
 
     def _raise_if_closed(self) -> None:
-        """Give up where `close` was called while this rank was joining.
-
-        Raises: DeviceLostError: it was.
-        """
+        """Raises: DeviceLostError: `close` was called while this rank was joining."""
         with self._lock:
             closed, channel = self._closed, self.channel
         if closed:
@@ -235,9 +232,7 @@ class RankGroup:
         if kernels is None:
             return f"it has nothing for {self._hardware_class}"
         missing = missing_kernels(self.device, kernels)
-        if missing:
-            return f"cannot run {', '.join(missing[:5])}"
-        return None
+        return f"cannot run {', '.join(missing[:5])}" if missing else None
 
     def activate_plan(self, number: int, digest: str | None = None) -> None:
         """Put the plan of step `number` in force: on rank 0 its own choice, elsewhere the one that it named.
@@ -259,9 +254,7 @@ class RankGroup:
             if active == before:
                 return
             self.agreed_plan = agreed = self._plans[active]
-            self._plans = {
-                plan: entry for plan, entry in self._plans.items() if entry.version >= agreed.version
-            }
+            self._plans = {d: plan for d, plan in self._plans.items() if plan.version >= agreed.version}
             self._states = {}
         log.info("rank_group.plan_active", version=agreed.version, plan=active, rank=self.rank, step=number)
 
@@ -335,9 +328,7 @@ class RankGroup:
     # -- failing and closing ----------------------------------------------------------------------
 
     def fail(self, why: str) -> None:
-        """End the rank group for every rank: tell rank 0, let `on_failure` break what this rank is waiting
-        in.
-        """
+        """End the rank group for every rank: tell rank 0, and who breaks what this rank waits in."""
         with self._lock:
             if self._ended:
                 return

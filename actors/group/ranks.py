@@ -19,7 +19,6 @@ import anyio
 import anyio.to_thread
 import torch
 from torch.distributed import (  # type: ignore[attr-defined]  # public, not declared
-    DistNetworkError,
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
@@ -67,8 +66,6 @@ class RunningRank:
 
 
 _RUNNING: dict[str, RunningRank] = {}
-
-
 _STORES: dict[str, TCPStore] = {}
 
 
@@ -80,9 +77,7 @@ def node_address() -> str:
 
 
 def open_store(group: str, timeout_s: float) -> tuple[str, int]:
-    """On rank 0's device: the host and port of a new store for the next epoch of `group`; ends the one
-    before.
-    """
+    """On rank 0's device: where a new store for the next epoch of `group` is; the one before ends."""
     _STORES[group], address = stores.open_store(node_address(), timeout_s)
     return address
 
@@ -108,7 +103,7 @@ async def run_rank(spec: RankSpec) -> AsyncIterator[str]:
     def on_failure(why: str) -> None:  # on the thread that noticed
         loop.call_soon_threadsafe(fail, why)
 
-    store = await anyio.to_thread.run_sync(_connect, spec)
+    store = await anyio.to_thread.run_sync(stores.connect, spec.store, spec.config.timeout_s)
     host = await anyio.to_thread.run_sync(node_address)
     config = replace(spec.config, host=host, on_failure=on_failure)
     async with _process_group(spec, store), join_with(current(), config, store) as handle:
@@ -123,16 +118,6 @@ async def run_rank(spec: RankSpec) -> AsyncIterator[str]:
             await _until_over(running, following)
         finally:
             del _RUNNING[spec.group]
-
-
-def _connect(spec: RankSpec) -> TCPStore:
-    host, port = spec.store
-    try:
-        return TCPStore(host, port, None, False, timedelta(seconds=spec.config.timeout_s))
-    except DistNetworkError as error:
-        raise DeviceLostError(
-            f"the store of rank 0 does not answer at {host}:{port}", retryable=True
-        ) from error
 
 
 async def _until_over(running: RunningRank, following: asyncio.Task[None] | None) -> None:
@@ -200,9 +185,7 @@ def _running_rank(group: str, epoch: int) -> RunningRank:
 
 @contextmanager
 def _as_group_failure(running: RunningRank) -> Iterator[None]:
-    """Raise an error of hosted code as the rank group's failure where it has failed, whatever came of
-    that.
-    """
+    """Raise an error of hosted code as the rank group's failure where it has failed."""
     try:
         yield
     except Exception as error:

@@ -194,7 +194,6 @@ def _code_of(tensor: Tensor, what: str) -> int:
 
 
 def _packed(what: str, value: Any) -> msgspec.msgpack.Ext:
-    """What msgpack keeps of a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{what} needs tensors, numbers, texts and lists of those in every argument, got "

@@ -65,8 +65,8 @@ class Steps:
         """Before a step's first collective: lead it, or make sure that this rank runs what rank 0 runs.
 
         Raises: ConsistencyError: this rank would run something else, so the rank group has failed.
-        DeviceLostError:
-            it had failed before, or a rank is gone. TypeError, ValueError: `values` cannot be sent.
+            DeviceLostError: it had failed before, or a rank is gone. TypeError, ValueError: `values` cannot
+            be sent.
         """
         group = self.group
         if not isinstance(group.channel, LeaderChannel):
@@ -93,17 +93,14 @@ class Steps:
         group.raise_if_failed()
         group.activate_plan(self.sequence.number + 1)
         self.sequence.plan_digest = group.plan_digest
-        selections_digest = (
-            "" if name in self.rank_specific else group.selections_digest(self.models.get(name, ""))
-        )
-        return encode(self.sequence.next_message(name, requests, selections_digest, packed))
+        ran = "" if name in self.rank_specific else group.selections_digest(self.models.get(name, ""))
+        return encode(self.sequence.next_message(name, requests, ran, packed))
 
     def next_step(self, timeout_s: float | None = None) -> tuple[StepMessage, DispatchState]:
         """On a follower: the next step message, and the DispatchState that its selections are made in.
 
         An empty `name` says that rank 0 has ended the rank group.
-        Raises: ConsistencyError: this rank is not where rank 0 is. DeviceLostError: rank 0 is
-            gone.
+        Raises: ConsistencyError: this rank is not where rank 0 is. DeviceLostError: rank 0 is gone.
         """
         group = self.group
         group.raise_if_failed()
@@ -128,14 +125,12 @@ class Steps:
     def end_step(self, name: str) -> None:
         """After a step, before anybody has its results: all ranks ran the same ops in it.
 
-        Raises: ConsistencyError: one ran others, so the rank group has failed. DeviceLostError: a rank is
-        gone.
+        Raises: ConsistencyError: one ran others, so the rank group failed. DeviceLostError: a rank is gone.
         """
         if name not in self.rank_specific:
+            ran = self.group.selections_digest(self.models.get(name, ""))
             with self.group.fail_on_error():
-                self.group.confirm(
-                    self.sequence.number, self.group.selections_digest(self.models.get(name, ""))
-                )
+                self.group.confirm(self.sequence.number, ran)
 
     def values(self, message: StepMessage) -> list[Any]:
         """The arguments that a step message brings, tensors on this rank's device."""
@@ -312,9 +307,7 @@ class StepWatch:
 
 
 class FollowerLoop:
-    """A follower's walk through the steps, on a thread that is left where it hangs; who waits has an
-    error.
-    """
+    """A follower's walk through the steps, on a thread that is left where it hangs; callers get an error."""
 
     def __init__(self, loop: Any) -> None:
         self._loop, self._ended = loop, anyio.Event()

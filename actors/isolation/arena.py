@@ -8,6 +8,7 @@ each direction puts the copies in order, and the host waits for none of them.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import tempfile
@@ -81,9 +82,7 @@ class HostArena:
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The place as a tensor."""
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if not count:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
@@ -149,9 +148,7 @@ class DeviceArena:
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The place as a tensor."""
-        count = dtype.itemsize
-        for size in shape:
-            count *= size
+        count = dtype.itemsize * math.prod(shape)
         return self._memory[offset : offset + count].view(dtype).view(tuple(shape))
 
     def before_send(self) -> None:

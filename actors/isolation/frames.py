@@ -5,6 +5,7 @@ No pickle: a message holds numbers, words, lists and bytes, and what it asks for
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -112,10 +113,7 @@ class Frame:
         described = []
         for spec in outputs:
             dtype: torch.dtype = getattr(torch, spec.dtype)
-            count = dtype.itemsize
-            for size in spec.shape:
-                count *= size
-            offset = self._take(str(device), count)
+            offset = self._take(str(device), dtype.itemsize * math.prod(spec.shape))
             self.outputs.append((str(device), offset, tuple(spec.shape), dtype))
             described.append(Output(str(device), offset, spec.dtype, tuple(spec.shape)))
         self.cards = [name for name in self.bytes_on if name != "cpu"]

@@ -15,7 +15,7 @@ from layerzero._util import log
 from layerzero._util.fork_safety import renew_after_fork
 from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.descriptions import rename_kernels
-from layerzero.actors.isolation.worker_process import IsolatedWorker
+from layerzero.actors.isolation.isolated_worker import IsolatedWorker
 from layerzero.backends import PluginRequest, load_plugin_ops, need_own_ids
 from layerzero.backends.reference import reference_kernel
 from layerzero.health import Health
@@ -89,9 +89,8 @@ class IsolatedBackends:
         self._counters = counters
         self._lock = threading.Lock()
         self._workers: dict[tuple[str, str], IsolatedWorker] = {}
-        self._names: dict[
-            tuple[str, str, str], str
-        ] = {}  # backend, place, a kernel's name there: its id here
+        # Backend, place, a kernel's name there: its id here.
+        self._names: dict[tuple[str, str, str], str] = {}
         self._devices: list[_Device] = []
         self._crashes: dict[str, list[float]] = {}
         renew_after_fork(self)
@@ -106,20 +105,13 @@ class IsolatedBackends:
 
     def place_of(self, kernel: Kernel) -> str | None:
         """Where a kernel runs: "process", an interpreter's path, None for here; the first rule holds."""
-        for pattern, place in self._settings.isolate.items():
-            if fnmatchcase(kernel.id, pattern) or fnmatchcase(kernel.backend, pattern):
-                return place
-        return None
+        rules = self._settings.isolate.items()
+        return next((place for pattern, place in rules if _names(pattern, kernel)), None)
 
     def unmatched(self, kernels: Iterable[Kernel]) -> dict[str, str]:
         """The rules of the settings that none of these kernels is under."""
-        names = {name for kernel in kernels for name in (kernel.id, kernel.backend)}
-        rules = self._settings.isolate.items()
-        return {
-            pattern: place
-            for pattern, place in rules
-            if not any(fnmatchcase(name, pattern) for name in names)
-        }
+        listed, rules = list(kernels), self._settings.isolate.items()
+        return {rule: place for rule, place in rules if not any(_names(rule, kernel) for kernel in listed)}
 
     def prepared(self, kernel: Kernel) -> Kernel:
         """The kernel as this process has it: itself, or one of the same name that runs in a worker."""
@@ -168,10 +160,9 @@ class IsolatedBackends:
                     self._on_death(backend, place, kernel, reason, why)
 
                 def unloaded(kernel: str, why: str) -> None:
+                    kernel_id = self._names[backend, place, kernel]
                     for device in self._devices:
-                        device.health.rest(
-                            self._names[backend, place, kernel], f"it does not load in its new process: {why}"
-                        )
+                        device.health.rest(kernel_id, f"it does not load in its new process: {why}")
 
                 worker = IsolatedWorker(backend, python, self._settings.isolate_timeout_s, died, unloaded)
                 self._workers[backend, place] = worker
@@ -216,16 +207,15 @@ class IsolatedBackends:
         """Rest the backend's kernels; quarantine the one that ran, at its second crash within a day."""
         self._counters.add("isolated_deaths", backend=backend, reason=reason.value)
         culprit = self._names.get((backend, place, running)) if running is not None else None
-        loaded = [self._names[backend, place, name] for name in self._workers[backend, place].loaded]
+        loaded = {self._names[backend, place, name] for name in self._workers[backend, place].loaded}
         crashes = self._count_crash(culprit) if culprit is not None else 0
-        for device in self._devices:
-            for kernel in {*loaded, *([culprit] if culprit else ())}:
-                if kernel != culprit:
-                    device.health.rest(kernel, f"its process {why} under {culprit or 'no kernel'}")
-                elif crashes >= CRASHES_TO_QUARANTINE:
-                    _quarantine(device.health, kernel, f"{reason.value} twice: its process {why}")
-                else:
-                    device.health.rest(kernel, f"{reason.value}: its process {why}")
+        for health in (device.health for device in self._devices):
+            for kernel in loaded - {culprit}:
+                health.rest(kernel, f"its process {why} under {culprit or 'no kernel'}")
+            if culprit is not None and crashes >= CRASHES_TO_QUARANTINE:
+                _quarantine(health, culprit, f"{reason.value} twice: its process {why}")
+            elif culprit is not None:
+                health.rest(culprit, f"{reason.value}: its process {why}")
 
     def _count_crash(self, kernel: str) -> int:
         now_s = time.monotonic()
@@ -243,6 +233,10 @@ class IsolatedBackends:
         """End every worker."""
         for worker in self.workers().values():
             worker.close()
+
+
+def _names(pattern: str, kernel: Kernel) -> bool:
+    return fnmatchcase(kernel.id, pattern) or fnmatchcase(kernel.backend, pattern)
 
 
 def narrow(capability: Capability) -> Capability:

@@ -67,7 +67,6 @@ class Run:
 
 
 def _wrong(position: int, part: Any, place: Tensor) -> RuntimeError:
-    """What is said of an output that is not what it has to be."""
     needs, got = "a tensor", type(part).__name__
     if isinstance(part, Tensor):
         needs, got = (f"{tuple(t.shape)} of {frames.name_of(t.dtype)} on {t.device}" for t in (place, part))
@@ -178,10 +177,7 @@ class Server:
 
 
 def _found(order: frames.LoadCommand) -> Kernel:
-    """The kernel of an order: from its origin, from the backends here, or from plugins.
-
-    Raises: BackendNotAvailableError: this environment has none of that id.
-    """
+    """The kernel of an order. Raises: BackendNotAvailableError: this environment has none of that id."""
     if order.origin:
         return origin_kernel(order.kernel, order.origin)
     kernels = load_builtin(order.plugins, op=order.op)
@@ -255,14 +251,8 @@ def main() -> None:
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where memory runs out, this process ends before its caller
     torch.set_num_threads(threads)
-    hello = frames.Hello(
-        frames.PROTOCOL,
-        VERSION,
-        sys.version.split()[0],
-        str(torch.__version__),
-        torch.version.cuda,
-        os.getpid(),
-    )
+    python, of_torch = sys.version.split()[0], str(torch.__version__)
+    hello = frames.Hello(frames.PROTOCOL, VERSION, python, of_torch, torch.version.cuda, os.getpid())
     gc.freeze()
     with socket.socket(fileno=descriptor) as connection, torch.inference_mode():
         connection.send(msgspec.msgpack.encode(hello))

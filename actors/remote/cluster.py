@@ -19,6 +19,7 @@ from layerzero._util import log
 from layerzero._util.fork_safety import renew_after_fork
 from layerzero.actors.remote.ray_actor import DeviceSpec, actor_class
 from layerzero.actors.remote.ray_device import RayDevice
+from layerzero.actors.remote.sending import await_ref
 from layerzero.actors.remote.stores import open_store
 from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.spec.settings import Settings
@@ -57,13 +58,9 @@ class Cluster:
             cluster=None, cluster_devices=None, shared_choices_s=_SHARED_S if shared_s is None else shared_s
         )
         for index, bundle in enumerate(bundles):
+            name = f"{'gpu' if 'GPU' in bundle else 'cpu'}-{index}"
             spec = DeviceSpec(
-                name=f"{'gpu' if 'GPU' in bundle else 'cpu'}-{index}",
-                pool=self.name,
-                settings=settings,
-                opener=opener,
-                secret=secret,
-                store=store,
+                name=name, pool=self.name, settings=settings, opener=opener, secret=secret, store=store
             )
             self.devices.append(self._device(spec, bundle, index))
         limit = self._settings.placement_timeout_s
@@ -85,13 +82,12 @@ class Cluster:
         total = ray.cluster_resources()
         per_gpu = self._settings.cluster_devices_per_gpu
         gpus = int(total.get("GPU", 0)) * per_gpu
-        device_count = self._settings.cluster_devices
-        if gpus:
-            return [{"GPU": int(_PARTS / per_gpu) / _PARTS}] * (
-                gpus if device_count is None else device_count
-            )
-        alive = len([node for node in ray.nodes() if node["Alive"]])
-        return [{"CPU": 1.0}] * (max(1, alive) if device_count is None else device_count)
+        bundle, count = {"GPU": int(_PARTS / per_gpu) / _PARTS}, gpus
+        if not gpus:
+            alive = sum(node["Alive"] for node in ray.nodes())
+            bundle, count = {"CPU": 1.0}, max(1, alive)
+        count_set = self._settings.cluster_devices
+        return [bundle] * (count if count_set is None else count_set)
 
     async def _reserve(self, bundles: list[dict[str, float]]) -> Any:
         import ray
@@ -100,7 +96,7 @@ class Cluster:
         group = placement_group(bundles, strategy="SPREAD", name=f"layerzero-{self.name}")
         limit = self._settings.placement_timeout_s
         try:
-            await asyncio.wait_for(_value(group.ready()), limit)
+            await asyncio.wait_for(await_ref(group.ready()), limit)
         except TimeoutError:
             free, total = ray.available_resources(), ray.cluster_resources()
             remove_placement_group(group)
@@ -188,12 +184,7 @@ def join(settings: Settings) -> Cluster:
     try:
         _check_listening(address)
         with _own_sigterm():
-            ray.init(
-                address=address,
-                log_to_driver=False,
-                configure_logging=False,
-                **local,
-            )
+            ray.init(address=address, log_to_driver=False, configure_logging=False, **local)
     except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
         raise ConfigurationError(
             f"cluster={address!r} cannot be joined: {error}; start one with `ray start --head` and see that "
@@ -220,10 +211,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _check_listening(address: str) -> None:
-    """Check that a process listens at host:port: Ray itself would wait for minutes.
-
-    Raises: OSError: none does.
-    """
+    """Ray itself would wait for minutes. Raises: OSError: no process listens at host:port."""
     from ray.util import get_node_ip_address
 
     host, _, port = address.rpartition(":")
@@ -270,7 +258,3 @@ def _sum(bundles: list[dict[str, float]]) -> str:
 
 def _plain(resources: Mapping[str, float]) -> str:
     return f"{resources.get('GPU', 0):g} GPU and {resources.get('CPU', 0):g} CPU"
-
-
-async def _value(ref: Any) -> Any:
-    return await ref

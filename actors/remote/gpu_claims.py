@@ -39,13 +39,20 @@ def gpu_name(device: torch.device, node: str) -> str | None:
     return f"{node}-{numbers[0]}" if numbers else None
 
 
+def user_temp_folder() -> Path:
+    """A folder for temporary files of this user alone: anybody may make it first where everybody may write.
+
+    Raises: PermissionError: another user has.
+    """
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    return own_folder(Path(tempfile.gettempdir()) / f"layerzero-{user}", default=True)
+
+
 class GpuClaim:
     """A device's place on one GPU: `limit` devices share it; one that wants it alone shares with none."""
 
     def __init__(self, gpu: str, who: str, limit: int, *, folder: Path | None = None) -> None:
-        user = os.getuid() if hasattr(os, "getuid") else 0
-        base = own_folder(Path(tempfile.gettempdir()) / f"layerzero-{user}", default=True)
-        self._folder = own_folder(base / "gpus" if folder is None else folder)
+        self._folder = own_folder(user_temp_folder() / "gpus" if folder is None else folder)
         self._gpu, self._who, self._limit = gpu, who, limit
         self._held: list[int] = []
 

@@ -5,21 +5,17 @@ A message is sent again where it seems lost, and a long value is slow: a copy mu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 INLINE = 1 << 16  # bytes; Ray itself keeps values of up to 100 KiB in the message
 
 
+@dataclass(eq=False, slots=True)
 class StoredPayload:
     """A reference to bytes in Ray's object store; Ray does not fetch what is inside another object."""
 
-    __slots__ = ("ref",)
-
-    def __init__(self, ref: Any) -> None:
-        self.ref = ref
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StoredPayload, (self.ref,)
+    ref: Any
 
 
 Payload = bytes | StoredPayload

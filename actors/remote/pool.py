@@ -5,8 +5,7 @@ Code moves to a device, tensors do not move to the code: inside `run`, `layerzer
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -217,12 +216,7 @@ class DevicePool:
 
         What loads a model, registers a kernel or puts a policy in force belongs here. The results by device.
         """
-        results: dict[str, Any] = {}
-        with first_error():
-            async with anyio.create_task_group() as tasks:
-                for device in self.devices.values():
-                    tasks.start_soon(_collect, results, device.name, lambda d=device: d.prepare(fn, *args))
-        return {name: results[name] for name in self.devices}
+        return await on_each(self.devices.values(), lambda device: device.prepare(fn, *args))
 
     # -- tensors ---------------------------------------------------------------------------------
 
@@ -251,12 +245,7 @@ class DevicePool:
     async def drain(self, timeout_s: float = 30.0, *, on: On = None) -> bool:
         """Let a device, or all, take no more calls and end those that run; False if some were cut off."""
         devices = list(self.devices.values()) if on is None else [self.device(on)]
-        ended: dict[str, Any] = {}
-        with first_error():
-            async with anyio.create_task_group() as tasks:
-                for device in devices:
-                    tasks.start_soon(_collect, ended, device.name, lambda d=device: d.drain(timeout_s))
-        return all(ended.values())
+        return all((await on_each(devices, lambda device: device.drain(timeout_s))).values())
 
     async def rolling_restart(self, *, drain_s: float = 30.0) -> None:
         """Restart the devices one after another, each only when the one before serves again.
@@ -277,20 +266,28 @@ class DevicePool:
             await self._leave()
 
 
-async def _collect(results: dict[str, Any], name: str, work: Callable[[], Awaitable[Any]]) -> None:
-    results[name] = await work()
+async def on_each(
+    devices: Collection[DeviceClient], work: Callable[[DeviceClient], Awaitable[Any]]
+) -> dict[str, Any]:
+    """What `work` gives for each of `devices`, by name; it runs for all of them at once.
 
+    Raises: the first error, as itself: callers know it by its type.
+    """
+    results: dict[str, Any] = {}
 
-@contextmanager
-def first_error() -> Iterator[None]:
-    """Let the first of a task group's errors out as itself: callers know it by its type."""
+    async def one(device: DeviceClient) -> None:
+        results[device.name] = await work(device)
+
     try:
-        yield
+        async with anyio.create_task_group() as tasks:
+            for device in devices:
+                tasks.start_soon(one, device)
     except BaseExceptionGroup as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from group
+    return {device.name: results[device.name] for device in devices}
 
 
 def local_pool(device: LocalDevice) -> DevicePool:

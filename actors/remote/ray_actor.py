@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from layerzero._util import log
-from layerzero._util.files import own_folder
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.running_kernels import (
     CrashRecords,
@@ -26,7 +24,7 @@ from layerzero.actors.device.running_kernels import (
     RunningKernelLog,
     read_crash_log,
 )
-from layerzero.actors.remote.gpu_claims import RELEASE_S, GpuClaim, gpu_name
+from layerzero.actors.remote.gpu_claims import RELEASE_S, GpuClaim, gpu_name, user_temp_folder
 from layerzero.actors.remote.parcels import Payload, payload_bytes, to_payload
 from layerzero.actors.remote.stores import connect_store
 from layerzero.actors.rpc.channel import Listener
@@ -149,13 +147,9 @@ class DeviceActor:
         # After the opening, whose own decisions need no heir.
         device.compiler.on_decided = host.on_decided
         rebuilt = await host.rebuild()
-        address_of = ray.util.get_node_ip_address()
+        own_host, silence_s = ray.util.get_node_ip_address(), spec.settings.hang_s
         self._listener = Listener(
-            host.handlers,
-            node=node,
-            host=address_of,
-            secret=spec.secret,
-            silence_s=spec.settings.hang_s,
+            host.handlers, node=node, host=own_host, secret=spec.secret, silence_s=silence_s
         )
         address = await self._listener.open()
         host.on("leave", lambda body, _: self.leave())
@@ -174,10 +168,7 @@ class DeviceActor:
         )
 
     def _claim_gpu(self, spec: DeviceSpec, device: LocalDevice, node: str) -> None:
-        """Keep every other device of a cluster off the GPU, as far as the settings want it.
-
-        Raises: ConfigurationError: another one has it.
-        """
+        """Keep other devices off the GPU, as the settings want it. Raises: ConfigurationError: one has it."""
         if (gpu := gpu_name(device.device, node)) is not None:
             limit = spec.settings.cluster_devices_per_gpu
             self._claim = GpuClaim(gpu, f"{spec.name} of pool {spec.pool}", limit)
@@ -310,9 +301,7 @@ def resolve(name: str) -> Callable[[Settings], HostedRuntime]:
 def _folder(spec: DeviceSpec) -> Path:
     if spec.settings.state_dir is not None:
         return Path(spec.settings.state_dir) / "devices"
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    # Anybody may make it first where everybody may write.
-    return own_folder(Path(tempfile.gettempdir()) / f"layerzero-{user}", default=True) / spec.pool
+    return user_temp_folder() / spec.pool
 
 
 def _share_work(spec: DeviceSpec) -> None:
@@ -341,11 +330,10 @@ def _pack(outcome: CallOutcome) -> CallOutcome:
 
     try:
         data = dumps(outcome.value)
-        if outcome.status == "done":
-            return CallOutcome(outcome.status, to_payload(data), outcome.detail)
-        # An exception may pickle and not unpickle; its caller would get pickle's error instead.
-        loads(data)
-        return CallOutcome(outcome.status, data, outcome.detail)
+        if outcome.status != "done":
+            loads(data)  # an exception may pickle and not unpickle: its caller would get pickle's error
+        value = to_payload(data) if outcome.status == "done" else data
+        return CallOutcome(outcome.status, value, outcome.detail)
     except Exception as error:
         if outcome.status == "done":
             text = f"the result, {type(outcome.value).__name__}, cannot travel to the caller: {error}"

@@ -68,7 +68,7 @@ class RayDevice(SupervisedDevice):
             number = incarnation.numbers.new_number()
             try:
                 outcome = await self._sender.send(
-                    self._actor, incarnation, number, kind, payload, tensor_payload, deadline
+                    self.actor, incarnation, number, kind, payload, tensor_payload, deadline
                 )
             except IncarnationLostError as lost:
                 # Nothing of it ran: the next incarnation takes it, as often as that happens.
@@ -117,7 +117,7 @@ class RayDevice(SupervisedDevice):
             extra = {"so_far": list(so_far)} if resume else {}
             payload = payload_of(fn, args, {**kwargs, **extra})
             request = asyncio.ensure_future(
-                self._sender.send(self._actor, incarnation, number, "stream", payload, None, None)
+                self._sender.send(self.actor, incarnation, number, "stream", payload, None, None)
             )
             try:
                 async for item in items.until(request):

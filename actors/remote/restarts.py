@@ -150,10 +150,8 @@ class Items:
                     self._more.clear()
                     await self._more.wait()
         except TimeoutError:
-            missing = count - len(self._items)
-            raise IncarnationLostError(
-                f"{missing} of its items did not come {_REST_S:g} s after its end"
-            ) from None
+            missing = f"{count - len(self._items)} of its items"
+            raise IncarnationLostError(f"{missing} did not come {_REST_S:g} s after its end") from None
         return self._items[self._taken : count]
 
 

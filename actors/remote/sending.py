@@ -97,14 +97,9 @@ class Sender:
     ) -> RequestHeader:
         numbers = incarnation.numbers
         remaining_s = None if remaining_s is None else max(0.0, remaining_s)
-        return RequestHeader(
-            self._client,
-            number,
-            numbers.ack_watermark,
-            incarnation.incarnation,
-            numbers.take_acks(),
-            remaining_s,
-        )
+        acks = numbers.take_acks()
+        watermark = numbers.ack_watermark
+        return RequestHeader(self._client, number, watermark, incarnation.incarnation, acks, remaining_s)
 
 
 def payload_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Payload:
@@ -117,10 +112,8 @@ def payload_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     try:
         data: bytes = dumps((fn, args, kwargs))
     except Exception as error:
-        name = getattr(fn, "__qualname__", repr(fn))
-        raise TypeError(
-            f"{name} and its arguments need to travel to the device, and cannot: {error}"
-        ) from error
+        what = f"{getattr(fn, '__qualname__', repr(fn))} and its arguments"
+        raise TypeError(f"{what} need to travel to the device, and cannot: {error}") from error
     return to_payload(data)
 
 

@@ -76,13 +76,11 @@ class TorchStore:
         return self._open(key, self._answered(lambda: self._store.compare_set(key, before, after)))
 
     def _seal(self, key: str, value: bytes) -> bytes:
-        """`value` behind its digest."""
         if not self._token:
             return value
         return hmac.digest(self._token, f"{key}\0".encode() + value, "sha256").hex().encode() + value
 
     def _open(self, key: str, sealed: bytes) -> bytes:
-        """The value behind the digest."""
         if not self._token:
             return sealed
         value = sealed[_DIGEST_BYTES:]
@@ -91,7 +89,6 @@ class TorchStore:
         return value
 
     def _come(self, timeout_s: float, keys: list[str]) -> bool:
-        """Whether all keys are stored within `timeout_s` seconds."""
         # Given with the call: the store's own limit is also that of other ranks in this process.
         timeout = max(timeout_s, 0.001)
         started = time.monotonic()
@@ -135,13 +132,21 @@ def connect_store(address: tuple[str, int], prefix: str, token: bytes, timeout_s
 
     Raises: DeviceLostError: it does not answer.
     """
-    return TorchStore(
-        _reached(lambda: TCPStore(*address, None, False, timedelta(seconds=timeout_s))), prefix, token
-    )
+    return TorchStore(connect(address, timeout_s), prefix, token)
 
 
-def _reached(call: Callable[[], T]) -> T:
+def connect(address: tuple[str, int], timeout_s: float) -> TCPStore:
+    """A client of the store that a process has opened.
+
+    Raises: DeviceLostError: it does not answer.
+    """
+    where = " at {}:{}".format(*address)
+    return _reached(lambda: TCPStore(*address, None, False, timedelta(seconds=timeout_s)), where)
+
+
+def _reached(call: Callable[[], T], where: str = "") -> T:
     try:
         return call()
     except DistNetworkError as error:
-        raise DeviceLostError(f"the store of the ranks does not answer: {error}", retryable=True) from error
+        what = f"the store of the ranks does not answer{where}: {error}"
+        raise DeviceLostError(what, retryable=True) from error

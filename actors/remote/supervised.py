@@ -56,7 +56,7 @@ class SupervisedDevice:
         self._node = node
         self._client = uuid.uuid4().hex[:12]
         self._sender = Sender(spec.name, self._client)
-        self._actor: Any = None
+        self.actor: Any = None  # Ray's handle
         self._facts: DeviceFacts | None = None
         self._incarnation: ActorIncarnation | None = None
         self._serving = asyncio.Event()
@@ -83,7 +83,7 @@ class SupervisedDevice:
         Raises: DeviceLostError: it has not begun its first incarnation.
         """
         if self._facts is None:
-            raise DeviceLostError(f"device {self.name!r} has not started", retryable=True)
+            raise self._lost("has not started")
         return self._facts
 
     @property
@@ -94,18 +94,16 @@ class SupervisedDevice:
         """
         incarnation = self._incarnation
         if incarnation is None or incarnation.over.done():
-            raise DeviceLostError(f"device {self.name!r} is {self.state.value}", retryable=True)
+            raise self._lost(f"is {self.state.value}")
         return incarnation.address
+
+    def _lost(self, why: str) -> DeviceLostError:
+        return DeviceLostError(f"device {self.name!r} {why}", retryable=True)
 
     @property
     def load(self) -> int:
         """Calls sent and not answered."""
         return 0 if self._incarnation is None else self._incarnation.numbers.outstanding
-
-    @property
-    def actor(self) -> Any:
-        """The Ray actor's handle; for placement and tests."""
-        return self._actor
 
     # -- incarnations -----------------------------------------------------------------------------------
 
@@ -119,7 +117,7 @@ class SupervisedDevice:
         Raises: DeviceLostError: it did not begin within `timeout_s`; the message says what it waited for.
             ConfigurationError: it never will with these settings.
         """
-        self._actor = self._make()
+        self.actor = self._make()
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
         try:
             await asyncio.wait_for(self._serving.wait(), timeout_s)
@@ -127,9 +125,7 @@ class SupervisedDevice:
         except TimeoutError:
             why = self._why or "its actor was not placed"
             await self.close()
-            raise DeviceLostError(
-                f"device {self.name!r} did not start within {timeout_s} s: {why}", retryable=True
-            ) from None
+            raise self._lost(f"did not start within {timeout_s} s: {why}") from None
         if self.state is DeviceState.DEAD:
             what = f"device {self.name!r} did not start: {self._why}"
             raise self._refusal or DeviceLostError(what, retryable=False)
@@ -186,7 +182,7 @@ class SupervisedDevice:
             while True:
                 # Several at once do no harm, since the actor starts only once; Ray may have lost the first.
                 if len(attempts) < _STARTS:
-                    attempts.add(asyncio.ensure_future(await_ref(self._actor.start.remote(self._spec))))
+                    attempts.add(asyncio.ensure_future(await_ref(self.actor.start.remote(self._spec))))
                 done, _ = await asyncio.wait(attempts, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
                 for attempt_done in done:
                     return attempt_done.result()
@@ -209,7 +205,7 @@ class SupervisedDevice:
                 await asyncio.sleep(PAUSE_S)
                 continue
             except exceptions.ActorDiedError:
-                self._actor = self._make()
+                self.actor = self._make()
                 continue
             if old is None or started.facts.incarnation != old.incarnation:
                 break
@@ -234,7 +230,7 @@ class SupervisedDevice:
         # Before the device serves: what it prepares is what calls rely on.
         for payload in self._prepared:
             number = incarnation.numbers.new_number()
-            outcome = await self._sender.send(self._actor, incarnation, number, "call", payload, None, None)
+            outcome = await self._sender.send(self.actor, incarnation, number, "call", payload, None, None)
             incarnation.numbers.ack(number)
             result_of(unpickle(outcome), self.name)
         if self._prepared:  # a kernel that a preparation registered makes every verdict new
@@ -247,7 +243,7 @@ class SupervisedDevice:
         while not incarnation.over.done():
             try:
                 heartbeat: Heartbeat | None = await asyncio.wait_for(
-                    await_ref(self._actor.heartbeat.remote(incarnation.decisions_received)), limit
+                    await_ref(self.actor.heartbeat.remote(incarnation.decisions_received)), limit
                 )
             except TimeoutError:
                 self._hang(incarnation, f"sent no heartbeat for {limit} s")
@@ -263,12 +259,9 @@ class SupervisedDevice:
                 incarnation.decisions_received += len(heartbeat.decided)
                 if heartbeat.decided:
                     self._spec = with_decisions(self._spec, heartbeat)
-                if heartbeat.running and heartbeat.running[0].seconds > limit:
-                    longest = heartbeat.running[0]
-                    self._hang(
-                        incarnation,
-                        f"kernel {longest.kernel} has run for {longest.seconds:.1f} s, above {limit} s",
-                    )
+                if heartbeat.running and (longest := heartbeat.running[0]).seconds > limit:
+                    why = f"kernel {longest.kernel} has run for {longest.seconds:.1f} s, above {limit} s"
+                    self._hang(incarnation, why)
                     return
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -282,7 +275,7 @@ class SupervisedDevice:
         import ray
 
         with suppress(Exception):  # it may be gone already, which is what we want
-            ray.kill(self._actor, no_restart=not restart)
+            ray.kill(self.actor, no_restart=not restart)
 
     def _refuse_a_fork(self) -> None:
         if self._forked:
@@ -292,10 +285,7 @@ class SupervisedDevice:
             )
 
     async def _serving_incarnation(self, deadline: float | None, wait: bool = True) -> ActorIncarnation:
-        """The present incarnation, waiting for it while the device restarts.
-
-        Raises: RuntimeClosedError, DeviceLostError, DeadlineExceededError.
-        """
+        """The present incarnation, waiting for it while the device restarts."""
         self._refuse_a_fork()
         loop = asyncio.get_running_loop()
         if not self._serving.is_set():
@@ -305,23 +295,16 @@ class SupervisedDevice:
                 await asyncio.wait_for(self._serving.wait(), max(0.0, timeout_s))
             except TimeoutError:
                 if deadline is not None and loop.time() >= deadline:
-                    raise DeadlineExceededError(
-                        f"device {self.name!r} did not come back in time: {self._why}"
-                    ) from None
-                raise DeviceLostError(
-                    f"device {self.name!r} is {self.state.value} for more than {patience} s: {self._why}",
-                    retryable=True,
-                ) from None
+                    late = f"device {self.name!r} did not come back in time: {self._why}"
+                    raise DeadlineExceededError(late) from None
+                raise self._lost(f"is {self.state.value} for more than {patience} s: {self._why}") from None
         # The end wakes waiting callers as well, so the state is asked after the wait.
         if self.state is DeviceState.CLOSED:
             raise RuntimeClosedError(f"device {self.name!r} is closed")
         if self.state is DeviceState.DEAD:
-            raise DeviceLostError(f"device {self.name!r} is dead: {self._why}", retryable=True)
+            raise self._lost(f"is dead: {self._why}")
         if self.state is DeviceState.DRAINING:
-            raise DeviceLostError(
-                f"device {self.name!r} takes no call now: it is draining; nothing ran, try another device",
-                retryable=True,
-            )
+            raise self._lost("takes no call now: it is draining; nothing ran, try another device")
         assert self._incarnation is not None
         return self._incarnation
 

@@ -66,7 +66,7 @@ class Connection(MessageStream):
         self._nonce = secrets.token_bytes(32) if client is None else b""
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._next = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
         self._handshake_timer: asyncio.TimerHandle | None = None
         self._spin = _SpinPolicy()
         self._context = copy_context()
@@ -77,7 +77,8 @@ class Connection(MessageStream):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._handshake_timer = asyncio.get_running_loop().call_later(HANDSHAKE_S, self._on_handshake_timeout)
+        late = f"no handshake within {HANDSHAKE_S} s"
+        self._handshake_timer = asyncio.get_running_loop().call_later(HANDSHAKE_S, self.refuse, late)
         # The end that is dialled asks first: it gives away nothing before the other has proved itself.
         if self._client is None:
             self._write(Challenge(self._nonce))
@@ -170,7 +171,7 @@ class Connection(MessageStream):
                 log.warning("channel.note_failed", kind=message.kind, peer=self.peer, error=_text(error))
                 return
             if isinstance(result, Awaitable):
-                self._run_task(_finish(result))
+                self._run_task(result)
 
     def _handshake(self, message: Any) -> None:
         if self._client is not None and type(message) is Challenge:
@@ -204,12 +205,8 @@ class Connection(MessageStream):
             future.set_exception(error)
 
     def _serve(self, request: RpcRequest) -> None:
-        handler = self._handlers.get(request.kind)
         try:
-            if handler is None:
-                kinds = ", ".join(sorted(self._handlers)) or "none"
-                raise LookupError(f"no handler is registered for {request.kind!r}; there are: {kinds}")
-            result = handler(request.body, self)
+            result = handler_of(self._handlers, request.kind)(request.body, self)
         except Exception as error:
             self._write(_error_response(request, error))
             return
@@ -233,13 +230,10 @@ class Connection(MessageStream):
             text = f"the answer to {request.kind!r} needs plain values: {error}"
             self._write(_error_response(request, TypeError(text)))
 
-    def _run_task(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _run_task(self, work: Awaitable[Any]) -> None:
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _on_handshake_timeout(self) -> None:
-        self.refuse(f"no handshake within {HANDSHAKE_S} s")
 
 
 class _SpinPolicy:
@@ -277,8 +271,16 @@ def _body_of(answer: RpcResponse) -> Any:
     return answer.body
 
 
-async def _finish(result: Awaitable[Any]) -> None:
-    await result
+def handler_of(handlers: dict[str, Handler], kind: str) -> Handler:
+    """The handler of requests of a kind.
+
+    Raises: LookupError: there is none; the message lists the kinds that there are.
+    """
+    handler = handlers.get(kind)
+    if handler is None:
+        kinds = ", ".join(sorted(handlers)) or "none"
+        raise LookupError(f"no handler is registered for {kind!r}; there are: {kinds}")
+    return handler
 
 
 def _proof(secret: bytes, nonce: bytes) -> bytes:

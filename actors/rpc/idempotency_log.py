@@ -8,6 +8,7 @@ No loop, no clock, no I/O: the host drives it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -70,13 +71,11 @@ class IdempotencyLog(Generic[T]):
         return [entry for client in self._clients.values() for entry in client.entries.values()]
 
 
+@dataclass(eq=False)
 class _ClientLog(Generic[T]):
-    __slots__ = ("ack_watermark", "acked", "entries")
-
-    def __init__(self) -> None:
-        self.ack_watermark = 0
-        self.entries: dict[int, T] = {}
-        self.acked: set[int] = set()
+    ack_watermark: int = 0
+    entries: dict[int, T] = field(default_factory=dict)
+    acked: set[int] = field(default_factory=set)
 
     def raise_watermark(self, ack_watermark: int) -> None:
         if ack_watermark > self.ack_watermark:

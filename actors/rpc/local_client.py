@@ -54,7 +54,8 @@ class LocalClient:
         if self._closed:
             raise RuntimeClosedError(f"device {self.name!r} is closed")
         loop = asyncio.get_running_loop()
-        if self._current_server is None or (self._loop is not loop and self._loop_has_ended()):
+        has_ended = self._loop is None or self._loop.is_closed()
+        if self._current_server is None or (self._loop is not loop and has_ended):
             if self._current_server is not None:
                 uninstall_server(self._current_server)
             self._current_server = CallServer(self._device, self.name)
@@ -65,9 +66,6 @@ class LocalClient:
                 f"device {self.name!r} hosts code on another event loop, which still runs; use it from there"
             )
         return self._current_server
-
-    def _loop_has_ended(self) -> bool:
-        return self._loop is None or self._loop.is_closed()
 
     @property
     def state(self) -> DeviceState:
@@ -108,10 +106,7 @@ class LocalClient:
         return await self._run_once(host, lambda: host.invoke(fn, args, kwargs), timeout_s)
 
     async def _serving(self, timeout_s: float | None = None) -> CallServer:
-        """The host, waiting for the next one while the device restarts.
-
-        Raises: DeadlineExceededError: `timeout_s` has passed.
-        """
+        """The host, once it serves. Raises: DeadlineExceededError: `timeout_s` has passed."""
         while self._restarting is not None:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -182,7 +177,13 @@ class LocalClient:
         store = self._server.tensor_store
         local = store.get(tensor) if isinstance(tensor, RemoteTensor) else tensor
         copy = local.detach().to(self._device.device, copy=True).contiguous()
-        return store.add(copy).on_collected(_free_from(weakref.ref(self)))
+        free = weakref.WeakMethod(self._free)
+
+        def on_collected(key: str) -> None:
+            if (free_now := free()) is not None:
+                free_now(key)
+
+        return store.add(copy).on_collected(on_collected)
 
     async def fetch(self, handle: RemoteTensor) -> Tensor:
         """A copy of a kept tensor."""
@@ -245,12 +246,3 @@ class LocalClient:
         if host is not None:
             await host.drain(0.0)
             uninstall_server(host)
-
-
-def _free_from(client_ref: weakref.ref[LocalClient]) -> Callable[[str], None]:
-    def free(key: str) -> None:
-        client = client_ref()
-        if client is not None:
-            client._free(key)
-
-    return free

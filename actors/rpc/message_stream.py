@@ -45,12 +45,10 @@ class MessageStream(asyncio.Protocol):
         self.refused = ""
 
     def _dispatch(self, message: Any) -> None:
-        """Handle one message."""
         raise NotImplementedError
 
     @property
     def _max_frame(self) -> int:
-        """Bytes that the next frame may have."""
         return MAX_FRAME
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -86,14 +84,9 @@ class MessageStream(asyncio.Protocol):
 
     def _read_rest(self) -> None:
         """Handle what had come before a write met the end of the socket."""
-        while not self._closed_here:
-            try:
-                data = os.read(self._file, _CHUNK)
-            except OSError:  # nothing more, or broken: the end is known already
-                return
-            if not data:
-                return
-            self.data_received(data)
+        with suppress(OSError):  # nothing more, or broken: the end is known already
+            while not self._closed_here and (data := os.read(self._file, _CHUNK)):
+                self.data_received(data)
 
     def data_received(self, data: bytes) -> None:
         self._reading = True

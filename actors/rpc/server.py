@@ -13,6 +13,7 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import anyio
@@ -22,7 +23,7 @@ from layerzero._util import log
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.running_kernels import RunningKernel
 from layerzero.actors.rpc.client import DeviceState
-from layerzero.actors.rpc.connection import Connection, Handler
+from layerzero.actors.rpc.connection import Connection, Handler, handler_of
 from layerzero.actors.rpc.idempotency_log import AcknowledgedError, IdempotencyLog
 from layerzero.actors.rpc.tensors import RemoteTensor, RemoteTensorStore
 from layerzero.health.device_faults import lost_device
@@ -51,28 +52,23 @@ class RequestHeader(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float | None = None
 
 
+@dataclass(eq=False, slots=True)
 class CallOutcome:
     """How a request ended; `value` is the result or the exception, `detail` the traceback or the reason.
 
     `packed` is the same as it leaves the process, once it was packed.
     """
 
-    __slots__ = ("detail", "packed", "status", "value")
-
-    def __init__(self, status: Status, value: Any = None, detail: str = "") -> None:
-        self.status: Status = status
-        self.value = value
-        self.detail = detail
-        self.packed: CallOutcome | None = None
+    status: Status
+    value: Any = None
+    detail: str = ""
+    packed: CallOutcome | None = None
 
 
+@dataclass(eq=False, slots=True)
 class _ServedCall:
-    __slots__ = ("began", "cut", "task")
-
-    def __init__(self) -> None:
-        self.task: asyncio.Task[CallOutcome] | None = None
-        self.began = False
-        self.cut = False
+    task: asyncio.Task[CallOutcome] | None = None
+    cut: bool = False
 
 
 class CallServer:
@@ -149,7 +145,6 @@ class CallServer:
                 # Asked behind the wait for a place: the client may have gone elsewhere meanwhile.
                 if leave is not None and not await leave():
                     return CallOutcome("stale", detail="its client has left this incarnation of the device")
-                entry.began = True
                 with anyio.fail_after(envelope.timeout_s):
                     return CallOutcome("done", await work())
         except asyncio.CancelledError:
@@ -196,8 +191,7 @@ class CallServer:
 
     async def invoke(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`fn(*args, **kwargs)` with handles replaced by their tensors; plain functions run on a thread."""
-        full = [self._local_tensor(value) for value in args]
-        named = {name: self._local_tensor(value) for name, value in kwargs.items()}
+        full, named = self._with_local_tensors(args, kwargs)
         if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
             return await fn(*full, **named)
         result = await anyio.to_thread.run_sync(_call, fn, full, named, abandon_on_cancel=True)
@@ -207,10 +201,8 @@ class CallServer:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], emit: Emit
     ) -> int:
         """Emit the items of the async generator `fn(*args, **kwargs)`; how many there were."""
-        items = fn(
-            *[self._local_tensor(v) for v in args],
-            **{name: self._local_tensor(v) for name, v in kwargs.items()},
-        )
+        full, named = self._with_local_tensors(args, kwargs)
+        items = fn(*full, **named)
         if not isinstance(items, AsyncIterator):
             raise TypeError(f"stream needs an async generator function, got {_name_of(fn)}")
         count = 0
@@ -223,8 +215,13 @@ class CallServer:
                 await close()
         return count
 
-    def _local_tensor(self, value: Any) -> Any:
-        return self.tensor_store.get(value) if isinstance(value, RemoteTensor) else value
+    def _with_local_tensors(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        def local(value: Any) -> Any:
+            return self.tensor_store.get(value) if isinstance(value, RemoteTensor) else value
+
+        return [local(value) for value in args], {name: local(value) for name, value in kwargs.items()}
 
     # -- control ---------------------------------------------------------------------------------
 
@@ -240,11 +237,7 @@ class CallServer:
 
     async def handle(self, kind: str, body: Any) -> Any:
         """The answer to a control message that came without a channel."""
-        handler = self.handlers.get(kind)
-        if handler is None:
-            kinds = ", ".join(sorted(self.handlers)) or "none"
-            raise LookupError(f"no handler is registered for {kind!r}; there are: {kinds}")
-        result = handler(body, None)  # type: ignore[arg-type]
+        result = handler_of(self.handlers, kind)(body, None)  # type: ignore[arg-type]
         return await result if isinstance(result, Awaitable) else result
 
     def running_kernels(self) -> list[RunningKernel]:
@@ -312,11 +305,9 @@ class CallServer:
     async def drain(self, timeout_s: float) -> bool:
         """Take no new request, let the others end; after `timeout_s` cut them off and return False."""
         self.state = DeviceState.DRAINING
-        running = set(self._running)
-        if running:
-            _, late = await asyncio.wait(running, timeout=timeout_s)
-        else:
-            late = set()
+        late = set(self._running)
+        if late:
+            _, late = await asyncio.wait(late, timeout=timeout_s)
         # Marked before the cancel, so that the answer says who ended it: the drain, not the caller.
         for entry in self.idempotency_log.entries():
             if entry.task in late:

@@ -37,9 +37,9 @@ class RequestNumbers:
     def take_acks(self, max_count: int = 256) -> tuple[int, ...]:
         """Settled numbers at or above the watermark that were not sent yet."""
         watermark = self.ack_watermark
-        acks = [number for number in self._unsent_acks if number >= watermark][:max_count]
-        self._unsent_acks = [number for number in self._unsent_acks if number >= watermark][max_count:]
-        return tuple(acks)
+        acks = [number for number in self._unsent_acks if number >= watermark]
+        self._unsent_acks = acks[max_count:]
+        return tuple(acks[:max_count])
 
     def is_outstanding(self, number: int) -> bool:
         """Whether a number is outstanding."""

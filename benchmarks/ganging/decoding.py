@@ -65,7 +65,7 @@ class Watch:
         self._me = me
         self._spans: dict[str, list[float]] = {name: [] for name in ("message", "launch", "others", "rank0")}
         self._events: list[tuple[Any, Any]] = []
-        steps, channel = member._steps, member._group.channel
+        steps, channel = member._steps, member.group.channel
         steps.start_step = self._timed("message", steps.start_step)
         steps.end_step = self._timed("others", steps.end_step)
         if member.rank:

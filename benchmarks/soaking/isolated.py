@@ -13,7 +13,7 @@ import torch
 
 import layerzero as lz
 from benchmarks.soaking.ends import ANSWERED, Ends
-from layerzero.actors.isolation import worker_process
+from layerzero.actors.isolation import isolated_worker
 from layerzero.health import BreakerState
 
 BACKEND = "torch"
@@ -45,7 +45,7 @@ class Isolated:
         await asyncio.to_thread(lambda: asyncio.run(self._serve()))
 
     async def _serve(self) -> None:
-        worker_process.STEADY_S = STEADY_S
+        isolated_worker.STEADY_S = STEADY_S
         settings = lz.Settings(
             device="cpu", inference=True, warm="off", perfdb=None, shipped_tables=False, cooldown_s=0.2,
             cooldown_max_s=1.0, isolate={BACKEND: "process"}, isolate_timeout_s=TIMEOUT_S, max_queue_size=32,

@@ -83,7 +83,6 @@ def lock(op: str, kernel: str, *, when: str | tuple[str, ...] = (), for_s: float
     base = split_op(op)[0]
     ops = [name for name in ops_table.names() if fnmatchcase(name, base)]
     known_kernels = frozenset[str]().union(*(runtime.kernel_ids(name) for name in ops))
-    until = _until(for_s)
     try:
         program = policy_lock(
             runtime.program_policy,
@@ -92,7 +91,7 @@ def lock(op: str, kernel: str, *, when: str | tuple[str, ...] = (), for_s: float
             known_ops=frozenset(ops_table.names()),
             known_kernels=known_kernels,
             when=when,
-            until=until,
+            until=_until(for_s),
         )
     except PolicyValidationError as error:
         barred = [str(p) for p in installed_plugins() if p.name not in runtime.settings.plugins]
@@ -132,11 +131,8 @@ def add_policy(*, prefer: str = "", deny: str = "", op: str = "*", for_s: float 
     """
     runtime = context_runtime()
     until = _until(for_s)
-    added: list[Policy] = []
-    if prefer:
-        added.append(preference(prefer, op=op, until=until, layer=Layer.PROGRAM))
-    if deny:
-        added.append(exclusion(deny, op=op, until=until, layer=Layer.PROGRAM))
+    kinds = (preference, prefer), (exclusion, deny)
+    added = [make(glob, op=op, until=until, layer=Layer.PROGRAM) for make, glob in kinds if glob]
     runtime.set_program_policy(merge(runtime.program_policy, *added))
 
 

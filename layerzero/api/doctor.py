@@ -136,35 +136,19 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
                 for i in self.isolated
             ],
         )
-        allowed = self.settings.get("plugins", ())
+        allowed, states = self.settings.get("plugins", ()), ("not allowed", "allowed")
         yield (
             "backends and ops of other distributions",
             ("plugin", "adds", "distribution", "version", "state"),
             [
-                (
-                    p.name,
-                    p.kind,
-                    p.distribution or "-",
-                    p.version or "-",
-                    f"{'' if p.name in allowed else 'not '}allowed",
-                )
+                (p.name, p.kind, p.distribution or "-", p.version or "-", states[p.name in allowed])
                 for p in self.plugins
             ],
         )
         yield (
             "warm-up bundles",
             ("sha256", "files", "proofs", "measurements", "from", "note"),
-            [
-                (
-                    b.sha256[:16],
-                    f"{len(b.files)}",
-                    f"{b.proofs}",
-                    f"{b.measurements}",
-                    b.path,
-                    f"{len(altered)} files are gone or altered since" if (altered := b.altered()) else "-",
-                )
-                for b in self.bundles
-            ],
+            [_bundle_row(bundle) for bundle in self.bundles],
         )
         yield (
             f"kernels on {self.device or 'no device'}",
@@ -243,10 +227,8 @@ def _host() -> HostInfo:
 
 def _torch(problems: list[str]) -> TorchInfo:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    probed = (
-        _attempt(f"cuda:{index}", functools.partial(probe, f"cuda:{index}"), problems)
-        for index in range(count)
-    )
+    names = [f"cuda:{index}" for index in range(count)]
+    probed = [_attempt(name, functools.partial(probe, name), problems) for name in names]
     devices = tuple(device for device in probed if device is not None)
     return TorchInfo(
         version=str(torch.__version__),
@@ -321,9 +303,8 @@ def _of_runtime(runtime: Runtime, problems: list[str]) -> dict[str, Any]:
 
 def _kernels_of(op: str, hardware: Hardware) -> OpKernels:
     groups: dict[str, list[str]] = {"ready": [], "cold": [], "blocked": [], "elsewhere": []}
-    fit = {
-        kernel.id for kernel in context_runtime().device().registry.for_op(op) if not unfit(kernel, hardware)
-    }
+    kernels = context_runtime().device().registry.for_op(op)
+    fit = {kernel.id for kernel in kernels if not unfit(kernel, hardware)}
     for info in list_kernels(op):
         groups[info.state if info.id in fit else "elsewhere"].append(info.id)
     return OpKernels(op=op, **{name: tuple(ids) for name, ids in groups.items()})
@@ -380,6 +361,12 @@ def _sqlite_note(sqlite: SQLiteInfo) -> str:
 
 def _names(kernels: tuple[str, ...]) -> str:
     return ", ".join(kernels) or "-"
+
+
+def _bundle_row(bundle: InstallRecord) -> tuple[str, ...]:
+    altered, counts = bundle.altered(), (len(bundle.files), bundle.proofs, bundle.measurements)
+    note = f"{len(altered)} files are gone or altered since" if altered else "-"
+    return bundle.sha256[:16], *map(str, counts), bundle.path, note
 
 
 def _policy_row(rule: dict[str, Any]) -> tuple[str, str]:

@@ -100,17 +100,12 @@ def which(op: str, /, *args: Any, batch: int = 1, backend: str | None = None, **
     """
     definition = ops_table.get(op)
     if batch == 1:
-        return _plan(definition, args, kwargs, backend).kernel
+        return _planned(definition, *checked_build(definition, args, kwargs), backend).kernel
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise ValueError(f"batch needs an int >= 1, got {batch!r}")
     _, full = checked_build(definition, args, kwargs)
     together = merged_args(definition, full, batch)
-    device = context_device(together)
-    complete(device, op)
-    snapshot = context_snapshot(device, op, backend)
-    return device.plan(
-        definition, signature_of(definition, together), together, device.mode(), snapshot
-    ).kernel
+    return _planned(definition, signature_of(definition, together), together, backend).kernel
 
 
 def explain(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
@@ -126,13 +121,13 @@ def explain(op: str, /, *args: Any, backend: str | None = None, **kwargs: Any) -
         -> reference.rms_norm: locked by backend='reference'
     """
     definition = ops_table.get(op)
-    _, full = checked_build(definition, args, kwargs)
+    signature, full = checked_build(definition, args, kwargs)
     device = context_device(full)
     complete(device, op)
     table = device.table(definition, context_snapshot(device, op, backend))
     request = table.describe(full, device.mode())
     if definition.empty is not None and definition.empty(full) is not None:
-        return Explanation(_plan(definition, args, kwargs, backend).selection_for_request())
+        return Explanation(_planned(definition, signature, full, backend).selection_for_request())
     return Explanation(table.recompute(request))
 
 
@@ -234,10 +229,6 @@ def complete(device: LocalDevice, op: str) -> None:
     device.wait_for_costs()
     if device.registry.complete(op):
         device.refresh()
-
-
-def _plan(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None) -> Plan:
-    return _planned(op, *checked_build(op, args, kwargs), backend)
 
 
 def _planned(op: Op, signature: Signature, full: Args, backend: str | None) -> Plan:

@@ -51,23 +51,19 @@ class _BatcherCollector:
         wait = SummaryMetricFamily(name + "queue_wait_seconds", "time launched calls queued", labels=device)
         worst = GaugeMetricFamily(name + "queue_wait_max_seconds", "longest wait of a call", labels=device)
         sizes = HistogramMetricFamily(name + "batch_size", "calls in one batch", labels=device)
-        batches = CounterMetricFamily(
-            name + "batches", "batches by why they were launched when they were", labels=["device", "reason"]
-        )
-        holds = SummaryMetricFamily(
-            name + "hold_seconds", "time batches were held for callers", labels=["device", "cause"]
-        )
+        why = "batches by why they were launched when they were"
+        batches = CounterMetricFamily(name + "batches", why, labels=["device", "reason"])
+        held_text = "time batches were held for callers"
+        holds = SummaryMetricFamily(name + "hold_seconds", held_text, labels=["device", "cause"])
         items = CounterMetricFamily(name + "items", "calls submitted", labels=device)
-        at_once = CounterMetricFamily(
-            name + "at_once", "calls that few could join: never queued", labels=device
-        )
+        alone = "calls that few could join: never queued"
+        at_once = CounterMetricFamily(name + "at_once", alone, labels=device)
         tokens = CounterMetricFamily(name + "tokens", "rows or tokens launched", labels=device)
         calls = CounterMetricFamily(name + "calls", "calls by how they ended", labels=["device", "outcome"])
         live = GaugeMetricFamily(name + "in_flight", "calls submitted and not ended", labels=device)
         queued = GaugeMetricFamily(name + "queued", "calls that wait for a batch", labels=device)
-        kernels_out = GaugeMetricFamily(
-            self._prefix + "kernels_out", "kernels by why they do not serve", labels=["device", "state"]
-        )
+        out, by_state = "kernels by why they do not serve", ["device", "state"]
+        kernels_out = GaugeMetricFamily(self._prefix + "kernels_out", out, labels=by_state)
         for where, local in list(self._runtime.devices.items()):
             labels, stats = [str(where)], local.loop_drivers.stats()
             launched = sum(size * count for size, count in stats.sizes.items())
@@ -90,13 +86,12 @@ class _BatcherCollector:
             states = Counter(status.state for status in local.health.statuses())
             for state in _OUT:
                 kernels_out.add_metric([*labels, state.value], states[state])
-        pages = GaugeMetricFamily(self._prefix + "kv_pages", "pages of KV caches", labels=["device", "state"])
+        pages = GaugeMetricFamily(self._prefix + "kv_pages", "pages of KV caches", labels=by_state)
         for name, (used, free) in _kv_pages().items():
             pages.add_metric([name, "used"], used)
             pages.add_metric([name, "free"], free)
-        remembered = CounterMetricFamily(
-            self._prefix + "calls_remembered", "calls whose kernel was chosen before", labels=["op"]
-        )
+        chosen_before = "calls whose kernel was chosen before"
+        remembered = CounterMetricFamily(self._prefix + "calls_remembered", chosen_before, labels=["op"])
         for op_name, count in remembered_calls().items():
             if count:
                 remembered.add_metric([op_name], count)

@@ -38,10 +38,7 @@ class HostReadback(Coroutine[Any, Any, Tensor]):
         self._steps: Generator[Any, Any, Tensor] | None = None
 
     def __await__(self) -> Generator[Any, Any, Tensor]:
-        """Wait for the copy.
-
-        Raises: what the copy raised. RuntimeError: another task waits for it at this time.
-        """
+        """Wait for the copy. Raises: what it raised. RuntimeError: another task waits for it now."""
         if self._tensor is None:
             self._tensor = yield from self._arrive()
         return self._tensor

@@ -238,10 +238,7 @@ class StepRunner:
         return self._static_prefill[width], graph
 
     def _capture_prefill(self, width: int, rows: int, input_ids: Tensor) -> None:
-        """Capture a bucket over sequences of its own, as few as can have so many rows.
-
-        Raises: PagesExhaustedError: no pages are left for them.
-        """
+        """Capture a bucket over as few sequences as can have so many rows. Raises: PagesExhaustedError."""
         longest = min(self.max_model_len, width * self._cache.page_size)
         counts = [min(longest, rows - begin) for begin in range(0, rows, longest)]
         if len(counts) > self._max_num_seqs:
@@ -277,10 +274,7 @@ def _powers_of_two(largest: int) -> list[int]:
 
 
 def _widths(widest: int, page_counts: Sequence[int] | None) -> tuple[int, ...]:
-    """The widths of block tables to capture for, in pages, the widest last.
-
-    Raises: ValueError: one is no number from 1 to `widest`.
-    """
+    """Widths of block tables in pages, the widest last. Raises: ValueError: one is not in [1, `widest`]."""
     if page_counts is None:
         widths = [widest]
         while (narrower := -(-widths[0] // WIDTH_STEP)) >= NARROWEST:

@@ -132,16 +132,10 @@ async def warmup(
     Raises: ConfigurationError: the file is no manifest. BundleRefusedError: the bundle is refused; nothing
         was written or warmed. TypeError: neither a manifest nor a bundle. RuntimeClosedError: after close.
     """
-    _need_source(manifest, bundle, sha256)
-    loaded = (
-        await anyio.to_thread.run_sync(lambda: load_bundle(bundle, sha256=sha256, device=device))
-        if bundle is not None
-        else None
-    )
-    job = _WarmupJob(context_runtime(), _calls_of(manifest, loaded), device, progress)
-    job.start()
+    where = str(context_runtime().device(device).device)  # another thread's current GPU may be another one
+    job = await anyio.to_thread.run_sync(_begin, manifest, bundle, sha256, where, progress)
     await anyio.to_thread.run_sync(job.wait, timeout_s, abandon_on_cancel=True)
-    return job.report(loaded)
+    return job.report()
 
 
 def warmup_blocking(
@@ -168,13 +162,10 @@ def warmup_blocking(
         >>> report.ready, [call.call for call in report.critical]
         (True, ['rms_norm x=2x8:float32 eps=1e-06'])
     """
-    _need_source(manifest, bundle, sha256)
-    loaded = load_bundle(bundle, sha256=sha256, device=device) if bundle is not None else None
-    job = _WarmupJob(context_runtime(), _calls_of(manifest, loaded), device, progress, forbid=forbid)
-    job.start()
+    job = _begin(manifest, bundle, sha256, device, progress, forbid)
     if job.wait(timeout_s) and whole:
         job.join()
-    return job.report(loaded)
+    return job.report()
 
 
 def save_bundle(
@@ -218,18 +209,24 @@ def load_bundle(
     return bundles.load(context_runtime(), path, sha256=sha256, device=device, replace=replace)
 
 
-def _need_source(manifest: object, bundle: object, sha256: str | None) -> None:
+def _begin(
+    manifest: ManifestSource | None,
+    bundle: str | os.PathLike[str] | None,
+    sha256: str | None,
+    device: str | None,
+    progress: WarmupProgress | None,
+    forbid: bool = False,
+) -> _WarmupJob:
+    """Begin to warm the given calls, else the bundle's own, which may have none."""
     if manifest is None and bundle is None:
         raise TypeError("warmup needs a manifest or a bundle, got neither")
     if sha256 is not None and bundle is None:
         raise TypeError("sha256 needs the bundle whose digest it pins, got no bundle")
-
-
-def _calls_of(manifest: ManifestSource | None, loaded: BundleReport | None) -> Manifest:
-    """The calls to warm: the given ones, else the bundle's own, which may have none."""
-    if manifest is not None:
-        return manifest_of(manifest)
-    return loaded.manifest if loaded is not None and loaded.manifest is not None else Manifest(critical=())
+    loaded = load_bundle(bundle, sha256=sha256, device=device) if bundle is not None else None
+    calls = manifest_of(manifest) if manifest is not None else loaded.manifest if loaded is not None else None
+    job = _WarmupJob(calls or Manifest(critical=()), loaded, device, progress, forbid)
+    job.start()
+    return job
 
 
 class _WarmupJob:
@@ -237,14 +234,14 @@ class _WarmupJob:
 
     def __init__(
         self,
-        runtime: Runtime,
         manifest: Manifest,
+        bundle: BundleReport | None,
         device: str | None,
         progress: WarmupProgress | None,
-        *,
-        forbid: bool = False,
+        forbid: bool,
     ) -> None:
-        self._manifest = manifest
+        runtime = context_runtime()
+        self._manifest, self._bundle = manifest, bundle  # what was loaded before
         self._device = runtime.device(device)
         self._state = _state(runtime, self._device)
         self._warmer = WarmupRunner(self._device, forbid=forbid)
@@ -254,7 +251,6 @@ class _WarmupJob:
         self._started = time.monotonic()
 
     def start(self) -> None:
-        """Begin; the critical calls come first."""
         self._state.manifests[self._manifest.version] = self._manifest
         with self._state.lock:
             self._state.pending += len(self._manifest.calls)
@@ -264,15 +260,14 @@ class _WarmupJob:
         join_at_exit(self._thread, self._state.stop.set)
 
     def join(self) -> None:
-        """Until every call is done."""
         self._thread.join()
 
     def wait(self, timeout_s: float | None) -> bool:
         """Until the critical calls are done, or the time is over."""
         return self._critical.wait(timeout_s)
 
-    def report(self, bundle: BundleReport | None = None) -> WarmupReport:
-        """What is known now; `bundle` is what was loaded before."""
+    def report(self) -> WarmupReport:
+        """What is known now."""
         warmed = tuple(self._warmed[: len(self._manifest.critical)])
         late = tuple(
             WarmedCall(call=str(call), critical=True, state="late")
@@ -286,7 +281,7 @@ class _WarmupJob:
             others=tuple(self._warmed[len(self._manifest.critical) :]),
             pending=len(self._manifest.calls) - len(self._warmed),
             problems=_problems(self._device),
-            bundle=bundle,
+            bundle=self._bundle,
         )
 
     def _run(self) -> None:

@@ -183,9 +183,8 @@ class Batched(Generic[R]):
             if len(self._batch_keys) >= _MAX_BATCH_KEYS:
                 self._batch_keys.clear()  # who waits under the old objects runs apart, nothing worse
                 self.clear_cache()
-            batch_key = self._batch_keys[key] = BatchKey(
-                (self.name, key)
-            )  # a batcher keeps it: nothing of the function
+            # A batcher keeps it: nothing of the function.
+            batch_key = self._batch_keys[key] = BatchKey((self.name, key))
         return batch_key
 
     def _in_scope(self, scope: Scope, key: Hashable) -> _Scoped:
@@ -225,10 +224,8 @@ class Batched(Generic[R]):
             log.warning(RUNS_ALONE, function=self.name, why=why)
 
     def _update_us_per_row(self, us_per_row: float) -> None:
-        mean_us = self.us_per_row
-        self.us_per_row = (
-            us_per_row if mean_us == float("inf") else mean_us + _NEWEST * (us_per_row - mean_us)
-        )
+        first = self.us_per_row == float("inf")
+        self.us_per_row = us_per_row if first else self.us_per_row + _NEWEST * (us_per_row - self.us_per_row)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Batched[R]:
         """The method of the copied object, as Python copies bound methods; of a function, this very one."""
@@ -272,10 +269,7 @@ _SHORT_LIVED: MutableMapping[Any, weakref.WeakValueDictionary[Hashable, Batched[
 
 
 def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[Any]]:
-    """Where the wrappings of `fn` are stored.
-
-    Raises: TypeError: nothing can refer to what `fn` belongs to without keeping it alive.
-    """
+    """Where the wrappings of `fn` are stored. Raises: TypeError: its holder takes no weak reference."""
     holder = fn.__self__ if isinstance(fn, MethodType) else fn
     try:
         if isinstance(fn, MethodType) or (isinstance(fn, FunctionType) and "<l" not in name):
@@ -386,10 +380,8 @@ def batched(
     except RuntimeError as error:
         raise ValueError(f"device needs one of torch's, got {device!r:.80}") from error
     # A method's own function too: an object may have several of one name, one after another or at once.
-    entry, entries = (
-        (id(plain) if isinstance(fn, MethodType) else 0, key or name, pure, where),
-        _entries(fn, name),
-    )
+    entry = (id(plain) if isinstance(fn, MethodType) else 0, key or name, pure, where)
+    entries = _entries(fn, name)
     batched = entries.get(entry)
     if batched is None:
         batched = entries[entry] = Batched(fn, pure=pure, name=key or name, device=where)

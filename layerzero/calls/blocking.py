@@ -190,7 +190,6 @@ def checked_build(
 
 
 def _argument_error(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], wrong: Exception) -> Exception:
-    """The error that names the argument which is no tensor."""
     bound = inspect.signature(op.build).bind(*args, **kwargs)
     bound.apply_defaults()
     for parameter in inspect.signature(op.build).parameters.values():

@@ -145,11 +145,9 @@ def _compiled_form(op: Op, tail: Args, backend: str | None) -> Callable[..., Any
 
 def _guard_for(binding: Binding, example: Args) -> Check:
     """The guard for these tensors: strides and requires_grad count only where a verdict reads them."""
-    kernel = binding.kernel()
-    capability = kernel.capability
+    capability = binding.kernel().capability
     strided = capability.contiguous or capability.last_stride1 or capability.alignment > 1
-    grad = torch.is_grad_enabled()
-    return _tensor_check(example, strides=strided, grad=grad)
+    return _tensor_check(example, strides=strided, grad=torch.is_grad_enabled())
 
 
 def _guarded(binding: Binding, device: LocalDevice, tail: Args, check: Check) -> Callable[..., Any]:
@@ -224,13 +222,8 @@ def _unguarded(binding: Binding, device: LocalDevice, tail: Args) -> Callable[..
 
 def _tensor_check(example: Args, *, strides: bool, grad: bool) -> Check:
     """A check that arguments are like the example's: tensors by metadata, everything else by value."""
-    count = len(example)
-    if (
-        count <= len(_CHECKS)
-        and all(isinstance(value, Tensor) for value in example)
-        and not strides
-        and not grad
-    ):
+    count, are_tensors = len(example), all(isinstance(value, Tensor) for value in example)
+    if count <= len(_CHECKS) and are_tensors and not strides and not grad:
         return _CHECKS[count - 1](*example)
     facts = [_facts(value, strides, grad) for value in example]
 

@@ -14,7 +14,7 @@ from layerzero.operators import defined_schemas, front
 from layerzero.operators.choice import CHOICE
 from layerzero.ops import table as ops_table
 from layerzero.ops.checks import need_choice
-from layerzero.ops.op import Args, Op
+from layerzero.ops.op import Op
 from layerzero.spec.errors import NoKernelFoundError
 from layerzero.spec.kernel import Kernel
 
@@ -62,7 +62,8 @@ class compile_choice:
         else:
             # Another process and another policy may choose otherwise: torch's caches must not mix them up.
             policy = hash(context_runtime().program_policy)
-            CHOICE.set(f"{mode}:{os.getpid()}:{policy}", self._inline if mode == "freeze" else None)
+            inline = None if mode != "freeze" else lambda op, full: self.choices.inline(op, full).result
+            CHOICE.set(f"{mode}:{os.getpid()}:{policy}", inline)
 
     def __enter__(self) -> compile_choice:
         return self
@@ -71,9 +72,6 @@ class compile_choice:
         if self.mode == "autotune":
             _stop_autotuning()
         CHOICE.restore(self._before)
-
-    def _inline(self, op: Op, full: Args) -> Any:
-        return self.choices.inline(op, full).result
 
     def _run_by(self, op: Op, kernel: Kernel, operator: Callable[..., Any]) -> Callable[..., Any]:
         """What Inductor times for a kernel: it, where it accepts the call, else the operator itself."""

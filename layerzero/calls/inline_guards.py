@@ -33,25 +33,15 @@ from layerzero.selection.record import Selection
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import LayerZeroError
 
-# Whose kernels of torch read no number out of a tensor, draw none and write nothing that they are given.
-_TRACEABLE = frozenset(
-    {
-        "add_layer_norm", "add_rms_norm", "attention", "cross_entropy", "embedding", "layer_norm", "linear",
-        "linear_cross_entropy", "mlp", "rms_norm", "rope",
-    }
-)  # fmt: skip
-# Of them, those whose kernels of torch take every size, and that one is right for all where it is for one.
+# Whose kernels of torch take every size, and that one is right for all where it is for one.
 _OF_ANY_SIZE = frozenset(
     {
-        "add_layer_norm",
-        "add_rms_norm",
-        "cross_entropy",
-        "layer_norm",
-        "linear_cross_entropy",
-        "rms_norm",
+        "add_layer_norm", "add_rms_norm", "cross_entropy", "layer_norm", "linear_cross_entropy", "rms_norm",
         "rope",
     }
-)
+)  # fmt: skip
+# Whose kernels of torch read no number out of a tensor, draw none and write nothing that they are given.
+_TRACEABLE = _OF_ANY_SIZE | {"attention", "embedding", "linear", "mlp"}
 # Of one function, for so many sizes: another choice doubles them, and torch's limit is 8.
 _MAX_GRAPHS = 3
 _compiling: Any = _guards.CompileContext

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.spec.errors import BackendNotAvailableError
-from layerzero.spec.reasons import Reason
+from layerzero.checkpoints.rounding import missing_library
 
 ROW = 512  # tokens of one forward pass
 # Of the shipped text, 8 rows left MXFP4 by gptq worse than rounding to the nearest.
@@ -28,8 +27,7 @@ def run_text(
     Raises: BackendNotAvailableError: transformers is not installed. ValueError: the text has no two tokens.
     """
     if importlib.util.find_spec("transformers") is None:
-        message = "calibrate needs transformers, which is not installed: pip install transformers"
-        raise BackendNotAvailableError(message, backend="transformers", reason=Reason.BACKEND_MISSING)
+        raise missing_library("calibrate", "transformers")
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from layerzero.checkpoints.conventions import CONVENTIONS, QuantizationConfig, claim_of
-from layerzero.checkpoints.folder import TensorFolder, on_device
+from layerzero.checkpoints.folder import TensorFolder, mismatch, on_device
 from layerzero.checkpoints.readers import WeightTensors
 from layerzero.formats import QuantizedTensor
 from layerzero.formats.errors import FormatError
-from layerzero.spec.reasons import Reason
 
 # What reading parts raises whose axes, sizes or options are none that their convention has.
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -134,4 +133,4 @@ class QuantizedCheckpoint(Mapping[str, Tensor | QuantizedTensor]):
         ]
         needs = f"tensors named *{claim.convention.mark}, as {claim.convention.method} stores {claim.says}"
         got = f"none of {len(names)}" + (f", but such of {' or '.join(others)}" if others else "")
-        return FormatError(str(self.folder), needs, got, Reason.CHECKPOINT_FORMAT_MISMATCH)
+        return mismatch(str(self.folder), needs, got)

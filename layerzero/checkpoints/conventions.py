@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from layerzero.checkpoints import readers
-from layerzero.checkpoints.folder import read_json
-from layerzero.formats.errors import FormatError
-from layerzero.spec.reasons import Reason
+from layerzero.checkpoints.folder import mismatch, read_json
 
 
 @dataclass(frozen=True)
@@ -45,38 +44,25 @@ class QuantizationConfig:
 
 _PACKED = (".qweight", ".qzeros", ".scales", ".g_idx", ".bias_packed")
 _STATE = ".weight.quant_state.bitsandbytes__nf4"
-CONVENTIONS: Mapping[str, CheckpointFormat] = MappingProxyType(
-    {
-        convention.method: convention
-        for convention in (
-            CheckpointFormat("awq", ".qweight", _PACKED, readers.awq),
-            CheckpointFormat("gptq", ".qweight", _PACKED, readers.gptq),
-            CheckpointFormat(
-                "bitsandbytes", _STATE,
-                (
-                    _STATE, ".weight", ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax",
-                    ".weight.nested_quant_map",
-                ),
-                readers.nf4,
-            ),
-            CheckpointFormat("mxfp4", "_blocks", ("_blocks", "_scales"), readers.mxfp4, name=""),
-            CheckpointFormat("fp8", ".weight_scale_inv", (".weight", ".weight_scale_inv"), readers.fp8_block),
-            CheckpointFormat(
-                "modelopt", ".weight_scale",
-                (".weight", ".weight_scale", ".weight_scale_2", ".input_scale"), readers.modelopt,
-            ),
-            CheckpointFormat(
-                "compressed-tensors", ".weight_scale",
-                (
-                    ".weight", ".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point",
-                    ".weight_global_scale", ".weight_g_idx", ".input_scale", ".input_global_scale",
-                    ".input_zero_point",
-                ),
-                readers.compressed_tensors,
-            ),
-        )
-    }
+_BITSANDBYTES = (
+    _STATE, ".weight", ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax",
+    ".weight.nested_quant_map",
 )  # fmt: skip
+_MODELOPT = (".weight", ".weight_scale", ".weight_scale_2", ".input_scale")
+_COMPRESSED = (
+    ".weight", ".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point",
+    ".weight_global_scale", ".weight_g_idx", ".input_scale", ".input_global_scale", ".input_zero_point",
+)  # fmt: skip
+_CONVENTIONS = (
+    CheckpointFormat("awq", ".qweight", _PACKED, readers.awq),
+    CheckpointFormat("gptq", ".qweight", _PACKED, readers.gptq),
+    CheckpointFormat("bitsandbytes", _STATE, _BITSANDBYTES, readers.nf4),
+    CheckpointFormat("mxfp4", "_blocks", ("_blocks", "_scales"), readers.mxfp4, name=""),
+    CheckpointFormat("fp8", ".weight_scale_inv", (".weight", ".weight_scale_inv"), readers.fp8_block),
+    CheckpointFormat("modelopt", ".weight_scale", _MODELOPT, readers.modelopt),
+    CheckpointFormat("compressed-tensors", ".weight_scale", _COMPRESSED, readers.compressed_tensors),
+)
+CONVENTIONS: Mapping[str, CheckpointFormat] = MappingProxyType({each.method: each for each in _CONVENTIONS})
 
 
 def claim_of(folder: Path) -> QuantizationConfig:
@@ -92,11 +78,11 @@ def claim_of(folder: Path) -> QuantizationConfig:
         own = read_json(folder / "hf_quant_config.json").get("quantization")
         config = {"quant_method": "modelopt", **own} if isinstance(own, dict) else None
     if not isinstance(config, dict):
-        raise _unknown("a quantization_config", "none")
+        raise mismatch("config.json", "a quantization_config", "none")
     method = str(config.get("quant_method", ""))
     convention = CONVENTIONS.get(method)
     if convention is None:
-        raise _unknown(f"a quant_method of {', '.join(CONVENTIONS)}", repr(method))
+        raise mismatch("config.json", f"a quant_method of {', '.join(CONVENTIONS)}", repr(method))
     return QuantizationConfig(convention, _says(method, config), config)
 
 
@@ -134,5 +120,4 @@ def _says(method: str, config: Mapping[str, Any]) -> str:
     return method
 
 
-def _unknown(needs: str, got: object) -> FormatError:
-    return FormatError("config.json", needs, got, Reason.CHECKPOINT_FORMAT_MISMATCH)
+_unknown = partial(mismatch, "config.json")

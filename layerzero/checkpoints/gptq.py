@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerzero.formats import Element, Format, QuantizedTensor, encode_values, pack_pairs
+from layerzero.formats import Element, QuantizedTensor, encode_values, pack_pairs
 from layerzero.formats.elements import table_of
 from layerzero.formats.rounding import round_to_format
 
@@ -38,7 +38,8 @@ def gptq(weight: Tensor, form: str, group_size: int | None, gram: Tensor) -> Qua
         for column in range(begin, end):
             if size and column % size == 0:
                 group = remaining[:, column : column + size]
-                scale[:, column // size] = _scale_of(group, kind, nearest.tensor_scale)
+                group_scale = round_to_format(group, kind, "group", size, None, nearest.tensor_scale)[1]
+                scale[:, column // size] = group_scale[:, 0]
             step = _step(scale, column // size if size else 0, nearest.tensor_scale)
             codes[:, column] = encode_values(remaining[:, column] / step, kind.element)
             rounded = _number(codes[:, column], kind.element) * step
@@ -59,12 +60,6 @@ def _upper(gram: Tensor) -> Tensor:
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     factor: Tensor = torch.linalg.cholesky(inverse, upper=True).float()
     return factor
-
-
-def _scale_of(group: Tensor, kind: Format, tensor_scale: Tensor | None) -> Tensor:
-    """The scale of each row of a group."""
-    scale = round_to_format(group, kind, "group", group.shape[1], None, tensor_scale)[1]
-    return scale[:, 0]
 
 
 def _step(scale: Tensor, group: int, tensor_scale: Tensor | None) -> Tensor:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.checkpoints.folder import mismatch
 from layerzero.formats import ELEMENTS, QuantizedTensor, pack_pairs
+from layerzero.formats.elements import dtype_name
 from layerzero.formats.errors import FormatError
 from layerzero.spec.reasons import Reason
 
@@ -38,8 +40,8 @@ class WeightTensors:
             raise self.mismatch(f"{self.weight}{end}", "none")
         tensor = self.get(end)
         if dtypes and tensor.dtype not in dtypes:
-            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise self.mismatch(f"{self.weight}{end} of {allowed}", str(tensor.dtype).removeprefix("torch."))
+            allowed, got = " or ".join(map(dtype_name, dtypes)), dtype_name(tensor.dtype)
+            raise self.mismatch(f"{self.weight}{end} of {allowed}", got)
         return tensor
 
     def need_shape(self, end: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -53,9 +55,7 @@ class WeightTensors:
     def mismatch(self, needs: str, got: object) -> FormatError:
         """The error of a folder that claims one format and holds another."""
         method = self.options.get("quant_method", "")
-        return FormatError(
-            "folder", f"{needs}, as {method} stores {self.says}", got, Reason.CHECKPOINT_FORMAT_MISMATCH
-        )
+        return mismatch("folder", f"{needs}, as {method} stores {self.says}", got)
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -79,6 +79,12 @@ def _int4_by_column(parts: WeightTensors, codes: Tensor, zeros: Tensor, scales: 
         pack_pairs(codes.T.contiguous()), scales.T.contiguous(), "int4",
         None if symmetric else zeros.T.to(torch.uint8).contiguous(),
     )  # fmt: skip
+
+
+def _need_order(parts: WeightTensors, end: str, holds: bool, needs: str = "groups of neighbours") -> None:
+    if not holds:
+        name = f"{parts.weight}{end}"
+        raise FormatError(name, needs, "another order", Reason.PACKED_LAYOUT_MISMATCH)
 
 
 def awq(parts: WeightTensors) -> QuantizedTensor:
@@ -107,11 +113,8 @@ def gptq(parts: WeightTensors) -> QuantizedTensor:
     size = _need_groups(parts, width, groups)
     if parts.has(".g_idx"):
         order = parts.need(".g_idx", torch.int32, torch.int64)
-        if not torch.equal(order.long(), torch.arange(width) // size):
-            raise FormatError(
-                f"{parts.weight}.g_idx", "groups of neighbours: weights quantized without desc_act",
-                "another order", Reason.PACKED_LAYOUT_MISMATCH,
-            )  # fmt: skip
+        holds = torch.equal(order.long(), torch.arange(width) // size)
+        _need_order(parts, ".g_idx", holds, "groups of neighbours: weights quantized without desc_act")
     codes = _nibbles(weight).transpose(1, 2).reshape(width, wide)
     packed = parts.need(".qzeros", torch.int32)
     parts.need_shape(".qzeros", packed, (groups, wide // 8))
@@ -186,11 +189,7 @@ def modelopt(parts: WeightTensors) -> QuantizedTensor:
     if parts.says == "FP8":
         scale = parts.need(".weight_scale", torch.float32)
         return QuantizedTensor(parts.need(".weight", torch.float8_e4m3fn), _one_level(scale), "fp8_e4m3")
-    scale = parts.need(".weight_scale", torch.float8_e4m3fn)
-    codes = parts.need(".weight", torch.uint8)
-    parts.need_shape(".weight_scale", scale, (codes.shape[0], codes.shape[1] // 8))
-    second = parts.need(".weight_scale_2", torch.float32).reshape(())
-    return QuantizedTensor(codes, scale, "nvfp4", tensor_scale=second)
+    return _nvfp4(parts, ".weight", parts.need(".weight_scale_2", torch.float32))
 
 
 def _one_level(scale: Tensor) -> Tensor:
@@ -217,11 +216,8 @@ def _int_pack(parts: WeightTensors) -> QuantizedTensor:
     if parts.has(".weight_g_idx"):
         order = parts.get(".weight_g_idx").long()
         groups = torch.arange(width) // max(1, width // max(1, scale.shape[-1]))
-        if not (torch.equal(order, groups) or bool((order == -1).all())):  # -1: no order was stored
-            raise FormatError(
-                f"{parts.weight}.weight_g_idx", "groups of neighbours", "another order",
-                Reason.PACKED_LAYOUT_MISMATCH,
-            )  # fmt: skip
+        holds = torch.equal(order, groups) or bool((order == -1).all())  # -1: no order was stored
+        _need_order(parts, ".weight_g_idx", holds)
     numbers = packed.shape[-1] * 4
     if packed.shape[0] == rows and -(-width // 4) == packed.shape[-1]:
         unsigned = packed.contiguous().view(torch.uint8).view(rows, numbers)[:, :width]
@@ -244,12 +240,15 @@ def _need_symmetric(parts: WeightTensors, shifted: bool) -> None:
         raise FormatError(name, needs, "others", Reason.ZERO_POINT_MISMATCH)
 
 
-def _nvfp4_pack(parts: WeightTensors) -> QuantizedTensor:
-    codes = parts.need(".weight_packed", torch.uint8)
+def _nvfp4(parts: WeightTensors, codes_end: str, tensor_scale: Tensor) -> QuantizedTensor:
+    codes = parts.need(codes_end, torch.uint8)
     scale = parts.need(".weight_scale", torch.float8_e4m3fn)
     parts.need_shape(".weight_scale", scale, (codes.shape[0], codes.shape[1] // 8))
-    whole = parts.need(".weight_global_scale", torch.float32).reshape(())
-    return QuantizedTensor(codes, scale, "nvfp4", tensor_scale=1.0 / whole)
+    return QuantizedTensor(codes, scale, "nvfp4", tensor_scale=tensor_scale.reshape(()))
+
+
+def _nvfp4_pack(parts: WeightTensors) -> QuantizedTensor:
+    return _nvfp4(parts, ".weight_packed", 1.0 / parts.need(".weight_global_scale", torch.float32))
 
 
 def _mxfp4_pack(parts: WeightTensors) -> QuantizedTensor:
@@ -273,7 +272,6 @@ def _plain_codes(parts: WeightTensors) -> QuantizedTensor:
 
 
 def _block_side(parts: WeightTensors, got: tuple[int, ...]) -> int:
-    """The side of the blocks that the configuration names."""
     groups = parts.options.get("config_groups") or {}
     sides = {tuple(group["weights"].get("block_structure") or ()) for group in groups.values()}
     square = [side[0] for side in sides if len(side) == 2 and side[0] == side[1]]

@@ -73,16 +73,12 @@ def _hqq(weight: Tensor, form: str, group_size: int | None, _: Tensor | None) ->
     return QuantizedTensor(stored, scale.float(), form)
 
 
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {
-        method.name: method
-        for method in (
-            Method("nearest", _nearest),
-            Method("hqq", _hqq, HQQ_FORMATS, "torchao"),
-            Method("gptq", _gptq, calibrated=True),
-        )
-    }
+_METHODS = (
+    Method("nearest", _nearest),
+    Method("hqq", _hqq, HQQ_FORMATS, "torchao"),
+    Method("gptq", _gptq, calibrated=True),
 )
+METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in _METHODS})
 
 
 def method_of(name: str, form: str, calibrated: bool) -> Method:
@@ -100,13 +96,14 @@ def method_of(name: str, form: str, calibrated: bool) -> Method:
     if method.calibrated and not calibrated:
         raise ValueError(f"method {name} needs calibrate, a text that runs through the model, got none")
     if method.distribution and importlib.util.find_spec(method.distribution) is None:
-        raise BackendNotAvailableError(
-            f"method {name} needs {method.distribution}, which is not installed: pip install "
-            f"{method.distribution}",
-            backend=method.distribution,
-            reason=Reason.BACKEND_MISSING,
-        )
+        raise missing_library(f"method {name}", method.distribution)
     return method
+
+
+def missing_library(what: str, library: str) -> BackendNotAvailableError:
+    """The error of `what`, which a library would do that is not installed."""
+    message = f"{what} needs {library}, which is not installed: pip install {library}"
+    return BackendNotAvailableError(message, backend=library, reason=Reason.BACKEND_MISSING)
 
 
 def error_of(name: str, weight: Tensor, quantized: QuantizedTensor, gram: Tensor | None) -> LayerError:

@@ -8,7 +8,7 @@ compared bit for bit only where one kernel gave them; the report says which were
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from packaging.version import InvalidVersion
 
 from layerzero._util import log
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.actors.remote.pool import DevicePool, first_error
+from layerzero.actors.remote.pool import DevicePool, on_each
 from layerzero.actors.rpc.client import DeviceFacts
 from layerzero.actors.rpc.identity import kernels_digest
 from layerzero.api.start import start
@@ -187,7 +187,6 @@ def _answer(device: LocalDevice, op: Op, args: Args) -> CallResult:
 
 
 def _real(value: Any, generator: torch.Generator, device: torch.device) -> Any:
-    """A tensor of the call with values that only the seed decides."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.dtype.is_floating_point:
@@ -248,15 +247,9 @@ async def check_pool(manifest: Deployment, device_pool: DevicePool) -> Consisten
 
     Raises: DeviceLostError: a device was lost meanwhile.
     """
-    examined: dict[str, DeviceResults] = {}
-
-    async def one(name: str) -> None:
-        examined[name] = await device_pool.run(examine, manifest.calls, on=name)
-
-    with first_error():
-        async with anyio.create_task_group() as tasks:
-            for name in device_pool.devices:
-                tasks.start_soon(one, name)
+    examined = await on_each(
+        device_pool.devices.values(), lambda device: device_pool.run(examine, manifest.calls, on=device)
+    )
     facts = {fact.name: fact for fact in device_pool.facts}
     return compare(manifest, facts, examined)
 
@@ -265,26 +258,23 @@ def compare(
     manifest: Deployment, facts: Mapping[str, DeviceFacts], examined: Mapping[str, DeviceResults]
 ) -> ConsistencyReport:
     """The disagreements between devices; pure, so that any deployment can be compared anywhere."""
-    disagreements_found: list[DeploymentMismatch] = []
+    findings: list[DeploymentMismatch] = []
     if manifest.devices is not None and manifest.devices != len(facts):
         counted = {name: fact.node for name, fact in facts.items()}
-        disagreements_found.append(
-            DeploymentMismatch(
-                "devices", f"{manifest.devices} promised, {len(facts)} there", counted, "add what is missing"
-            )
-        )
-    disagreements_found += _versions(manifest, facts)
+        about = f"{manifest.devices} promised, {len(facts)} there"
+        findings.append(DeploymentMismatch("devices", about, counted, "add what is missing"))
+    findings += _versions(manifest, facts)
     alike: dict[str, list[str]] = {}
     for name, fact in facts.items():
         alike.setdefault(f"{fact.hardware.platform}: {fact.hardware.name}", []).append(name)
     numbers: dict[str, dict[str, str]] = {}
     for kind, names in alike.items():
-        disagreements_found += _compare_kind(names, examined)
+        findings += _compare_kind(names, examined)
         numbers[kind] = {}
         for about, answers in _outputs(manifest, names, examined):
             numbers[kind][about], differences = _bits(about, answers)
-            disagreements_found += differences
-    disagreements_found += _numerics(manifest, list(facts), examined)
+            findings += differences
+    findings += _numerics(manifest, list(facts), examined)
     compared = {
         "devices": len(facts),
         "kinds of hardware": len(alike),
@@ -292,26 +282,19 @@ def compare(
         "versions": len({v for fact in facts.values() for v in fact.versions}),
     }
     return ConsistencyReport(
-        devices=tuple(facts.values()), compared=compared, findings=tuple(disagreements_found), numbers=numbers
+        devices=tuple(facts.values()), compared=compared, findings=tuple(findings), numbers=numbers
     )
 
 
-def _versions(manifest: Deployment, facts: Mapping[str, DeviceFacts]) -> list[DeploymentMismatch]:
-    disagreeing = []
+def _versions(manifest: Deployment, facts: Mapping[str, DeviceFacts]) -> Iterator[DeploymentMismatch]:
     for library in sorted({v for fact in facts.values() for v in fact.versions} | set(manifest.versions)):
         have = {name: fact.versions.get(library, "missing") for name, fact in facts.items()}
         promised = manifest.versions.get(library)
         if len(set(have.values())) > 1:
-            disagreeing.append(
-                DeploymentMismatch("versions", library, have, "install one version on every node")
-            )
+            yield DeploymentMismatch("versions", library, have, "install one version on every node")
         elif promised is not None and not all(_keeps_promise(promised, version) for version in have.values()):
-            disagreeing.append(
-                DeploymentMismatch(
-                    "versions", f"{library}, {promised} promised", have, "install what is promised"
-                )
-            )
-    return disagreeing
+            about = f"{library}, {promised} promised"
+            yield DeploymentMismatch("versions", about, have, "install what is promised")
 
 
 def _keeps_promise(promise: str, version: str) -> bool:
@@ -322,9 +305,10 @@ def _keeps_promise(promise: str, version: str) -> bool:
         return promise == version
 
 
-def _compare_kind(names: Sequence[str], examined: Mapping[str, DeviceResults]) -> list[DeploymentMismatch]:
+def _compare_kind(
+    names: Sequence[str], examined: Mapping[str, DeviceResults]
+) -> Iterator[DeploymentMismatch]:
     """What devices of one kind of hardware must have in common."""
-    disagreeing = []
     for what, values, advice in (
         ("kernels", {n: examined[n].kernels for n in names}, "compare `lz kernels` on the nodes"),
         ("policy", {n: examined[n].policy for n in names}, "give every node the same policy file"),
@@ -332,8 +316,7 @@ def _compare_kind(names: Sequence[str], examined: Mapping[str, DeviceResults]) -
         ("batch order", {n: str(examined[n].order) for n in names}, "compare versions and settings"),
     ):
         if len(set(values.values())) > 1:
-            disagreeing.append(DeploymentMismatch(what, "all devices of one kind", values, advice))
-    return disagreeing
+            yield DeploymentMismatch(what, "all devices of one kind", values, advice)
 
 
 def _outputs(
@@ -366,13 +349,12 @@ def _bits(about: str, answers: Mapping[str, CallResult]) -> tuple[str, list[Depl
 
 def _numerics(
     manifest: Deployment, names: Sequence[str], examined: Mapping[str, DeviceResults]
-) -> list[DeploymentMismatch]:
+) -> Iterator[DeploymentMismatch]:
     """Outputs compared with the float64 reference, on whatever hardware."""
     cpu = torch.device("cpu")
     norm = ops_table.get("rms_norm")
     real_calls = [(ops_table.get(call.op), _arguments(call, cpu)) for call in manifest.calls]
     real_calls.append((norm, (torch.cat(_rows(cpu)), None, _EPS)))
-    disagreeing = []
     for (about, answers), (op, real) in zip(_outputs(manifest, names, examined), real_calls, strict=True):
         exact = [v.double() if isinstance(v, torch.Tensor) and v.dtype.is_floating_point else v for v in real]
         truth, baseline = _first(op.reference(*exact)), _first(op.reference(*real))
@@ -382,10 +364,7 @@ def _numerics(
             if problems:
                 wrong[name] = "; ".join(problems)
         if wrong:
-            disagreeing.append(
-                DeploymentMismatch("numerics", about, wrong, "quarantine the kernel there: it is wrong")
-            )
-    return disagreeing
+            yield DeploymentMismatch("numerics", about, wrong, "quarantine the kernel there: it is wrong")
 
 
 def _first(result: Any) -> torch.Tensor:

@@ -55,14 +55,11 @@ _REPORT = pytest.StashKey[ConsistencyReport]()
 
 
 class _ConsistencyItem(pytest.Item):
-    """One check over all devices."""
-
     def __init__(self, *, what: str, **more: Any) -> None:
         super().__init__(**more)
         self._what = what
 
     def runtest(self) -> None:
-        """Fail with every finding of this check."""
         stash = self.session.stash
         if _REPORT not in stash:
             stash[_REPORT] = _report_of(self.config)
@@ -71,9 +68,7 @@ class _ConsistencyItem(pytest.Item):
             raise AssertionError("\n".join(f"{f.about}: {f.values}; {f.advice}" for f in disagreeing))
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> str:
-        """What disagrees, without this module's frames."""
-        return str(excinfo.value)
+        return str(excinfo.value)  # without this module's frames
 
     def reportinfo(self) -> tuple[str, int | None, str]:
-        """Where the check comes from."""
         return str(self.config.getoption("--lz-deployment")), None, self.name

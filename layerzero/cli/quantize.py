@@ -75,13 +75,8 @@ def quantize(
             f"{error}" + (f" ({reason.value})" if isinstance(reason, Reason) else "")
         ) from error
     rows = [
-        (
-            layer.name,
-            f"{layer.bits:g}",
-            f"{layer.weight:.4f}",
-            "" if layer.output is None else f"{layer.output:.4f}",
-        )
-        for layer in report.layers
+        (each.name, f"{each.bits:g}", f"{each.weight:.4f}", _error_text(each.output))
+        for each in report.layers
     ]
     worst = max(report.layers, key=lambda layer: (layer.output or 0.0, layer.weight), default=None)
     output.show(
@@ -91,3 +86,7 @@ def quantize(
         f"wrote {report.folder}: {report.bytes_before:,} bytes of weights became {report.bytes_after:,}",
         *([f"errors of outputs are over {tokens:,} tokens of {calibrate}"] if tokens else []),
     )
+
+
+def _error_text(error: float | None) -> str:
+    return "" if error is None else f"{error:.4f}"

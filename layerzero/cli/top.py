@@ -86,8 +86,8 @@ def watch(url: str, prefix: str, interval: float, before: dict[str, DeviceCounts
     from rich.live import Live
     from rich.text import Text
 
-    at_s, title = time.monotonic(), url
-    drawn: Any = output.rich_table(title, COLUMNS, rows_of(before, {}, None))
+    at_s = time.monotonic()
+    drawn: Any = output.rich_table(url, COLUMNS, rows_of(before, {}, None))
     with Live(drawn, console=Console(), auto_refresh=False) as live:
         try:
             while True:
@@ -98,7 +98,7 @@ def watch(url: str, prefix: str, interval: float, before: dict[str, DeviceCounts
                     live.update(Text(error.format_message(), style="red"), refresh=True)
                     continue
                 rows = rows_of(counts, before, now_s - at_s)
-                live.update(output.rich_table(title, COLUMNS, rows), refresh=True)
+                live.update(output.rich_table(url, COLUMNS, rows), refresh=True)
                 before, at_s = counts, now_s
         except KeyboardInterrupt:  # how one leaves it
             return

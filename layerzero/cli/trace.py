@@ -14,7 +14,7 @@ from layerzero.api.timeline import timeline
 from layerzero.cli.common import output
 from layerzero.cli.common.options import json_option
 from layerzero.observe.timeline import FIELD, MAX_EVENTS, MIN_EVENTS
-from layerzero.observe.trace_files import StoredTrace, TraceSummary, merge_traces, summarize
+from layerzero.observe.trace_files import StoredTrace, merge_traces, summarize
 from layerzero.spec.errors import ConfigurationError
 
 output_option = click.option(
@@ -90,23 +90,19 @@ def merge(path: str, paths: tuple[str, ...]) -> None:
 def show(path: str, json_: bool) -> None:
     """Say what a trace holds: batches by op with their sizes and reasons, and what took longest."""
     summary = summarize(StoredTrace(path))
-    if json_:
-        output.as_json(msgspec.to_builtins(summary))
-        return
-    _print_summary(path, summary)
-
-
-def _print_summary(path: str, summary: TraceSummary) -> None:
-    output.line(f"{path}: {summary.processes} processes, {summary.seconds:.3f} s")
-    if summary.dropped_events:
-        output.line(f"{summary.dropped_events} older events were dropped", bad=True)
-    if summary.unfinished_batches:
-        output.line(f"{summary.unfinished_batches} batches had not ended", bad=True)
+    dropped, unfinished = summary.dropped_events, summary.unfinished_batches
     rows = [
         (each.op, str(each.batches), f"{each.callers:.1f}", f"{each.rows:.1f}", f"{each.ms:.3f}",
          ", ".join(f"{why} {count}" for why, count in each.whys.items()), ", ".join(each.kernels))
         for each in summary.batches
     ]  # fmt: skip
-    output.table("batches", ("op", "batches", "callers", "rows", "ms", "why then", "kernels"), rows)
     timed = [(each.where, each.name, str(each.runs), f"{each.ms:.3f}") for each in summary.longest]
-    output.table("longest in all", ("on", "what", "runs", "ms"), timed)
+    output.show(
+        json_,
+        msgspec.to_builtins(summary),
+        f"{path}: {summary.processes} processes, {summary.seconds:.3f} s",
+        *([output.Problem(f"{dropped} older events were dropped")] if dropped else []),
+        *([output.Problem(f"{unfinished} batches had not ended")] if unfinished else []),
+        output.Table("batches", ("op", "batches", "callers", "rows", "ms", "why then", "kernels"), rows),
+        output.Table("longest in all", ("on", "what", "runs", "ms"), timed),
+    )

@@ -15,18 +15,17 @@ from layerzero._util.files import need_own
 from layerzero.api.solve import solve as solve_ranges
 from layerzero.api.tune import bench_call, tune_blocking, write_shipped_table
 from layerzero.cli.common import call_arguments, output
-from layerzero.cli.common.options import json_option, runtime_of
+from layerzero.cli.common.options import device_option, json_option, runtime_of
 from layerzero.measure.calls import Call
 from layerzero.measure.model_calls import DEFAULT_CONTEXT, DEFAULT_ROWS, ModelConfig, Span, model_calls
 from layerzero.measure.tuner import TuningResult
 from layerzero.measure.tuning import TuneReport, stored_rows
 from layerzero.ops import table as ops_table
-from layerzero.perfdb.record import Environment
+from layerzero.perfdb.record import Environment, Launch
 from layerzero.perfdb.store import read_rows
 from layerzero.selection.cost.cost_model import perfdb_path
 
 _SPAN = re.compile(r"(?P<first>[0-9]{1,9})(?:\.\.(?P<last>[0-9]{1,9}))?")
-device_option = click.option("--device", default=None, help="cpu, cuda or cuda:<index>.")
 
 
 @click.command()
@@ -57,7 +56,8 @@ def tune(
         if table is not None:
             rows = stored_rows(runtime.device()) if missing else report.rows
             note = f"{len({row.case for row in rows})} sites, {report.skipped} calls left out for time"
-            write_shipped_table(rows, runtime.device(), table, command=_command_line(), note=note)
+            command = " ".join(["lz", *sys.argv[1:]])
+            write_shipped_table(rows, runtime.device(), table, command=command, note=note)
     output.show(json_, _plain(report), *_parts_of(report))
     ctx.exit(0 if report.rows else 1)
 
@@ -67,7 +67,6 @@ def _named(tuned: TuningResult | None) -> str:
 
 
 def _parts_of(report: TuneReport) -> list[str | output.Table]:
-    """The report for people."""
     rows = []
     for tuned in report.tuned:
         best, won = tuned.times_us.get(tuned.best, 0.0), tuned.times_us.get(tuned.winner, 0.0)
@@ -104,10 +103,6 @@ def _plain(report: TuneReport) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _command_line() -> str:
-    return " ".join(["lz", *sys.argv[1:]])
-
-
 @click.command()
 @click.argument("op")
 @click.argument("arguments", nargs=-1, metavar="[NAME=VALUE]...")
@@ -128,13 +123,9 @@ def bench(
     with runtime_of(device, None, False) as runtime:
         try:
             call = Call.of(definition, args)
+            launch: Launch = "graph" if graph else "eager"
             comparison = bench_call(
-                runtime.device(),
-                call,
-                "graph" if graph else "eager",
-                baseline=baseline,
-                samples=samples,
-                save=save,
+                runtime.device(), call, launch, baseline=baseline, samples=samples, save=save
             )
         except (ValueError, TypeError) as error:
             raise click.UsageError(str(error)) from error
@@ -182,7 +173,6 @@ class _SpanType(click.ParamType):  # type: ignore[type-arg]  # generic from clic
     name = "FIRST..LAST"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Span:
-        """The two ends."""
         if isinstance(value, tuple):
             return value[0], value[1]
         match = _SPAN.fullmatch(str(value))
@@ -227,24 +217,25 @@ def solve(
     winners = [{"op": op, "kernel": kernel, "buckets": count} for (op, kernel), count in wins.items()]
     lines = [(op, kernel, str(count)) for (op, kernel), count in sorted(wins.items())]
     losses = [
-        (
-            op,
-            str(losses.calls),
-            f"{losses.loss:.2%}",
-            "none" if losses.fixed_loss is None else f"{losses.fixed_loss:.2%}",
-        )
-        for op, losses in sorted(table.held_out.items())
+        (op, str(each.calls), f"{each.loss:.2%}", _percent(each.fixed_loss))
+        for op, each in sorted(table.held_out.items())
     ]
-    held_out = msgspec.to_builtins(table.held_out)
-    plain = {"path": path, "buckets": len(table.buckets), "content": table.content, "taken": winners}
-    parts: list[str | output.Table] = [
-        output.Table(f"{len(table.buckets)} ranges in {path}", ("op", "kernel", "ranges"), lines)
-    ]
-    if losses:
-        columns = ("op", "calls", "mean loss", "of one kernel for all")
-        parts.append(
-            output.Table("what decisions lose at measured calls that they do not know", columns, losses)
-        )
-    else:
-        parts.append("too few measured calls to hold any out: lz tune")
-    output.show(json_, plain | {"held_out": held_out}, *parts)
+    plain = {
+        "path": path,
+        "buckets": len(table.buckets),
+        "content": table.content,
+        "taken": winners,
+        "held_out": msgspec.to_builtins(table.held_out),
+    }
+    title = "what decisions lose at measured calls that they do not know"
+    columns = ("op", "calls", "mean loss", "of one kernel for all")
+    output.show(
+        json_,
+        plain,
+        output.Table(f"{len(table.buckets)} ranges in {path}", ("op", "kernel", "ranges"), lines),
+        output.Table(title, columns, losses) if losses else "too few measured calls to hold any out: lz tune",
+    )
+
+
+def _percent(loss: float | None) -> str:
+    return "none" if loss is None else f"{loss:.2%}"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import click
 import msgspec
 
 from layerzero.api.warmup import WarmupReport, load_bundle, readiness_check, save_bundle, warmup_blocking
 from layerzero.cli.common import output
-from layerzero.cli.common.options import json_option, runtime_of
+from layerzero.cli.common.options import device_option, json_option, runtime_of
 from layerzero.runtime.bundles import BundleReport
 from layerzero.spec.errors import BundleRefusedError
 from layerzero.warmup import Manifest, WarmedCall
 
 manifest_argument = click.argument("manifest", type=click.Path(exists=True))
-device_option = click.option("--device", default=None, help="cpu, cuda or cuda:<index>.")
 
 
 @click.command()
@@ -70,10 +71,7 @@ def warmup(
     output.show(
         json_,
         {"ready": report.ready, **msgspec.structs.asdict(report), "bundle": loaded, "saved": saved},
-        *(["loaded " + str(loaded)] if loaded is not None else []),
-        *([f"note: {note}" for note in loaded.notes] if loaded is not None else []),
-        *([f"kept, though it differs: {path}" for path in loaded.unchanged] if loaded is not None else []),
-        *([f"replaced: {path}" for path in loaded.replaced] if loaded is not None else []),
+        *(_lines_of(loaded) if loaded is not None else ()),
         output.Table(f"warm-up {report.version} on {report.device}", _COLUMNS, _rows(report)),
         f"{len(report.critical) + len(report.others)} calls in {report.seconds:.1f} s",
         f"{report.compiled} compilers started",
@@ -83,11 +81,15 @@ def warmup(
     ctx.exit(0 if report.ready else 1)
 
 
-def _load(path: str, sha256: str | None, device: str | None, replace: bool) -> BundleReport:
-    """The bundle's report.
+def _lines_of(loaded: BundleReport) -> Iterator[str]:
+    yield f"loaded {loaded}"
+    yield from (f"note: {note}" for note in loaded.notes)
+    yield from (f"kept, though it differs: {path}" for path in loaded.unchanged)
+    yield from (f"replaced: {path}" for path in loaded.replaced)
 
-    Raises: click.UsageError: the digest is none. click.ClickException: the bundle is refused.
-    """
+
+def _load(path: str, sha256: str | None, device: str | None, replace: bool) -> BundleReport:
+    """The bundle's report. Raises: click.UsageError: the digest is none. ClickException: it is refused."""
     try:
         return load_bundle(path, sha256=sha256, device=device, replace=replace)
     except ValueError as error:
@@ -114,12 +116,9 @@ def ready(ctx: click.Context, manifest: str, device: str | None, json_: bool) ->
         readiness = readiness_check(everything, device=device)
     would = [w for w in report.critical if w.compiled]
     problems = [*readiness.problems, *(f"{w.call}: {w.compiled[0].what} would be started" for w in would)]
+    plain = {"ready": not problems, "problems": problems, "version": report.version}
     lines: list[str] = [output.Problem(f"not ready: {problem}") for problem in problems]
-    output.show(
-        json_,
-        {"ready": not problems, "problems": problems, "version": report.version},
-        *(lines or [f"ready: {len(report.critical)} calls, nothing to compile"]),
-    )
+    output.show(json_, plain, *(lines or [f"ready: {len(report.critical)} calls, nothing to compile"]))
     ctx.exit(1 if problems else 0)
 
 

@@ -11,14 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.formats.elements import dtype_name
 from layerzero.formats.errors import FormatError
 from layerzero.formats.rounding import layout_of_scale, scale_shape
 from layerzero.formats.table import Format
 from layerzero.spec.reasons import Reason
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def need_tensor(name: str, value: Any) -> Tensor:
@@ -84,9 +81,9 @@ def need_scale_of(name: str, scale: Tensor, form: Format, shapes: Collection[tup
     Raises: FormatError: it is not.
     """
     if scale.dtype not in form.scales:
-        needs = f"dtype {', '.join(_dtype(dtype) for dtype in form.scales)}"
+        needs = f"dtype {', '.join(dtype_name(dtype) for dtype in form.scales)}"
         reason = Reason.SCALE_DTYPE_MISMATCH
-        raise FormatError(name, needs, _dtype(scale.dtype), reason, kind=TypeError)
+        raise FormatError(name, needs, dtype_name(scale.dtype), reason, kind=TypeError)
     if tuple(scale.shape) not in shapes:
         needs = " or ".join(str(each) for each in dict.fromkeys(shapes)) or "that of a matrix's blocks"
         raise FormatError(name, f"shape {needs}", tuple(scale.shape), Reason.SCALE_SHAPE_MISMATCH)
@@ -117,7 +114,7 @@ def check_zero_point(name: str, zero_point: Any, form: Format, scale: Tensor) ->
     if not form.zero_points:
         raise FormatError(name, f"None for {form.name}, which has no zero points", "a tensor", mismatch)
     if zero_point.dtype != torch.uint8:
-        raise FormatError(name, "dtype uint8", _dtype(zero_point.dtype), mismatch, kind=TypeError)
+        raise FormatError(name, "dtype uint8", dtype_name(zero_point.dtype), mismatch, kind=TypeError)
     if zero_point.shape != scale.shape:
         raise FormatError(name, f"shape {tuple(scale.shape)} like scale", tuple(zero_point.shape), mismatch)
 
@@ -131,16 +128,11 @@ def check_second_scale(name: str, scale: Any, form: Format, shape: tuple[int, ..
         return
     need_tensor(name, scale)
     if not form.two_level:
-        raise FormatError(
-            name,
-            f"None for {form.name}, whose scales have one level",
-            "a tensor",
-            Reason.SCALE_LAYOUT_MISMATCH,
-        )
+        needs = f"None for {form.name}, whose scales have one level"
+        raise FormatError(name, needs, "a tensor", Reason.SCALE_LAYOUT_MISMATCH)
     if scale.dtype != torch.float32:
-        raise FormatError(
-            name, "dtype float32", _dtype(scale.dtype), Reason.SCALE_DTYPE_MISMATCH, kind=TypeError
-        )
+        got = dtype_name(scale.dtype)
+        raise FormatError(name, "dtype float32", got, Reason.SCALE_DTYPE_MISMATCH, kind=TypeError)
     expected = dict.fromkeys([(), shape[:-2]])
     if tuple(scale.shape) not in expected:
         needs = f"shape {' or '.join(map(str, expected))}"

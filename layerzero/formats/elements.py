@@ -41,39 +41,25 @@ _NF4 = (
 )  # fmt: skip
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP8 = "OCP 8-bit floating point specification 1.0"
+OCP = "OCP microscaling formats specification 1.0"
 
-ELEMENTS: Mapping[str, Element] = MappingProxyType(
-    {
-        element.name: element
-        for element in (
-            # -128 is left out, so that codes are symmetric.
-            Element("int8", 8, torch.int8, 127.0, 6, "two's complement"),
-            Element("e4m3", 8, torch.float8_e4m3fn, 448.0, 8, _FP8),
-            Element("e5m2", 8, torch.float8_e5m2, 57344.0, 15, _FP8),
-            # The code is the number plus 8, the zero point of symmetric weights in every checkpoint of this
-            # kind.
-            Element(
-                "int4",
-                4,
-                torch.uint8,
-                7.0,
-                2,
-                "number + 8",
-                values=tuple(float(code - 8) for code in range(16)),
-            ),
-            Element("nf4", 4, torch.uint8, 1.0, 0, "arXiv 2305.14314", values=_NF4, ties_to_even=False),
-            Element(
-                "e2m1",
-                4,
-                torch.uint8,
-                6.0,
-                2,
-                "OCP microscaling formats specification 1.0",
-                values=(*_E2M1, *(-value for value in _E2M1)),
-            ),
-        )
-    }
+# The code of int4 is the number plus 8, the zero point of symmetric weights in every checkpoint of this kind.
+_INT4 = tuple(float(code - 8) for code in range(16))
+_SIGNED_E2M1 = (*_E2M1, *(-value for value in _E2M1))
+_ELEMENTS = (
+    Element("int8", 8, torch.int8, 127.0, 6, "two's complement"),  # without -128, so that codes are symmetric
+    Element("e4m3", 8, torch.float8_e4m3fn, 448.0, 8, _FP8),
+    Element("e5m2", 8, torch.float8_e5m2, 57344.0, 15, _FP8),
+    Element("int4", 4, torch.uint8, 7.0, 2, "number + 8", values=_INT4),
+    Element("nf4", 4, torch.uint8, 1.0, 0, "arXiv 2305.14314", values=_NF4, ties_to_even=False),
+    Element("e2m1", 4, torch.uint8, 6.0, 2, OCP, values=_SIGNED_E2M1),
 )
+ELEMENTS: Mapping[str, Element] = MappingProxyType({element.name: element for element in _ELEMENTS})
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`"float32"` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 @functools.lru_cache(maxsize=64)

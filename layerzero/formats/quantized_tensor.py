@@ -19,6 +19,7 @@ from layerzero.formats.checks import (
     check_zero_point_values,
     need_tensor,
 )
+from layerzero.formats.elements import pack_pairs
 from layerzero.formats.errors import FormatError
 from layerzero.formats.table import FORMATS, Format, format_of
 from layerzero.spec.reasons import Reason
@@ -226,15 +227,13 @@ def _second_scale(x: Tensor, form: Format) -> Tensor:
     """So that the largest first-level scale is the largest of its dtype: NVFP4 as ModelOpt makes it."""
     top = torch.finfo(form.scales[0]).max * form.element.max_value
     largest = x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
-    return (
-        (largest / top).clamp_min(rounding.SMALLEST_SCALE) if bool(largest > 0) else torch.ones_like(largest)
-    )
+    if not bool(largest > 0):
+        return torch.ones_like(largest)
+    return (largest / top).clamp_min(rounding.SMALLEST_SCALE)
 
 
 def _with_zero_points(x: Tensor, form: Format, granularity: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes between the least and the largest number of each group, zero always among the values."""
-    from layerzero.formats.elements import pack_pairs
-
     if not form.zero_points:
         needs = f"True for {form.name}, which has no zero points"
         raise FormatError("symmetric", needs, False, Reason.ZERO_POINT_MISMATCH)

@@ -64,7 +64,6 @@ def _largest(wide: Tensor, granularity: str, group_size: int) -> Tensor:
 
 
 def _scales(largest: Tensor, form: Format, tensor_scale: Tensor | None) -> Tensor:
-    """Scales in the format's first dtype."""
     element, dtype = form.element, form.scales[0]
     if dtype == torch.float8_e8m0fnu:
         # The largest power of two below the largest number, over the element's own.

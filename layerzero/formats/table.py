@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-from layerzero.formats.elements import ELEMENTS, Element
+from layerzero.formats.elements import ELEMENTS, OCP, Element, dtype_name
 from layerzero.formats.errors import FormatError
 from layerzero.spec.reasons import Reason
 
@@ -69,7 +69,6 @@ class Format:
 
 
 _LAYOUT = Reason.SCALE_LAYOUT_MISMATCH
-_OCP = "OCP microscaling formats specification 1.0"
 
 
 def _format(
@@ -90,33 +89,21 @@ def _format(
     )  # fmt: skip
 
 
-_E8M0 = (torch.float8_e8m0fnu,)
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        form.name: form
-        for form in (
-            _format("int8", "int8", "row group tensor block", "arXiv 2208.07339"),
-            _format(
-                "fp8_e4m3", "e4m3", "row block group tensor", "arXiv 2209.05433; blocks: arXiv 2412.19437"
-            ),
-            _format("fp8_e5m2", "e5m2", "row block group tensor", "arXiv 2209.05433"),
-            _format("int4", "int4", "group row", "arXiv 2210.17323", zero_points=True),
-            _format("nf4", "nf4", "group row", "arXiv 2305.14314", group_sizes=(64, 128, 32)),
-            _format("mxfp4", "e2m1", "group", _OCP, group_sizes=(32,), open_groups=False, scales=_E8M0),
-            _format("mxfp8", "e4m3", "group", _OCP, group_sizes=(32,), open_groups=False, scales=_E8M0),
-            _format(
-                "nvfp4",
-                "e2m1",
-                "group",
-                "docs.nvidia.com, TensorRT: NVFP4",
-                group_sizes=(16,),
-                open_groups=False,
-                scales=(torch.float8_e4m3fn,),
-                two_level=True,
-            ),
-        )
-    }
-)
+_E8M0, _E4M3 = (torch.float8_e8m0fnu,), (torch.float8_e4m3fn,)
+_FORMATS = (
+    _format("int8", "int8", "row group tensor block", "arXiv 2208.07339"),
+    _format("fp8_e4m3", "e4m3", "row block group tensor", "arXiv 2209.05433; blocks: arXiv 2412.19437"),
+    _format("fp8_e5m2", "e5m2", "row block group tensor", "arXiv 2209.05433"),
+    _format("int4", "int4", "group row", "arXiv 2210.17323", zero_points=True),
+    _format("nf4", "nf4", "group row", "arXiv 2305.14314", group_sizes=(64, 128, 32)),
+    _format("mxfp4", "e2m1", "group", OCP, group_sizes=(32,), open_groups=False, scales=_E8M0),
+    _format("mxfp8", "e4m3", "group", OCP, group_sizes=(32,), open_groups=False, scales=_E8M0),
+    _format(
+        "nvfp4", "e2m1", "group", "docs.nvidia.com, TensorRT: NVFP4",
+        group_sizes=(16,), open_groups=False, scales=_E4M3, two_level=True,
+    ),
+)  # fmt: skip
+FORMATS: Mapping[str, Format] = MappingProxyType({form.name: form for form in _FORMATS})
 # Codes whose dtype says the format.
 _BY_DTYPE = MappingProxyType(
     {FORMATS[name].element.storage: FORMATS[name] for name in ("int8", "fp8_e4m3", "fp8_e5m2")}
@@ -129,20 +116,16 @@ def format_of(codes: torch.dtype, name: str | None = None, argument: str = "code
     Raises: FormatError: no such format, codes of another format, or a dtype that several formats share.
     """
     form = _BY_DTYPE.get(codes) if name is None else FORMATS.get(name)
-    stored = str(codes).removeprefix("torch.")
+    stored, unsupported = dtype_name(codes), Reason.QUANT_FORMAT_UNSUPPORTED
     if form is None and name is not None:
-        raise FormatError(
-            "format", f"one of {', '.join(FORMATS)}", repr(name), Reason.QUANT_FORMAT_UNSUPPORTED
-        )
+        raise FormatError("format", f"one of {', '.join(FORMATS)}", repr(name), unsupported)
     if form is None and codes == torch.uint8:
         packed = ", ".join(form.name for form in FORMATS.values() if form.packed > 1)
-        raise FormatError(
-            "format", f"one of {packed} for packed codes", "none", Reason.QUANT_FORMAT_UNSUPPORTED
-        )
+        raise FormatError("format", f"one of {packed} for packed codes", "none", unsupported)
     if form is None:
-        needs = f"dtype {', '.join(str(dtype).removeprefix('torch.') for dtype in _BY_DTYPE)}"
-        raise FormatError(argument, needs, stored, Reason.QUANT_FORMAT_UNSUPPORTED, kind=TypeError)
+        needs = f"dtype {', '.join(dtype_name(dtype) for dtype in _BY_DTYPE)}"
+        raise FormatError(argument, needs, stored, unsupported, kind=TypeError)
     if codes != form.element.storage:
-        needs = f"dtype {str(form.element.storage).removeprefix('torch.')} for {form.name}"
+        needs = f"dtype {dtype_name(form.element.storage)} for {form.name}"
         raise FormatError(argument, needs, stored, Reason.PACKED_LAYOUT_MISMATCH, kind=TypeError)
     return form

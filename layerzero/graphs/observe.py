@@ -117,7 +117,6 @@ def _capture(run: Callable[..., Any], static: Args) -> tuple[torch.cuda.CUDAGrap
 
 
 def _run_traced(run: Callable[..., Any], static: Args) -> tuple[list[Tensor], Any]:
-    """The results of a call, and the allocator's history of it."""
     torch.cuda.memory._record_memory_history(max_entries=_MAX_TRACE, context=None)
     try:
         return _tensors(run(*static)), torch.cuda.memory._snapshot()

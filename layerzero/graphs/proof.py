@@ -178,7 +178,6 @@ class Proofs:
         judged = self._judged.get((kernel, safe))
         if judged is None:
             capability = msgspec.structs.replace(kernel.capability, graph_safe=safe)
-            judged = self._judged.setdefault(
-                (kernel, safe), dataclasses.replace(kernel, capability=capability)
-            )
+            new = dataclasses.replace(kernel, capability=capability)
+            judged = self._judged.setdefault((kernel, safe), new)
         return judged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 
 import msgspec
@@ -67,23 +68,20 @@ def find_problems(observation: Observation) -> tuple[CaptureFinding, ...]:
     ):
         if text:
             return (CaptureFinding(problem, text),)
-    problems: list[CaptureFinding] = []
+    return tuple(_problems_of_replays(seen))
+
+
+def _problems_of_replays(seen: Observation) -> Iterator[CaptureFinding]:
     if seen.outside_bytes:
-        problems.append(CaptureFinding(CaptureProblem.ALLOCATED_OUTSIDE, f"{seen.outside_bytes} bytes"))
+        yield CaptureFinding(CaptureProblem.ALLOCATED_OUTSIDE, f"{seen.outside_bytes} bytes")
     bound = REPLAY_ULPS * seen.eps
     # A NaN is no difference that can be compared: it fails, as it must.
     if not seen.repeats <= bound:
-        problems.append(
-            CaptureFinding(CaptureProblem.NOT_SHOWN, f"two direct calls differ by {seen.repeats:.3g}")
-        )
+        yield CaptureFinding(CaptureProblem.NOT_SHOWN, f"two direct calls differ by {seen.repeats:.3g}")
     elif not seen.replays:
-        problems.append(CaptureFinding(CaptureProblem.NOT_SHOWN, "nothing was replayed"))
+        yield CaptureFinding(CaptureProblem.NOT_SHOWN, "nothing was replayed")
     elif not all(difference <= bound for difference in seen.replays):
-        problems.append(
-            CaptureFinding(CaptureProblem.REPLAY_DIFFERS, f"by {max(seen.replays):.3g}, needs <= {bound:.3g}")
-        )
+        difference = f"by {max(seen.replays):.3g}, needs <= {bound:.3g}"
+        yield CaptureFinding(CaptureProblem.REPLAY_DIFFERS, difference)
     if not seen.changed > bound:
-        problems.append(
-            CaptureFinding(CaptureProblem.INPUTS_IGNORED, f"results differ by {seen.changed:.3g}")
-        )
-    return tuple(problems)
+        yield CaptureFinding(CaptureProblem.INPUTS_IGNORED, f"results differ by {seen.changed:.3g}")

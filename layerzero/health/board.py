@@ -144,13 +144,9 @@ class Health:
             breaker.tick(now_s)
             status = breaker.status(now_s)
             if status.state is BreakerState.OPEN:
-                remaining_s = max(0.0, (status.next_probe_at or now_s) - now_s)
+                cure = f"probed again in {max(0.0, (status.next_probe_at or now_s) - now_s):.1f} s"
                 rejections[status.kernel] = Rejected(
-                    Reason.CIRCUIT_OPEN,
-                    "health",
-                    "a closed circuit",
-                    status.why,
-                    f"probed again in {remaining_s:.1f} s",
+                    Reason.CIRCUIT_OPEN, "health", "a closed circuit", status.why, cure
                 )
             elif status.state is BreakerState.QUARANTINED:
                 rejections[status.kernel] = Rejected(
@@ -164,19 +160,12 @@ class Health:
 
     def level(self, kernels: Iterable[str]) -> HealthLevel:
         """How a backend with these kernels is; a kernel without trouble counts as healthy."""
-        names = list(kernels)
-        now_s = self._clock()
-        troubled = 0
-        out = 0
-        for name in names:
-            breaker = self._breakers.get(name)
-            if breaker is None:
-                continue
-            status = breaker.status(now_s)
-            out += status.state in (BreakerState.OPEN, BreakerState.QUARANTINED)
-            troubled += status.state is not BreakerState.CLOSED or status.recent_failures > 0
+        names, now_s = list(kernels), self._clock()
+        failed = [self._breakers[name].status(now_s) for name in names if name in self._breakers]
+        out = sum(status.state in (BreakerState.OPEN, BreakerState.QUARANTINED) for status in failed)
         if names and out == len(names):
             return HealthLevel.UNHEALTHY
+        troubled = any(s.state is not BreakerState.CLOSED or s.recent_failures > 0 for s in failed)
         return HealthLevel.DEGRADED if troubled else HealthLevel.HEALTHY
 
     def statuses(self) -> tuple[BreakerStatus, ...]:

@@ -90,6 +90,8 @@ class Breaker:
 
     In CLOSED, `failure` and `success` of ordinary calls count, and a success forgets earlier failures. In
     every other state only probes decide: a call that began before the breaker opened says nothing about now.
+    `state` is that of the last event, `tick` moves it with time; `next_probe_at` is when an open one begins
+    probation, or None.
     """
 
     def __init__(
@@ -104,28 +106,18 @@ class Breaker:
         self._settings = settings
         self._clock = clock
         self._changed = changed
-        self._state = BreakerState.CLOSED
+        self.state = BreakerState.CLOSED
         self._recent: deque[float] = deque()  # it opens at failures_to_open, so it holds no more
         self._why = ""
         self._rounds = 0
         self._opened = 0
         self._failures = 0
         self._successes = 0
-        self._next_probe_at: float | None = None
+        self.next_probe_at: float | None = None
         self._probes: dict[int, float] = {}
         self._issued = 0
         self._lock = threading.Lock()
         renew_after_fork(self)
-
-    @property
-    def state(self) -> BreakerState:
-        """The state as of the last event; `tick` moves it with time."""
-        return self._state
-
-    @property
-    def next_probe_at(self) -> float | None:
-        """When an open breaker begins probation, or None."""
-        return self._next_probe_at
 
     def set_settings(self, settings: Settings) -> None:
         """Judge later events by other limits; the present state stays."""
@@ -136,7 +128,7 @@ class Breaker:
         """An ordinary call failed at `now`."""
         with self._lock:
             self._failures += 1
-            if self._state is not BreakerState.CLOSED:
+            if self.state is not BreakerState.CLOSED:
                 return None
             self._why = why[:MAX_WHY]
             self._forget_before(now_s - self._settings.window_s)
@@ -149,7 +141,7 @@ class Breaker:
     def rest(self, now_s: float, why: str) -> Transition | None:
         """Open at once, whatever was counted: what it runs in is gone. One that is out stays so."""
         with self._lock:
-            if self._state is not BreakerState.CLOSED:
+            if self.state is not BreakerState.CLOSED:
                 return None
             self._failures += 1
             transition = self._open(now_s, why)
@@ -159,7 +151,7 @@ class Breaker:
         """An ordinary call succeeded at `now`."""
         with self._lock:
             self._successes += 1
-            if self._state is BreakerState.CLOSED:
+            if self.state is BreakerState.CLOSED:
                 self._recent.clear()
 
     def tick(self, now_s: float) -> Transition | None:
@@ -174,7 +166,7 @@ class Breaker:
         with self._lock:
             transition = self._advance(time_s)
             probe = None
-            if self._state is BreakerState.HALF_OPEN and len(self._probes) < self._settings.probes:
+            if self.state is BreakerState.HALF_OPEN and len(self._probes) < self._settings.probes:
                 self._issued += 1
                 self._probes[self._issued] = time_s
                 probe = Probe(self, self._issued)
@@ -184,16 +176,16 @@ class Breaker:
     def quarantine(self, now_s: float, why: str) -> Transition | None:
         """Take the kernel out of service until `lift`."""
         with self._lock:
-            if self._state is BreakerState.QUARANTINED:
+            if self.state is BreakerState.QUARANTINED:
                 return None
             transition = self._move(BreakerState.QUARANTINED, now_s, why)
-            self._next_probe_at = None
+            self.next_probe_at = None
         return self._notify(transition)
 
     def lift(self, now_s: float) -> Transition | None:
         """End a quarantine; in any other state nothing changes."""
         with self._lock:
-            if self._state is not BreakerState.QUARANTINED:
+            if self.state is not BreakerState.QUARANTINED:
                 return None
             transition = self._close(now_s, "quarantine lifted")
         return self._notify(transition)
@@ -204,12 +196,12 @@ class Breaker:
             self._forget_before(now_s - self._settings.window_s)
             return BreakerStatus(
                 self.kernel,
-                self._state,
+                self.state,
                 len(self._recent),
                 self._failures,
                 self._successes,
                 self._opened,
-                self._next_probe_at,
+                self.next_probe_at,
                 self._why,
             )
 
@@ -232,16 +224,13 @@ class Breaker:
         return self._notify(transition)
 
     def _advance(self, now_s: float) -> Transition | None:
-        if (
-            self._state is BreakerState.OPEN
-            and self._next_probe_at is not None
-            and now_s >= self._next_probe_at
-        ):
+        due_s = self.next_probe_at
+        if self.state is BreakerState.OPEN and due_s is not None and now_s >= due_s:
             transition = self._move(BreakerState.HALF_OPEN, now_s, "cooldown ended")
-            self._next_probe_at = None
+            self.next_probe_at = None
             return transition
         limit = now_s - self._settings.probe_timeout_s
-        if self._state is BreakerState.HALF_OPEN and any(begun <= limit for begun in self._probes.values()):
+        if self.state is BreakerState.HALF_OPEN and any(begun <= limit for begun in self._probes.values()):
             self._failures += 1
             return self._open(now_s, f"a probe did not return within {self._settings.probe_timeout_s:g} s")
         return None
@@ -252,17 +241,17 @@ class Breaker:
         cooldown = min(longest, settings.cooldown_s * 2.0 ** min(self._rounds, 60))
         self._rounds += 1
         self._opened += 1
-        self._next_probe_at = now_s + cooldown
+        self.next_probe_at = now_s + cooldown
         return self._move(BreakerState.OPEN, now_s, why)
 
     def _close(self, now_s: float, why: str) -> Transition:
         self._rounds = 0
-        self._next_probe_at = None
+        self.next_probe_at = None
         return self._move(BreakerState.CLOSED, now_s, why)
 
     def _move(self, after: BreakerState, now_s: float, why: str) -> Transition:
-        transition = Transition(self.kernel, self._state, after, why[:MAX_WHY], now_s)
-        self._state = after
+        transition = Transition(self.kernel, self.state, after, why[:MAX_WHY], now_s)
+        self.state = after
         self._why = transition.why
         self._recent.clear()
         self._probes.clear()

@@ -126,8 +126,7 @@ class MetadataBuilder:
         if any(sequence.block_tables is not self._block_tables for sequence in sequences):
             raise ValueError("ranges needs those of this cache's sequences, got another cache's")
         picked = self._block_tables.gather([sequence.row for sequence in sequences], width)
-        block_tables = (
-            picked if self._device.type == "cpu" else to_device_with_host_copy(picked, self._device)
-        )
+        on_cpu = self._device.type == "cpu"
+        block_tables = picked if on_cpu else to_device_with_host_copy(picked, self._device)
         self._cached_tables = (sequences, cache_key, block_tables)
         return block_tables

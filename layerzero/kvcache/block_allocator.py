@@ -133,19 +133,18 @@ class PageAllocator:
         for page in pages:
             if not self.refcount(page) and page not in self._idle:
                 raise FreedPageError(f"page {page} needs an owner or kept content, got neither", page=page)
-        for page in pages:
-            self._idle.pop(page, None)
-            self._refcounts[page] += 1
-        if pages:
-            self.version += 1
+        self._add_owner(pages)
 
     def incref(self, pages: Iterable[int]) -> None:
         """One more owner for each page: all of them or none.
 
         Raises: FreedPageError: a page has no owner. ForeignPageError: an id is not of this pool.
         """
-        pages = self._checked(pages)
+        self._add_owner(self._checked(pages))
+
+    def _add_owner(self, pages: Sequence[int]) -> None:
         for page in pages:
+            self._idle.pop(page, None)
             self._refcounts[page] += 1
         if pages:
             self.version += 1

@@ -64,10 +64,6 @@ class ChunkedCache(DenseCache[_ChunkedSequence]):
         keys = spec.zeros(self._chunk, spec.num_kv_heads, spec.head_dim)
         return keys, spec.zeros(self._chunk, spec.num_kv_heads, spec.head_dim_v)
 
-    def length(self, sequence: int) -> int:
-        """The sequence's tokens."""
-        return self._sequences.get(sequence).length
-
     def read(self, sequence: int) -> tuple[Tensor, Tensor]:
         """The sequence's chunks joined: a copy, a view where one chunk holds all."""
         state = self._sequences.get(sequence)

@@ -61,10 +61,6 @@ class ContiguousCache(DenseCache[_ContiguousSequence]):
         block.length = end
         self.version += 1
 
-    def length(self, sequence: int) -> int:
-        """The sequence's tokens."""
-        return self._sequences.get(sequence).length
-
     def read(self, sequence: int) -> tuple[Tensor, Tensor]:
         """Views of the sequence's keys and values."""
         block = self._sequences.get(sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from weakref import WeakSet, ref
 
 import torch
@@ -222,11 +223,7 @@ class PagedCache:
                 checks.need_int("counts", count, low=low)
         states = self._sequences.get_many(sequences)
         seq_lens = [state.length + count for state, count in zip(states, counts, strict=True)]
-        growing = [
-            index
-            for index, (state, end) in enumerate(zip(states, seq_lens, strict=True))
-            if end > state.capacity
-        ]
+        growing = [row for row, state in enumerate(states) if seq_lens[row] > state.capacity]
         if growing:
             self._ensure_capacity([(states[at], counts[at]) for at in growing], states)
         if any(counts):
@@ -332,10 +329,8 @@ class PagedCache:
             width = self._pages_for(max(seq_lens, default=0))
             block_tables = self._block_tables.gather([state.row for state in states], width)
             seq_lens_tensor = torch.tensor(seq_lens, dtype=dtype, device="cpu")
-        device = self.spec.device
-        return host_copies.to_device_with_host_copy(
-            block_tables.to(dtype), device
-        ), host_copies.to_device_with_host_copy(seq_lens_tensor, device)
+        on_device = partial(host_copies.to_device_with_host_copy, device=self.spec.device)
+        return on_device(block_tables.to(dtype)), on_device(seq_lens_tensor)
 
     def read(self, sequence: int, layer: int = 0) -> tuple[Tensor, Tensor]:
         """A copy of the sequence's keys and values in one layer, (S, heads, width), as numbers of `dtype`."""

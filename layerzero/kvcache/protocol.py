@@ -153,23 +153,18 @@ class KVCache(Protocol):
 
 
 class Sequences(Generic[T]):
-    """The live sequences of a cache, by the numbers it gave out; numbers are never used again."""
+    """The live sequences of a cache by number; `next` is the one that `add` gives, and none comes again."""
 
-    __slots__ = ("_live", "_next")
+    __slots__ = ("_live", "next")
 
     def __init__(self) -> None:
         self._live: dict[int, T] = {}
-        self._next = 0
-
-    @property
-    def next(self) -> int:
-        """The number that `add` gives next."""
-        return self._next
+        self.next = 0
 
     def add(self, state: T) -> int:
         """A new number for `state`."""
-        number = self._next
-        self._next += 1
+        number = self.next
+        self.next += 1
         self._live[number] = state
         return number
 
@@ -206,7 +201,7 @@ class Sequences(Generic[T]):
         return list(self._live)
 
     def _raise_not_live(self, sequence: int) -> NoReturn:
-        if isinstance(sequence, int) and 0 <= sequence < self._next:
+        if isinstance(sequence, int) and 0 <= sequence < self.next:
             raise FreedSequenceError(
                 f"sequence {sequence} needs to be live, got one that was freed", sequence=sequence
             )
@@ -215,7 +210,16 @@ class Sequences(Generic[T]):
         )
 
 
-class DenseCache(Generic[T]):
+class DenseSequence(Protocol):
+    """What a dense cache keeps of a sequence: how many tokens it has, and where they are."""
+
+    length: int
+
+
+D = TypeVar("D", bound=DenseSequence)
+
+
+class DenseCache(Generic[D]):
     """What caches have in common that keep each sequence's tokens in memory of its own."""
 
     __slots__ = ("_sequences", "spec", "version")
@@ -226,11 +230,15 @@ class DenseCache(Generic[T]):
             raise FormatError("pool_dtype", needs, got, Reason.KV_DTYPE_MISMATCH)
         self.spec = spec
         self.version = 0
-        self._sequences: Sequences[T] = Sequences()
+        self._sequences: Sequences[D] = Sequences()
 
-    def _add(self, state: T) -> int:
+    def _add(self, state: D) -> int:
         self.version += 1
         return self._sequences.add(state)
+
+    def length(self, sequence: int) -> int:
+        """The sequence's tokens."""
+        return self._sequences.get(sequence).length
 
     def free(self, sequence: int) -> None:
         """Forget the sequence; memory that forks share or views use stays alive."""

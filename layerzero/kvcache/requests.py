@@ -7,6 +7,7 @@ continues. New requests begin in an order that is fair to clients by the tokens 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Hashable, Sequence
 
 import anyio
@@ -187,8 +188,7 @@ class PagedRequests:
             request.age, self._ages = self._ages, self._ages + 1
             self.prompt_tokens += len(tokens)
             self.reused_tokens += request.sequence.length
-        self._running.append(request)
-        self._running.sort(key=_age)
+        bisect.insort(self._running, request, key=lambda running: running.age or 0)
         return True
 
     def _take_from_youngest(self, request: PagedRequest) -> bool:
@@ -282,8 +282,3 @@ class PagedRequests:
     def _wake(self) -> None:
         if self._waiting:
             self._waiting[min(self._waiting, key=self._turn)][0].set()
-
-
-def _age(request: PagedRequest) -> int:
-    assert request.age is not None
-    return request.age

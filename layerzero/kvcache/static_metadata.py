@@ -71,9 +71,7 @@ class StaticMetadata:
             self._sequences, self._tables_version = sequences, version
             tables = host[self._tables_begin :].view(rows, self.width)
             tables.copy_(self._padding_tables)
-            block_tables = sequences[0].block_tables.gather(
-                [sequence.row for sequence in sequences], self.width
-            )
+            block_tables = sequences[0].block_tables.gather([each.row for each in sequences], self.width)
             tables[:count, : block_tables.shape[1]] = block_tables
         self._static[:reach].copy_(host, non_blocking=True)
 

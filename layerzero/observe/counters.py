@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from layerzero._util.fork_safety import renew_after_fork
-from layerzero.observe.histograms import Histograms
-
-MAX_SERIES = 1000
-OVERFLOW = "overflow"
+from layerzero.observe.histograms import MAX_SERIES, OVERFLOW, Histograms, label_values
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -80,7 +77,7 @@ class Counters:
         """
         if value < 0:
             raise ValueError(f"value of counter {counter} needs to be at least 0, got {value}")
-        series = Series(counter, tuple(sorted((name, str(text)) for name, text in labels.items())))
+        series = Series(counter, label_values(labels))
         with self._lock:
             current = self._values.get(series)
             if current is not None:
@@ -91,7 +88,7 @@ class Counters:
 
     def get(self, counter: str, /, **labels: object) -> int | float:
         """The value for exactly these labels; 0 if nothing was ever added."""
-        series = Series(counter, tuple(sorted((name, str(text)) for name, text in labels.items())))
+        series = Series(counter, label_values(labels))
         with self._lock:
             return self._values.get(series, 0)
 
@@ -109,17 +106,6 @@ class Counters:
     def collector(self, prefix: str = "layerzero_") -> Collector:
         """A collector for a `prometheus_client` registry: values are read when it is scraped."""
         return _Collector(self, prefix)
-
-    def exposition(self, prefix: str = "layerzero_") -> str:
-        """All counters in the Prometheus text format.
-
-        Raises: ImportError: prometheus_client is not installed (`pip install layerzero-runtime[serve]`).
-        """
-        from prometheus_client import CollectorRegistry, generate_latest
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self.collector(prefix))
-        return generate_latest(registry).decode("utf-8")
 
     def _admit(self, series: Series) -> Series:
         names = tuple(name for name, _ in series.labels)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
@@ -25,18 +26,16 @@ class TimedEvent(Protocol):
     def elapsed_time(self, end_event: Any) -> float: ...
 
 
+@dataclass(eq=False, slots=True)
 class DeviceSpan:
     """What one launch took on its stream; `begin_ns` and `end_ns` are there after `DeviceTimes.resolve`."""
 
-    __slots__ = ("begin", "begin_ns", "device", "end", "end_ns", "stream")
-
-    def __init__(self, device: int, stream: int, begin: TimedEvent) -> None:
-        self.device = device
-        self.stream = stream
-        self.begin = begin
-        self.end: TimedEvent | None = None
-        self.begin_ns: int | None = None
-        self.end_ns: int | None = None
+    device: int
+    stream: int
+    begin: TimedEvent
+    end: TimedEvent | None = None
+    begin_ns: int | None = None
+    end_ns: int | None = None
 
 
 class DeviceTimes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any, Final
 
@@ -13,6 +13,11 @@ SECONDS: Final = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.
 MAX_SERIES: Final = 1000
 MAX_PENDING: Final = 512  # durations that wait to be counted
 OVERFLOW: Final = "overflow"
+
+
+def label_values(labels: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    """Labels as the key of a series: (name, text) pairs sorted by name."""
+    return tuple(sorted((name, str(text)) for name, text in labels.items()))
 
 
 class HistogramSeries:
@@ -76,7 +81,7 @@ class Histograms:
 
     def series(self, name: str, /, **labels: object) -> HistogramSeries:
         """The series for these labels; keep it where it is observed often."""
-        key = tuple(sorted((label, str(text)) for label, text in labels.items()))
+        key = label_values(labels)
         with self._lock:
             of_name = self._series.setdefault(name, {})
             if key not in of_name and len(of_name) >= MAX_SERIES:

@@ -28,12 +28,9 @@ def export_metrics(collector: Collector, names: Iterable[str] = (), meter: Meter
     target = get_meter("layerzero") if meter is None else meter
     kinds = {sample.name: family.type for family in collector.collect() for sample in family.samples}
     for name in (*kinds, *(name for name in names if name not in kinds)):
-        make = target.create_observable_gauge if _is_gauge(name, kinds) else target.create_observable_counter
+        is_gauge = kinds.get(name) == "gauge"
+        make = target.create_observable_gauge if is_gauge else target.create_observable_counter
         make(name, callbacks=[_reader(collector, name)])
-
-
-def _is_gauge(name: str, kinds: dict[str, str]) -> bool:
-    return kinds.get(name) == "gauge"
 
 
 def _reader(collector: Collector, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:

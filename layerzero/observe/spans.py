@@ -131,8 +131,8 @@ class Spans:
             "layerzero.op": plan.op.name,
             _KERNEL: used,
             "layerzero.failed": plan.kernel,
+            "layerzero.reason": f"{type(error).__name__}: {error}"[:300],
         }
-        attributes["layerzero.reason"] = f"{type(error).__name__}: {error}"[:300]
         with self._tracer.start_as_current_span("layerzero.fallback", attributes=attributes):
             pass
 

@@ -88,11 +88,8 @@ class Timeline:
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise ConfigurationError(f"path needs the path of a file, got {path!r}", field="path")
         need_int("max_events", max_events, low=MIN_EVENTS)
-        numbers = {"{pid}": os.getpid(), "{rank}": own_rank() or 0}
-        filled = os.fspath(path)
-        for mark, number in numbers.items():
-            filled = filled.replace(mark, str(number))
-        self.path = Path(filled)
+        filled = os.fspath(path).replace("{pid}", str(os.getpid()))
+        self.path = Path(filled.replace("{rank}", str(own_rank() or 0)))
         self.facts: dict[str, Any] = {}  # of this process, from `start` on
         self.kernels = kernels
         self.max_events = max_events
@@ -204,9 +201,12 @@ class Timeline:
     def add(self, record: TimelineRecord) -> None:
         """Keep what has ended; the oldest goes where the ring is full."""
         self._open.pop(record, None)
+        self._keep(record, record.weight)
+
+    def _keep(self, record: TimelineRecord | tuple[Any, ...], weight: int) -> None:
         with self._lock:
             self._records.append(record)
-            self._events += record.weight
+            self._events += weight
             if self._events > self.max_events:
                 self._drop()
 
@@ -218,12 +218,7 @@ class Timeline:
         return thread
 
     def _add_kernel(self, kernel: str, begin_ns: int, end_ns: int, error: str | None) -> None:
-        record = (kernel, self.this_thread(), begin_ns, end_ns, error)
-        with self._lock:
-            self._records.append(record)
-            self._events += 1
-            if self._events > self.max_events:
-                self._drop()
+        self._keep((kernel, self.this_thread(), begin_ns, end_ns, error), 1)
 
     def _drop(self) -> None:
         if not self.dropped_events:
@@ -269,8 +264,7 @@ class Timeline:
         unfinished = list(self._open)
         trace = Trace(self._begin_ns, end_ns, self.facts, self.thread_names)
         self.device_times.resolve()
-        kernels = [record for record in records if isinstance(record, tuple)]
-        trace.add_kernels(kernels)
+        trace.add_kernels([record for record in records if isinstance(record, tuple)])
         for record in (*records, *unfinished):
             if not isinstance(record, tuple):
                 record.write(trace)

@@ -102,7 +102,8 @@ class Trace:
                 {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}},
                 {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}},
             )
-        events += sorted(self._timed(pid), key=_order_in_rows)
+        # Row by row in order of time, what holds others before them.
+        events += sorted(self._timed(pid), key=lambda e: (e["tid"], e["ts"], -e.get("dur", 0.0)))
         facts = {
             **self._facts,
             "begin_ns": self.begin_ns,
@@ -154,11 +155,6 @@ class Trace:
         if kind == THREADS:
             return f"thread {self._thread_names.get(about, about)}"  # type: ignore[call-overload]
         return self._names.get(row, kind)
-
-
-def _order_in_rows(event: dict[str, Any]) -> tuple[int, float, float]:
-    """Row by row in order of time, what holds others before them."""
-    return event["tid"], event["ts"], -event.get("dur", 0.0)
 
 
 def _lane_for(each: Slice, lanes: list[list[int]]) -> int:

@@ -12,11 +12,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from layerzero.checkpoints.folder import TensorFolder, on_device
-from layerzero.formats.errors import FormatError
+from layerzero.checkpoints.folder import TensorFolder, mismatch, on_device
 from layerzero.parallel.layout import Layout
 from layerzero.parallel.tensor import TensorGroup
-from layerzero.spec.reasons import Reason
 
 # Which axis of a weight the ranks of a stage share out, by its module's name in Hugging Face's decoders:
 # rows of what makes heads and columns, columns of what takes them, and the vocabulary.
@@ -51,10 +49,7 @@ class FolderWeights:
         self._device, self._dtype = device, dtype
 
     def __call__(self, name: str, shape: tuple[int, ...], /) -> Tensor:
-        """The whole of a weight.
-
-        Raises: FormatError: there is none, or it has another shape.
-        """
+        """The whole of a weight. Raises: FormatError: there is none, or it has another shape."""
         self._need_shape(name, shape)
         return self._tensors.tensor(name).to(self._device, self._dtype)
 
@@ -93,8 +88,7 @@ class FolderWeights:
 
     def _need_shape(self, name: str, shape: tuple[int, ...]) -> None:
         if (stored := self._tensors.shape(name)) != tuple(shape):
-            needs, got = f"shape {tuple(shape)}", f"{stored} in {self._tensors.path}"
-            raise FormatError(name, needs, got, Reason.CHECKPOINT_FORMAT_MISMATCH)
+            raise mismatch(name, f"shape {tuple(shape)}", f"{stored} in {self._tensors.path}")
 
 
 def shard_weights(

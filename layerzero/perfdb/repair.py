@@ -81,9 +81,8 @@ def prepare_folder(path: Path) -> None:
     if hasattr(os, "geteuid") and os.path.lexists(path):
         owner = os.lstat(path).st_uid
         if owner not in (os.geteuid(), 0):
-            raise PermissionError(
-                errno.EPERM, f"the file needs to belong to this user, got owner {owner}", str(path)
-            )
+            why = f"the file needs to belong to this user, got owner {owner}"
+            raise PermissionError(errno.EPERM, why, str(path))
 
 
 @contextlib.contextmanager
@@ -101,16 +100,14 @@ def _folder_lock(folder: Path) -> Iterator[None]:
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise sqlite3.OperationalError(
-                        f"database is locked: another process prepares {folder}"
-                    ) from None
+                    message = f"database is locked: another process prepares {folder}"
+                    raise sqlite3.OperationalError(message) from None
                 time.sleep(_LOOK_S)
             except OSError as error:  # some file systems of networks have no locks
                 log.debug("perfdb.no_lock", folder=str(folder), error=str(error))
-                break
-            else:
                 break
         yield
     finally:
@@ -154,10 +151,7 @@ def is_damage(error: Exception) -> bool:
 
 
 def _create(path: Path) -> None:
-    """Make the file where there is none.
-
-    Raises: FileExistsError: something does. sqlite3.Error: it cannot be written; nothing stays.
-    """
+    """Make the file. Raises: FileExistsError: one is there. sqlite3.Error: it cannot be written."""
     os.close(files.create_own(path))
     try:
         _create_tables(path)
@@ -167,7 +161,6 @@ def _create(path: Path) -> None:
 
 
 def _create_tables(path: Path) -> None:
-    """Put our tables into an empty file."""
     with contextlib.closing(connect(path, "rw")) as connection:
         connection.execute(f"PRAGMA journal_mode = {'WAL' if wal_is_safe() else 'DELETE'}")
         with transaction(connection):

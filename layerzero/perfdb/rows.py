@@ -126,6 +126,7 @@ def insertions(
 ) -> list[tuple[str, list[tuple[Any, ...]]]]:
     """The statements that add rows, with their values; ids follow from content, so nothing is looked up."""
     environment_digest = environment.digest()
+    environment_id = id_of(environment_digest.encode())
     cases: dict[int, tuple[Any, ...]] = {}
     kernels: dict[int, tuple[Any, ...]] = {}
     added = []
@@ -136,13 +137,10 @@ def insertions(
         kernels.setdefault(kernel_id, (kernel_id, row.kernel, row.version))
         values = _values(row)
         checksum = _checksum(environment_digest, case_digest, row.kernel, row.version, values)
-        added.append((id_of(environment_digest.encode()), case_id, kernel_id, *values, checksum))
-    body = msgspec.json.encode(environment)
+        added.append((environment_id, case_id, kernel_id, *values, checksum))
+    environment_row = environment_id, environment_digest, msgspec.json.encode(environment)
     return [
-        (
-            "INSERT OR IGNORE INTO environment VALUES (?, ?, ?)",
-            [(id_of(environment_digest.encode()), environment_digest, body)],
-        ),
+        ("INSERT OR IGNORE INTO environment VALUES (?, ?, ?)", [environment_row]),
         ("INSERT OR IGNORE INTO site VALUES (?, ?, ?)", list(cases.values())),
         ("INSERT OR IGNORE INTO kernel VALUES (?, ?, ?)", list(kernels.values())),
         (_INSERT, added),
@@ -184,15 +182,10 @@ def decode_row(record: tuple[Any, ...], cases: dict[bytes, BenchmarkCase | None]
         if digest not in cases:
             decoded = msgspec.json.decode(body, type=BenchmarkCase)
             cases[digest] = decoded if decoded.digest() == digest else None
-        case = cases[digest]
-        environment_matches = (
-            hashlib.blake2b(environment_body, digest_size=16).hexdigest() == environment_digest
-        )
-        if (
-            case is None
-            or not environment_matches
-            or _checksum(environment_digest, digest, kernel, version, values) != checksum
-        ):
+        case, measured_in = cases[digest], hashlib.blake2b(environment_body, digest_size=16).hexdigest()
+        if case is None or measured_in != environment_digest:
+            return None
+        if _checksum(environment_digest, digest, kernel, version, values) != checksum:
             return None
         launch, cache = values[0].split("/")
         stored = {"case": case, "kernel": kernel, "version": version, "launch": launch, "cache": cache}

@@ -153,13 +153,8 @@ def read_rows(path: str | os.PathLike[str], environment: Environment | None = No
         if not is_ours(where):
             log.warning(FOREIGN, path=str(where))
             return []
-        recovered = salvage(where)
-        rows = [
-            row
-            for measured_in, measurements in recovered.items()
-            if environment in (None, measured_in)
-            for row in measurements
-        ]
+        recovered = salvage(where).items()
+        rows = [row for place, of_it in recovered if environment in (None, place) for row in of_it]
         damaged = f"{type(error).__name__}: {error}"
     if damaged:
         log.warning(DAMAGED, path=str(where), rows=len(rows), why=damaged)

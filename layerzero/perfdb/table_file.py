@@ -79,24 +79,19 @@ def decode_table(
     """
     try:
         stated = decode_json(data, _TableFormat).format
-        table = (
-            decode_json(data, kind)
-            if stated not in migrations
-            else _migrated(data, kind, field, [migrations[v] for v in range(stated, format)])
-        )
+        if stated in migrations:
+            table = _migrated(data, kind, field, [migrations[v] for v in range(stated, format)])
+            log.info(MIGRATED, path=path, format=stated, now=format)
+        else:
+            table = decode_json(data, kind)
     except (ValueError, KeyError, TypeError, AttributeError, msgspec.MsgspecError) as error:
         raise CacheCorruptionError(f"{path}: {error}", path=path) from error
-    if stated in migrations:
-        log.info(MIGRATED, path=path, format=stated, now=format)
     need_table(table, path, field, format=format, **versions)
     return table
 
 
 def _migrated(data: bytes, kind: type[T], field: str, steps: Sequence[Callable[[Plain], Plain]]) -> T:
-    """A table of an older format in the newest one; its rows were whole before.
-
-    Raises: ValueError, KeyError, TypeError: it is no such table.
-    """
+    """A table of an older format in the newest one. Raises: ValueError, KeyError, TypeError: it is none."""
     plain = decode_json(data, dict)
     if hashlib.sha256(msgspec.json.encode(plain[field])).hexdigest() != plain["content"]:
         raise ValueError(f"its {field} do not match its content hash")

@@ -127,9 +127,8 @@ def _map_of(source: str, is_own: bool, rows: Iterable[Measurement], chooser: Mac
     ]
     calls.sort(key=lambda call: (call.op, call.launch))
     hardware = chooser.hardware
-    machine = f"{hardware.name}, {hardware.platform}, {hardware.threads} " + (
-        "threads" if hardware.sm is None else "multiprocessors"
-    )
+    units = "threads" if hardware.sm is None else "multiprocessors"
+    machine = f"{hardware.name}, {hardware.platform}, {hardware.threads} {units}"
     return CallMap(source, machine, is_own, tuple(kernels), tuple(texts), tuple(calls))
 
 
@@ -137,9 +136,8 @@ def _by_call(rows: Iterable[Measurement]) -> dict[_Key, dict[str, Measurement]]:
     """The rows that count, by call and kernel; in order of op and sizes."""
     calls: dict[_Key, dict[str, Measurement]] = {}
     counted = [row for row in condense(rows) if not implausible_reason(row)]
-    for row in sorted(
-        counted, key=lambda row: (row.case.op, row.case.dtype, row.case.features, row.case.dims)
-    ):
+    counted.sort(key=lambda row: (row.case.op, row.case.dtype, row.case.features, row.case.dims))
+    for row in counted:
         calls.setdefault((row.case, row.launch), {})[row.kernel] = row
     return calls
 
@@ -162,19 +160,14 @@ def _measured_call(
         elsewhere = texts.place(others) if others else -1
     changes = {c.kernel: c.accepted.transform_us for c in candidates if c.eligible and c.accepted is not None}
     totals = {name: rows[name].median_us + us for name, us in changes.items() if name in rows}
+    times = {
+        name: (row.median_us, math.sqrt(row.variance), changes.get(name, 0.0)) for name, row in rows.items()
+    }
     return MeasuredCall(
         op=case.op,
         call=call_text(case),
         launch=launch,
-        times=tuple(
-            TimedKernel(
-                kernels.place(name),
-                _short(row.median_us),
-                _short(math.sqrt(row.variance)),
-                _short(changes.get(name, 0.0)),
-            )
-            for name, row in rows.items()
-        ),
+        times=tuple(TimedKernel(kernels.place(name), *map(_short, us)) for name, us in times.items()),
         chosen=kernels.place(chosen) if chosen else -1,
         why=texts.place(why),
         regret=round(totals[chosen] / min(totals.values()), 4) if chosen in totals else None,

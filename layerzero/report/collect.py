@@ -66,7 +66,10 @@ def collect_report(
         version=VERSION,
         title=f"{host}, {examined.device or 'no device'}, layerzero {VERSION}, {written_at}",
         facts=_clean(dict(_facts(examined, runtime))),
-        machine=tuple(_tables(examined)),
+        machine=tuple(
+            ReportTable(title, columns, tuple(map(_clean_row, rows)))
+            for title, columns, rows in examined.sections()
+        ),
         missing=tuple(
             (library.backend, library.state, library.detail or library.install)
             for library in examined.libraries
@@ -102,11 +105,6 @@ def as_plain(comparison: ReportComparison) -> dict[str, Any]:
 def _clean(values: dict[str, Any]) -> dict[str, Any]:
     """The values without secrets: a report is sent around."""
     return dict(redact(None, "report", values))
-
-
-def _tables(examined: DoctorReport) -> Iterator[ReportTable]:
-    for title, columns, rows in examined.sections():
-        yield ReportTable(title, columns, tuple(map(_clean_row, rows)))
 
 
 def _clean_row(row: tuple[str, ...]) -> tuple[str, ...]:

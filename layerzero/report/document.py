@@ -188,10 +188,7 @@ class _Head(msgspec.Struct):
 
 
 def _checked(document: ReportDocument) -> ReportDocument:
-    """The document, if all of its numbers point at something.
-
-    Raises: ValueError: one does not.
-    """
+    """The document. Raises: ValueError: one of its numbers points at nothing."""
     for each in document.maps:
         kernels, texts = len(each.kernels), len(each.texts)
         for call in each.calls:

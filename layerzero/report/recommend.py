@@ -115,25 +115,14 @@ def recommend(
         raise ConfigurationError(message, field="engine")
     parts = [_part(name, share, call, chooser) for name, share, call in serving_calls(model, load)]
     chosen_engine = ENGINES[engine]
+    sm, is_latent = chooser.hardware.sm, model.latent > 0
     flags = tuple(
-        _advice(
-            flag,
-            chosen_engine.choices_of(flag, is_latent=model.latent > 0),
-            parts,
-            chooser.hardware.sm,
-            tie_band,
-        )
+        _advice(flag, chosen_engine.choices_of(flag, is_latent=is_latent), parts, sm, tie_band)
         for flag in chosen_engine.flags
     )
     words = [word for each in flags if each.value != AUTO for word in (each.flag, each.value)]
-    return Recommendation(
-        engine,
-        model.name,
-        chooser.hardware.name,
-        load,
-        " ".join((chosen_engine.command, folder, *words)),
-        flags,
-    )
+    command = " ".join((chosen_engine.command, folder, *words))
+    return Recommendation(engine, model.name, chooser.hardware.name, load, command, flags)
 
 
 def serving_calls(model: ModelConfig, load: Load) -> Iterator[tuple[str, float, Call]]:
@@ -267,8 +256,5 @@ def _decided(
     if not rivals:
         return AUTO, f"{first_choice.value} alone was measured here: nothing to compare"
     if faster:
-        return (
-            AUTO,
-            f"{' and '.join(faster)} is faster where it was measured, not everywhere: {losses}",
-        )
+        return AUTO, f"{' and '.join(faster)} is faster where it was measured, not everywhere: {losses}"
     return first_choice.value, f"{first_choice.why}; beside it {losses}"

@@ -37,26 +37,15 @@ def _rows(text: str) -> Iterator[LedgerRow]:
     for line in text.splitlines():
         if line.startswith("#"):
             section = line.lstrip("# ")
-        cells = (
-            tuple(cell.strip() for cell in line.strip().strip("|").split("|")) if line.startswith("|") else ()
-        )
+        is_row = line.startswith("|")
+        cells = tuple(cell.strip() for cell in line.strip().strip("|").split("|")) if is_row else ()
         if len(cells) != len(_COLUMNS):
             in_ledger = False
-        elif (cells[0], *cells[2:]) == (
-            _COLUMNS[0],
-            *_COLUMNS[2:],
-        ):  # a decision's second column is "decided"
+        elif (cells[0], *cells[2:]) == (_COLUMNS[0], *_COLUMNS[2:]):  # a decision's second one is "decided"
             in_ledger = True
         elif in_ledger and set(cells[0]) - {"-", ":"}:
             name, what, _, proof, verdict = cells
-            word = verdict.partition(":")[0].partition(" ")[0].lower()
-            note = verdict.partition(":")[2].strip()
-            plain_proof = proof.replace("`", "")
-            yield LedgerRow(
-                section,
-                name,
-                what,
-                plain_proof,
-                word if word in STATES else "open",
-                note if word in STATES else verdict,
-            )
+            first, _, rest = verdict.partition(":")
+            word = first.partition(" ")[0].lower()
+            state, note = (word, rest.strip()) if word in STATES else ("open", verdict)
+            yield LedgerRow(section, name, what, proof.replace("`", ""), state, note)

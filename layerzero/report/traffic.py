@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from layerzero.observe.trace import LOOPS
@@ -37,11 +37,10 @@ def traffic_of_trace(trace: StoredTrace) -> list[OpTraffic]:
     """The batches of each op in a trace, with the time that their calls queued."""
     batches: dict[str, list[_Event]] = defaultdict(list)
     waits: dict[str, list[float]] = defaultdict(list)
-    arrows = _queue_times(trace.events)
     for event in trace.events:
         if event["ph"] == "X" and event.get("cat") == LOOPS:
             batches[event["name"]].append(event)
-    for op, ms in arrows:
+    for op, ms in _queue_times(trace.events):
         waits[op].append(ms)
     return [_traffic(trace.path.name, op, events, waits[op]) for op, events in sorted(batches.items())]
 
@@ -58,19 +57,17 @@ def _traffic(source: str, op: str, events: Sequence[_Event], waits: Sequence[flo
     )  # fmt: skip
 
 
-def _queue_times(events: Iterable[_Event]) -> list[tuple[str, float]]:
+def _queue_times(events: Iterable[_Event]) -> Iterator[tuple[str, float]]:
     """Milliseconds in the queue by op: a slice "queued" is inside its call's, on its caller's row."""
-    times: list[tuple[str, float]] = []
     around: dict[tuple[int, int], _Event] = {}
     for event in events:
         if event["ph"] != "X":
             continue
         row = (event["pid"], event["tid"])
         if event["name"] == "queued" and row in around:
-            times.append((around[row]["name"], event["dur"] / 1e3))
+            yield around[row]["name"], event["dur"] / 1e3
         else:
             around[row] = event
-    return times
 
 
 def _sizes(sizes: Mapping[int, int]) -> tuple[tuple[str, int], ...]:

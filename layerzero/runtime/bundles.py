@@ -114,10 +114,7 @@ def _is_of_here(device: LocalDevice, proof: CaptureProof) -> bool:
 
 
 def _need_kernels(device: LocalDevice, bundle: Bundle) -> None:
-    """Refuse decisions for other kernels than there are, before anything is written.
-
-    Raises: BundleRefusedError.
-    """
+    """Raises: BundleRefusedError: it decides for other kernels than there are."""
     table = bundle.records.dispatch_table
     if table is None:
         return

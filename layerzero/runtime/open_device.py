@@ -119,7 +119,6 @@ def move_state(devices: Iterable[ScheduledDevice], folder: str | None) -> JsonQu
 
 
 def _load_costs(device: ScheduledDevice, *, at_once: bool) -> None:
-    """Price with what the settings name."""
     settings = device.settings
 
     def costs() -> Any:

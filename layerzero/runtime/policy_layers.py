@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from layerzero._util import log
-from layerzero._util.clock import Clock, Timer
+from layerzero._util.clock import Clock
+from layerzero._util.clock_timer import ClockTimer
 from layerzero.ops import table as ops_table
 from layerzero.selection.policy import EMPTY, Policy, check_names, environment_policy, load_policy, merge
 from layerzero.spec.errors import PolicyValidationError
@@ -20,11 +21,12 @@ class PolicyLayers:
     Not thread-safe: the runtime's lock guards it.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, on_due: Callable[[], None]) -> None:
         self.external: Policy = EMPTY
         self.program: Policy = EMPTY
         self._clock = clock
-        self._timer: Timer | None = None
+        self._next_change: float | None = None
+        self.timer = ClockTimer(clock, lambda: self._next_change, on_due)
 
     @staticmethod
     def load_external(settings: Settings, kernel_ids: Callable[[], frozenset[str]]) -> Policy:
@@ -42,24 +44,12 @@ class PolicyLayers:
                 log.warning(UNMATCHED, rule=str(finding.rule), message=finding.message)
         return merge(_load_file(settings, kernel_ids), environment)
 
-    def merged(self, on_due: Callable[[], None]) -> Policy:
-        """The policy of this moment; `on_due()` is called when a timeboxed rule begins or ends."""
+    def merged(self) -> Policy:
+        """The policy of this moment; `timer` calls `on_due()` when a timeboxed rule begins or ends."""
         active = merge(self.external, self.program).active_at(self._clock.now())
-        self.cancel_timer()
-        if active.next_change is not None:
-            wait_s = max(0.0, active.next_change - self._clock.now())
-            self._timer = self._clock.call_later(wait_s, on_due)
+        self._next_change = active.next_change
+        self.timer.arm()
         return active.policy
-
-    def cancel_timer(self) -> None:
-        """Stop waiting for the next change."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def reset_after_fork(self) -> None:
-        """A forked child has no timer."""
-        self._timer = None
 
 
 def _load_file(settings: Settings, kernel_ids: Callable[[], frozenset[str]]) -> Policy:

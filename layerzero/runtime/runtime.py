@@ -77,7 +77,7 @@ class Runtime:
         self._closers: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._added_kernels: list[Kernel] = []
-        self._policy_layers = PolicyLayers(self.clock)
+        self._policy_layers = PolicyLayers(self.clock, self.apply_policy)
         # The backends that run in processes of their own, where there are any.
         self.isolation: IsolatedBackends | None = open_isolation(self.settings, self.counters, self.on_close)
         try:
@@ -98,7 +98,7 @@ class Runtime:
         self._overlay_in_force = self._load_overlay()
         layers = self._policy_layers
         layers.external = layers.load_external(self.settings, self._known_kernel_ids)
-        self.policy: Policy = layers.merged(self.apply_policy)
+        self.policy: Policy = layers.merged()
         self._open_timeline()
 
     def __repr__(self) -> str:
@@ -279,7 +279,7 @@ class Runtime:
         with self._lock:
             if self.closed:
                 return
-            policy = self._policy_layers.merged(self.apply_policy)
+            policy = self._policy_layers.merged()
             if policy.digest == self.policy.digest:
                 return
             self.policy = policy
@@ -360,7 +360,7 @@ class Runtime:
             if self.closed:
                 return
             self.closed = True
-            self._policy_layers.cancel_timer()
+            self._policy_layers.timer.stop()
             closers, self._closers = self._closers[::-1], []
         for closer in closers:
             closer()
@@ -381,7 +381,7 @@ class Runtime:
     def reset_after_fork(self) -> None:
         """Fresh locks, no threads and no timers in a forked child."""
         self._lock = threading.RLock()
-        self._policy_layers.reset_after_fork()
+        self._policy_layers.timer.reset_after_fork()
         for device in self.devices.values():
             device.reset_after_fork()
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import msgspec
@@ -139,24 +140,25 @@ class Leases:
             log.warning(LEASE_LOST, key=key, why=str(error))
             return True  # this process's own: who has no store works for itself
 
-    def _swap(self, key: str, expected: bytes, desired: _Lease) -> bytes:
+    @contextmanager
+    def _exchange(self) -> Iterator[LeaseStore]:
         try:
             with self._lock:
-                return self._store.compare_set(key, expected, _encode(desired))
+                yield self._store
         except Exception as error:
             raise StoreLostError(f"{type(error).__name__}: {error}") from error
 
+    def _swap(self, key: str, expected: bytes, desired: _Lease) -> bytes:
+        with self._exchange() as store:
+            return store.compare_set(key, expected, _encode(desired))
+
     def _read(self, key: str, seen: bytes) -> bytes:
-        try:
-            with self._lock:
-                value = self._store.get(key, self._lease_s)
-        except Exception as error:
-            raise StoreLostError(f"{type(error).__name__}: {error}") from error
+        with self._exchange() as store:
+            value = store.get(key, self._lease_s)
         return seen if value is None else value
 
 
-def _encode(lease: _Lease) -> bytes:
-    return msgspec.json.encode(lease)
+_encode = msgspec.json.Encoder().encode
 
 
 def _decode(value: bytes) -> _Lease:

@@ -194,9 +194,8 @@ class SharedWork:
             answer = self._in_cluster(sharing, key, work)
         except Exception as error:
             if sharing.shares_failure and not ENDING.is_set():
-                self._keep(
-                    path, key, SharedResult(b"", _this_process()), f"{type(error).__name__}: {error}"[:500]
-                )
+                why = f"{type(error).__name__}: {error}"[:500]
+                self._keep(path, key, SharedResult(b"", _this_process()), why)
             raise
         self._keep(path, key, SharedResult(answer.body, answer.leader or _this_process()))
         return answer

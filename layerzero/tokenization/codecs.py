@@ -269,7 +269,6 @@ def mistral(source: Any, library: Callable[[str], Any]) -> Codec:
 
 
 def _runs(row: list[int], special: Mapping[int, str]) -> tuple[list[bool], list[list[int]]]:
-    """Runs of special tokens and of others, in order."""
     runs = [(is_special, list(run)) for is_special, run in groupby(row, special.__contains__)]
     return [is_special for is_special, _ in runs], [run for _, run in runs]
 

@@ -44,13 +44,12 @@ def open_object(source: Any) -> Opened:
 
     Raises: TypeError: it is of no library that is known here. ConfigurationError: it cannot be copied.
     """
-    backend = getattr(
-        source, "backend_tokenizer", source
-    )  # transformers' tokenizers have one of `tokenizers`
+    backend = getattr(source, "backend_tokenizer", source)  # of transformers: one of `tokenizers`
     home = type(backend).__module__.partition(".")[0]
     try:
         if home == "tokenizers":
-            return _copied(backend.to_str()), _template_of(source)
+            specials = getattr(source, "special_tokens_map", {})
+            return _copied(backend.to_str()), _template(getattr(source, "chat_template", None), specials)
         if home == "tiktoken":
             return TiktokenCodec(source), None
         if home == "sentencepiece":
@@ -91,12 +90,9 @@ def open_file(path: Path) -> Opened:
         return open_it(path, data)
     except ConfigurationError:
         raise
-    except (
-        Exception
-    ) as error:  # each library has its own errors for what it cannot parse, also bare Exception
-        raise ConfigurationError(
-            f"source needs a tokenizer's {path.suffix[1:]} file, {path}: {error}"
-        ) from error
+    except Exception as error:  # each library has its own for what it cannot parse, also bare Exception
+        message = f"source needs a tokenizer's {path.suffix[1:]} file, {path}: {error}"
+        raise ConfigurationError(message) from error
 
 
 def _hugging_face(path: Path, data: bytes) -> Opened:
@@ -119,18 +115,16 @@ def _sentencepiece(path: Path, data: bytes) -> Opened:
 
 
 def _mistral_file(path: Path, data: bytes) -> Opened:
-    return _mistral(_mistral_module("tokens.tokenizers.mistral").MistralTokenizer.from_file(str(path)))
+    home = library("mistral_common.tokens.tokenizers.mistral")
+    return _mistral(home.MistralTokenizer.from_file(str(path)))
 
 
 def _mistral(source: Any) -> Opened:
-    whole = hasattr(source, "encode_chat_completion")
-    request = _mistral_module("protocol.instruct.request").ChatCompletionRequest if whole else None
-    template = MistralTemplate(source, request) if whole else None
-    return mistral(source, library), template
-
-
-def _mistral_module(name: str) -> Any:
-    return library(f"mistral_common.{name}")
+    codec = mistral(source, library)
+    if not hasattr(source, "encode_chat_completion"):
+        return codec, None
+    request = library("mistral_common.protocol.instruct.request").ChatCompletionRequest
+    return codec, MistralTemplate(source, request)
 
 
 READERS: Mapping[str, tuple[str, Callable[[Path, bytes], Opened]]] = {
@@ -156,11 +150,6 @@ def load_template(folder: Path) -> ChatTemplate | None:
     if own_file.exists():
         source = _decoded(own_file, bytes.decode)
     return _template(source, config)
-
-
-def _template_of(source: Any) -> ChatTemplate | None:
-    """The chat template of a tokenizer of transformers."""
-    return _template(getattr(source, "chat_template", None), getattr(source, "special_tokens_map", {}))
 
 
 def _template(source: Any, tokens: Mapping[str, Any]) -> ChatTemplate | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from layerzero.tokenization.templates import ChatTemplate, Message, MistralTempl
 from layerzero.tokenization.tokens import EncodeOptions, Padded, Tokens, tensor_of, tensor_of_spans
 
 SIDES = ("right", "left")
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer:
@@ -101,20 +103,17 @@ class Tokenizer:
         if limit is not None:
             if not isinstance(limit, int):
                 raise TypeError(f"max_tokens needs an int or None, got {type(limit).__name__}")
-            minimum = max(1, self._num_around if special_tokens else 0)
+            num_around = len(self.codec.before) + len(self.codec.after)
+            minimum = max(1, num_around if special_tokens else 0)
             if limit < minimum:
                 raise ValueError(f"max_tokens needs at least {minimum}, got {limit}")
         return EncodeOptions(bool(special_tokens), bool(offsets), limit, side, bool(parse_special))
-
-    @property
-    def _num_around(self) -> int:
-        return len(self.codec.before) + len(self.codec.after)
 
     def _encode(self, texts: list[str], options: EncodeOptions) -> list[Tokens]:
         try:
             rows = self.codec.encode(texts, options.special_tokens, options.parse_special, options.offsets)
         except (TypeError, UnicodeEncodeError) as error:  # whichever the library has for it
-            bad = next((text for text in texts if _has_half_a_pair(text)), None)
+            bad = next((text for text in texts if _HALF_A_PAIR.search(text)), None)
             if bad is None:
                 raise
             raise ValueError(f"text needs characters that UTF-8 has, got {bad!r:.80}") from error
@@ -320,7 +319,3 @@ class Tokenizer:
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.identity.library} {self.identity.digest[:12]}, {self.vocabulary} tokens>"
-
-
-def _has_half_a_pair(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)

@@ -42,13 +42,11 @@ class EncodeOptions(NamedTuple):
 
 def tensor_of(numbers: Sequence[int]) -> Tensor:
     """A vector of int64 with memory of its own."""
-    return torch.frombuffer(array("q", numbers), dtype=torch.int64) if numbers else _empty()
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
 
 def tensor_of_spans(spans: Sequence[tuple[int, int]]) -> Tensor:
     """Offsets (T, 2) int64 with memory of their own."""
     return tensor_of([place for span in spans for place in span]).view(-1, 2)
-
-
-def _empty() -> Tensor:
-    return torch.empty(0, dtype=torch.int64)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -59,13 +60,13 @@ class CompileJob(msgspec.Struct, frozen=True):
     shared_as: str = ""
 
 
+@dataclass(eq=False)
 class _Job:
     """One unit on its way; `future` gives whether a child has compiled it."""
 
-    def __init__(self, order: CompileJob) -> None:
-        self.order = order
-        self.future: Future[bool] = Future()
-        self.child: subprocess.Popen[bytes] | None = None
+    order: CompileJob
+    future: Future[bool] = field(default_factory=Future)
+    child: subprocess.Popen[bytes] | None = None
 
 
 class ApartCompiler:

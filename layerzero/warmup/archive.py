@@ -98,17 +98,16 @@ class Archive:
         if len(data) != member.size:
             got = f"more than {member.size}" if len(data) > member.size else str(len(data))
             raise self._refused(Reason.BUNDLE_DAMAGED, member.name, f"{member.size} bytes", f"{got} bytes")
-        digest = hashlib.sha256(data).hexdigest()
+        digest, needs = hashlib.sha256(data).hexdigest(), f"SHA-256 {member.sha256[:16]}"
         if digest != member.sha256:
-            raise self._refused(
-                Reason.BUNDLE_DAMAGED, member.name, f"SHA-256 {member.sha256[:16]}", digest[:16]
-            )
+            raise self._refused(Reason.BUNDLE_DAMAGED, member.name, needs, digest[:16])
         return data
 
     def _checked_head(self) -> BundleHeader:
         infos = self._zip.infolist()
         if not infos or infos[0].filename != HEAD or infos[0].header_offset:
-            raise self._refused(Reason.BUNDLE_FORMAT, "first member", HEAD, _quoted(infos))
+            got = repr(infos[0].filename[:120]) if infos else "none"
+            raise self._refused(Reason.BUNDLE_FORMAT, "first member", HEAD, got)
         if len(infos) > MAX_MEMBERS:
             raise self._refused(Reason.BUNDLE_UNSAFE, "members", f"at most {MAX_MEMBERS}", str(len(infos)))
         for number, info in enumerate(infos):
@@ -148,17 +147,13 @@ class Archive:
             strange = sorted(listed.symmetric_difference(names))[:3]
             got = f"others: {', '.join(strange)}" if strange else "one twice, or in another order"
             raise self._refused(Reason.BUNDLE_DAMAGED, "members", "those that its list names", got)
-        total = 0
         for member in head.members:
             if member.size < 0 or not _DIGEST.fullmatch(member.sha256):
-                raise self._refused(
-                    Reason.BUNDLE_FORMAT, member.name, "a size and a SHA-256", f"{member.size}"
-                )
-            total += member.size
+                needs = "a size and a SHA-256"
+                raise self._refused(Reason.BUNDLE_FORMAT, member.name, needs, f"{member.size}")
+        total, needs = sum(member.size for member in head.members), f"at most {MAX_UNPACKED_BYTES} bytes"
         if total > MAX_UNPACKED_BYTES:
-            raise self._refused(
-                Reason.BUNDLE_UNSAFE, "members", f"at most {MAX_UNPACKED_BYTES} bytes", f"{total} bytes"
-            )
+            raise self._refused(Reason.BUNDLE_UNSAFE, "members", needs, f"{total} bytes")
 
     def _refused(self, reason: Reason, field: str, needs: str, got: str) -> BundleRefusedError:
         return refusal(self.path, [Rejected(reason, field, needs, got[:200])])
@@ -169,10 +164,6 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, Runtim
 
 class _FormatOnly(msgspec.Struct, frozen=True):
     format: int
-
-
-def _quoted(infos: list[zipfile.ZipInfo]) -> str:
-    return repr(infos[0].filename[:120]) if infos else "none"
 
 
 def refusal(path: str | os.PathLike[str], problems: list[Rejected]) -> BundleRefusedError:
@@ -237,7 +228,6 @@ def write_archive(
 
 
 def _need_bundle(path: Path) -> None:
-    """Refuse to write over anything but a bundle."""
     if not os.path.lexists(path):
         return
     if path.is_file():  # a pipe or device would not end

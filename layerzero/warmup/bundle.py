@@ -188,14 +188,11 @@ class Bundle:
         stated = [r.environment for r in (records.measurements,) if r is not None]
         stated += [table.hardware for table in (records.dispatch_table,) if table is not None]
         for each in stated:
-            if differences := each.differences(environment):
-                raise refusal(
-                    self.path,
-                    [
-                        Rejected(Reason.BUNDLE_ENVIRONMENT_DIFFERS, "measured on", "this machine", difference)
-                        for difference in differences
-                    ],
-                )
+            if problems := [
+                Rejected(Reason.BUNDLE_ENVIRONMENT_DIFFERS, "measured on", "this machine", difference)
+                for difference in each.differences(environment)
+            ]:
+                raise refusal(self.path, problems)
         return records
 
     def _damaged(self, name: str, error: Exception) -> BundleRefusedError:

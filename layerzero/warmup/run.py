@@ -77,20 +77,17 @@ class WarmupRunner:
         with watching(forbid=self._forbid) as monitor:
             try:
                 kernel = self._ready(call)
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}"[:500]
-                log.warning(WARM_FAILED, call=str(call), error=text)
-                return WarmedCall(
-                    call=str(call), critical=critical, state="failed", error=text,
-                    seconds=time.monotonic() - started, compiled=monitor.compiled,
-                )  # fmt: skip
-        seconds = time.monotonic() - started
-        log.info(
-            WARMED, call=str(call), kernel=kernel, seconds=round(seconds, 3), compiled=len(monitor.compiled)
-        )
+                error = ""
+            except Exception as raised:
+                kernel, error = "", f"{type(raised).__name__}: {raised}"[:500]
+        seconds, compiled = time.monotonic() - started, monitor.compiled
+        if error:
+            log.warning(WARM_FAILED, call=str(call), error=error)
+        else:
+            log.info(WARMED, call=str(call), kernel=kernel, seconds=round(seconds, 3), compiled=len(compiled))
         return WarmedCall(
-            call=str(call), critical=critical, state="ready", kernel=kernel,
-            seconds=seconds, compiled=monitor.compiled,
+            call=str(call), critical=critical, state="failed" if error else "ready", kernel=kernel,
+            seconds=seconds, compiled=compiled, error=error,
         )  # fmt: skip
 
     def compile_ahead(self, calls: Iterable[Call]) -> None:

@@ -143,7 +143,7 @@ async def test_a_copy_that_reached_the_next_life_does_not_repeat_what_began_in_t
     """ "That life is over", the answer to a copy, says nothing of the first one, which had begun."""
     device, path = only(device_pool), tmp_path / "executed"
     assert await device.run(hosted.add, 1) == 2
-    monkeypatch.setattr(device, "_actor", LateAnswers(device._actor))
+    monkeypatch.setattr(device, "actor", LateAnswers(device.actor))
     call = asyncio.ensure_future(device.run(hosted.mark, str(path), 0))
     await until(lambda: executions(path))
     await until(lambda: call.done() or device.state is not DeviceState.RUNNING)
@@ -188,8 +188,8 @@ async def test_a_long_value_travels_once(device_pool: DevicePool, monkeypatch: p
     assert device._incarnation is not None
     life = device._incarnation
     await until(lambda: life.started and not life.silent(max(life.started)))
-    messages = SlowAnswers(device._actor)
-    monkeypatch.setattr(device, "_actor", messages)
+    messages = SlowAnswers(device.actor)
+    monkeypatch.setattr(device, "actor", messages)
     answer = await device.run(hosted.heavier, hosted.Heavy(size), 1)
     monkeypatch.undo()
     assert answer.size == size + 1
@@ -206,8 +206,8 @@ async def test_short_values_stay_in_their_message(
 ) -> None:
     """A detour by the object store would cost them a round trip."""
     device = only(device_pool)
-    messages = SlowAnswers(device._actor)
-    monkeypatch.setattr(device, "_actor", messages)
+    messages = SlowAnswers(device.actor)
+    monkeypatch.setattr(device, "actor", messages)
     assert (await device.run(hosted.heavier, hosted.Heavy(10_000), 1)).size == 10_001
     monkeypatch.undo()
     assert messages.carried > 20_000

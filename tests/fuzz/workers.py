@@ -11,9 +11,9 @@ import msgspec
 
 from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.arena import HostArena
+from layerzero.actors.isolation.isolated_worker import IsolatedWorker
 from layerzero.actors.isolation.serve import Server
 from layerzero.actors.isolation.worker_errors import fault_error
-from layerzero.actors.isolation.worker_process import IsolatedWorker
 from layerzero.spec.errors import BackendNotAvailableError
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from layerzero.observe.counters import OVERFLOW, Counters, Series
+from layerzero.observe.counters import Counters, Series
+from layerzero.observe.histograms import OVERFLOW
 
 
 class Slow(dict[Any, Any]):
@@ -141,15 +142,18 @@ def test_a_bound_below_one_is_refused() -> None:
 def test_exposition_is_parsed_back_by_prometheus() -> None:
     """The text holds every value with its labels, escaped; prometheus_client's own parser reads it."""
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.parser import text_string_to_metric_families
 
     counters = Counters()
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(counters.collector())
     counters.add("fallbacks", 3, kernel='a"b\\c\nd')
     counters.add("hits", 41)
     counters.add("hits")
     samples = {
         (sample.name, tuple(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(counters.exposition())
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
         for sample in family.samples
     }
     assert samples == {

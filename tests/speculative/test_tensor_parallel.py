@@ -207,7 +207,7 @@ def test_draft_and_target_choose_apart_under_one_plan() -> None:
                 return sync.rms_norm(await super().forward(tokens))
 
     async def lead(own: Shared) -> None:
-        group_of = own.member._group
+        group_of = own.member.group
         async with own.target.sequence(64) as sequence:
             text = speculative.generate(
                 Drafting(own.member), sequence, [0, 1], num_speculative_tokens=2, max_tokens=9, seed=0
@@ -221,8 +221,8 @@ def test_draft_and_target_choose_apart_under_one_plan() -> None:
 
     seen, errors = rank_group(2, lead)
     assert errors == [None, None]
-    assert seen[1].member._group.selections_digest("draft") == ""
-    assert digests[-1][1] == seen[1].member._group.selections_digest("target") != ""
+    assert seen[1].member.group.selections_digest("draft") == ""
+    assert digests[-1][1] == seen[1].member.group.selections_digest("target") != ""
 
 
 def test_what_a_shared_target_cannot_do_is_said() -> None:

@@ -140,7 +140,6 @@ class SelectionInputs:
         )
 
     def _status(self) -> KernelStatus:
-        """Which kernels are out of service, unloaded, probed and compiled."""
         registry, health = self._registry, self._health
         blocked = {**registry.blocked(), **health.blocked_kernels()}
         # None: a call waits for the compiler rather than take the next best kernel.

@@ -17,6 +17,7 @@ from layerzero.spec.settings import Settings
 F = TypeVar("F", bound=Callable[..., Any])
 
 json_option = click.option("--json", "json_", is_flag=True, help="Print JSON.")
+device_option = click.option("--device", default=None, help="cpu, cuda or cuda:<index>.")
 
 
 def target_options(command: F) -> F:

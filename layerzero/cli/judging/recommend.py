@@ -68,7 +68,6 @@ def recommend(
 
 
 def _parts_of(advice: FlagRecommendation) -> list[str | output.Table]:
-    """One flag for people."""
     line = f"{advice.flag} {advice.value}: {advice.why}"
     rows = [
         (

@@ -55,14 +55,10 @@ def report(
         )  # fmt: skip
         if path is not None:
             write_page(path, page_of_report(document))
-    if path is None:
-        output.as_json(msgspec.to_builtins(document))
-        return
-    output.show(json_, msgspec.to_builtins(document), *_summary(path, document))
+    output.show(json_, msgspec.to_builtins(document), *(_summary(path, document) if path is not None else ()))
 
 
 def _summary(path: str, document: ReportDocument) -> list[str]:
-    """What was written, for people."""
     calls = sum(len(each.calls) for each in document.maps)
     lines = [f"{path}: {Path(path).stat().st_size / 1e6:.2f} MB, {calls} measured calls"]
     if not any(each.is_own and each.calls for each in document.maps):
@@ -83,17 +79,9 @@ def _traffic_row(url: str, name: str, device: DeviceCounts) -> OpTraffic:
             label = f"up to {float(bound):.0f}" if bound != "+Inf" else "more"
             sizes.append((label, int(total - below)))
         below = total
-    calls = int(device.batched_calls)
-    mean_ms = device.wait_s / calls * 1e3 if calls else None
-    return OpTraffic(
-        url,
-        name,
-        int(device.batches),
-        calls,
-        tuple(sizes),
-        mean_wait_ms=mean_ms,
-        max_wait_ms=device.wait_max_s * 1e3,
-    )
+    batches, calls = int(device.batches), int(device.batched_calls)
+    mean_ms, max_ms = device.wait_s / calls * 1e3 if calls else None, device.wait_max_s * 1e3
+    return OpTraffic(url, name, batches, calls, tuple(sizes), mean_wait_ms=mean_ms, max_wait_ms=max_ms)
 
 
 @click.command()
@@ -118,7 +106,6 @@ def compare(
 
 
 def _parts_of(comparison: ReportComparison) -> list[str | output.Table]:
-    """The comparison for people."""
     facts = [(fact.name, fact.first, fact.second) for fact in comparison.facts]
     choices = [(c.op, c.call, c.first, c.second, c.why) for c in comparison.choices]
     ops = [
@@ -130,6 +117,7 @@ def _parts_of(comparison: ReportComparison) -> list[str | output.Table]:
         for t in comparison.times
         if t.certain
     ]
+    columns = ("op", "call", "kernel", "first us", "second us", "ratio")
     return [
         f"first:  {comparison.first}",
         f"second: {comparison.second}",
@@ -137,9 +125,5 @@ def _parts_of(comparison: ReportComparison) -> list[str | output.Table]:
         output.Table("facts that differ", ("fact", "first", "second"), facts),
         output.Table("by op", ("op", "calls", "second over first", "shorter", "longer", "choices"), ops),
         output.Table("choices that differ", ("op", "call", "first", "second", "why"), choices),
-        output.Table(
-            "times that differ by more than noise",
-            ("op", "call", "kernel", "first us", "second us", "ratio"),
-            times[:40],
-        ),
+        output.Table("times that differ by more than noise", columns, times[:40]),
     ]  # fmt: skip

@@ -204,7 +204,7 @@ def test_what_is_read_from_a_failed_groups_device_fails_first(monkeypatch: pytes
     monkeypatch.setattr(LoopDrivers, "lose_reads", lambda drivers, error: seen.append(error))
 
     async def leads(member: RankHandle, seen_: Rank) -> None:
-        member._group.fail("a rank is gone")
+        member.group.fail("a rank is gone")
         assert [str(each) for each in seen] == ["the rank group failed: a rank is gone", "a rank is gone"]
         assert isinstance(seen[0], DeviceLostError) and seen[0].retryable is False
 
@@ -425,7 +425,7 @@ def test_a_cancelled_scope_still_leaves_the_gang() -> None:
         try:
             yield
         finally:
-            await JoinContext(member._group, member._runtime).__aexit__(*sys.exc_info())
+            await JoinContext(member.group, member._runtime).__aexit__(*sys.exc_info())
 
     async def waits(member: RankHandle, seen: Rank) -> None:
         with anyio.CancelScope() as scope:

@@ -74,7 +74,7 @@ def test_what_preparing_a_step_raises_comes_after_the_steps_before_it() -> None:
         async with asyncio.timeout(LIMIT_S):
             while member.failure is None:  # noqa: ASYNC110  the channel's thread says it
                 await asyncio.sleep(0.001)
-        member._group.raise_if_failed()
+        member.group.raise_if_failed()
 
     _, (leads, follows) = rank_group([lead_on, obey])
     assert ran == [1, 2]
@@ -92,7 +92,7 @@ def test_a_collective_that_broke_with_rank_0_is_a_lost_device(
     begun, gone = threading.Event(), threading.Event()
 
     async def lead_and_vanish(member: RankHandle, seen: Rank) -> None:
-        channel = member._group.channel
+        channel = member.group.channel
         assert isinstance(channel, LeaderChannel)
         await lead(member, seen, sent)
 
@@ -126,9 +126,9 @@ def test_what_a_step_raises_beside_a_rank_0_that_lives_is_its_own_error(ahead: b
 
     async def lead_on(member: RankHandle, seen: Rank) -> None:
         await lead(member, seen, 1)
-        member._group.when_failed(lambda why: failed.set())
+        member.group.when_failed(lambda why: failed.set())
         assert await asyncio.to_thread(failed.wait, LIMIT_S)
-        member._group.raise_if_failed()
+        member.group.raise_if_failed()
 
     async def obey(member: RankHandle, seen: Rank) -> None:
         def step(x: Tensor) -> Tensor:
@@ -178,8 +178,8 @@ def test_a_slow_step_outlives_a_rank_0_that_left_in_order(
 
     async def obey(member: RankHandle, seen: Rank) -> None:
         def step(x: Tensor) -> Tensor:
-            assert member._group.channel is not None
-            member._group.channel.wait_for_hang_up()  # type: ignore[union-attr]
+            assert member.group.channel is not None
+            member.group.channel.wait_for_hang_up()  # type: ignore[union-attr]
             ran.append(left.wait(0.3))
             return x
 

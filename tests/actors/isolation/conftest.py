@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from layerzero.actors.isolation import worker_process
-from layerzero.actors.isolation.worker_life import pause_s
+from layerzero.actors.isolation import isolated_worker
+from layerzero.actors.isolation.worker_process import pause_s
 from tests.actors.isolation import plugged
 
 
@@ -24,5 +24,5 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         asked.append(pause_s(failures))
         return asked[-1] / 100
 
-    monkeypatch.setattr(worker_process, "pause_s", short)
+    monkeypatch.setattr(isolated_worker, "pause_s", short)
     return asked

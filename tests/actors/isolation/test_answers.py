@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.actors.isolation import frames, worker_life
+from layerzero.actors.isolation import frames, worker_process
+from layerzero.actors.isolation.isolated_worker import IsolatedWorker
 from layerzero.actors.isolation.worker_errors import WorkerError, fault_error
-from layerzero.actors.isolation.worker_process import IsolatedWorker
 from layerzero.health.device_faults import lost_device
 from layerzero.spec.reasons import Reason
 from tests.actors.isolation import plugged
@@ -219,7 +219,7 @@ def test_a_killed_process_that_a_driver_keeps_holds_up_no_caller(monkeypatch: py
                 raise subprocess.TimeoutExpired("worker", timeout or 10.0)
             return -signal.SIGKILL
 
-        monkeypatch.setattr(worker_life, "END_S", 0.1)
+        monkeypatch.setattr(worker_process, "END_S", 0.1)
         monkeypatch.setattr(life.process, "wait", wait)
         call = runtime.device().registry.callable_of("wild.rms_norm")
         with pytest.raises(WorkerError, match="WORKER_HUNG"):

@@ -23,8 +23,8 @@ from torch import Tensor
 import layerzero as lz
 import layerzero.sync
 from layerzero.actors.isolation.arena import HostArena
+from layerzero.actors.isolation.isolated_worker import IsolatedWorker
 from layerzero.actors.isolation.worker_errors import WorkerError, fault_error
-from layerzero.actors.isolation.worker_process import IsolatedWorker
 from layerzero.health import BreakerState
 from layerzero.perfdb import versions_of
 from layerzero.selection.cost.roofline import ROOFLINE

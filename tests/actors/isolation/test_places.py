@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.actors.isolation.isolated_worker import IsolatedWorker
 from layerzero.actors.isolation.worker_errors import WorkerError
-from layerzero.actors.isolation.worker_process import IsolatedWorker
 from layerzero.spec.reasons import Reason
 from tests.actors.isolation import plugged
 from tests.actors.isolation.test_isolation import X, right, until, worker_of

@@ -20,9 +20,9 @@ import torch
 
 import layerzero as lz
 from layerzero.actors.isolation.descriptions import describe
+from layerzero.actors.isolation.isolated_worker import IsolatedWorker
 from layerzero.actors.isolation.worker_errors import WorkerError
-from layerzero.actors.isolation.worker_life import pause_s
-from layerzero.actors.isolation.worker_process import IsolatedWorker
+from layerzero.actors.isolation.worker_process import pause_s
 from layerzero.health import BreakerState
 from layerzero.health.device_faults import lost_device
 from tests.actors.isolation import plugged
