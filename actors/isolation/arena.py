@@ -23,6 +23,9 @@ _MAX_PLACES = 1024
 # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: /usr/include/linux/fcntl.h
 _SEALS = 0x1 | 0x2 | 0x4
 
+_compare = ctypes.PyDLL(None).memcmp
+_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
 
 def room_for(needed: int) -> int:
     """The size of an arena that holds `needed` bytes: a power of two, so that few are made."""
@@ -65,10 +68,16 @@ class HostArena:
             self._memory.madvise(mmap.MADV_DONTFORK)
 
     def write(self, offset: int, tensor: Tensor) -> None:
-        """Put a tensor's elements there, in order of its shape."""
+        """Put a tensor's elements there, in order of its shape.
+
+        What is there already stays: a line of memory that is written goes from core to core anew, which takes
+        longer than to compare it, and weights are the same in every call.
+        """
         if not tensor.is_contiguous() or tensor.is_neg():
             tensor = tensor.detach().resolve_neg().contiguous()
-        ctypes.memmove(self._address + offset, tensor.data_ptr(), tensor.nbytes)
+        place, source, count = self._address + offset, tensor.data_ptr(), tensor.nbytes
+        if _compare(place, source, count):
+            ctypes.memmove(place, source, count)
 
     def read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of its own with what is there."""

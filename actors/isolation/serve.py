@@ -39,13 +39,13 @@ _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: /usr/include/linux/prctl.h
 class Run:
     """One call as it was laid out: the callable, its arguments in shared memory, and where outputs go."""
 
-    __slots__ = ("arenas", "args", "call", "outputs", "wanted")
+    __slots__ = ("arenas", "args", "call", "outputs")
 
     def __init__(
         self, call: Callable[..., Any], args: tuple[Any, ...], outputs: list[Tensor], arenas: list[Arena]
     ) -> None:
-        self.call, self.args, self.outputs, self.arenas = call, args, outputs, arenas
-        self.wanted = [(place.shape, place.dtype, place.device) for place in outputs]
+        self.call, self.args, self.arenas = call, args, arenas
+        self.outputs = [(place, place.shape, place.dtype, place.device) for place in outputs]
 
     def __call__(self) -> None:
         """Run the kernel and put its outputs in their places.
@@ -55,15 +55,27 @@ class Run:
         for arena in self.arenas:
             arena.after_receive()
         result = self.call(*self.args)
-        parts = result if isinstance(result, tuple | list) else (result,)
-        if len(parts) != len(self.outputs):
-            raise RuntimeError(f"{len(self.outputs)} outputs are needed, the kernel returned {len(parts)}")
-        for position, (part, place) in enumerate(zip(parts, self.outputs, strict=True)):
-            if not isinstance(part, Tensor) or (part.shape, part.dtype, part.device) != self.wanted[position]:
-                raise _wrong(position, part, place)
-            place.copy_(part)
+        if len(self.outputs) == 1 and result.__class__ is Tensor:
+            self._put(0, result)
+        else:
+            parts = result if isinstance(result, tuple | list) else (result,)
+            if len(parts) != len(self.outputs):
+                raise RuntimeError(f"{len(self.outputs)} outputs are needed, the kernel returned {len(parts)}")
+            for position, part in enumerate(parts):
+                self._put(position, part)
         for arena in self.arenas:
             arena.before_reply()
+
+    def _put(self, position: int, part: Any) -> None:
+        place, shape, dtype, device = self.outputs[position]
+        if (
+            not isinstance(part, Tensor)
+            or part.shape != shape
+            or part.dtype is not dtype
+            or part.device != device
+        ):
+            raise _wrong(position, part, place)
+        place.copy_(part)
 
 
 def _wrong(position: int, part: Any, place: Tensor) -> RuntimeError:
@@ -95,10 +107,10 @@ class Server:
         while message := receive():
             number += 1
             try:
-                if message[:1] == frames.CALL:
-                    run = runs.get(message)
-                    if run is None:
-                        run = self._lay_out(message)
+                run = runs.get(message)
+                if run is None and message[:1] == frames.CALL:
+                    run = self._lay_out(message)
+                if run is not None:
                     run()
                     reply = frames.DONE
                 else:
