@@ -309,13 +309,14 @@ class IsolatedWorker:
             arena = arenas.get(device)
             if arena is None or arena.size < needed:
                 arenas.pop(device, None)
+                life.known.clear()
                 arenas[device] = self._new_arena(life, device, needed)
         values = list(frames.flatten(args)) if frame.grouped else args
         for position, device, offset in frame.operands:
             arenas[device].write(offset, values[position])
         for device in frame.cards:
             arenas[device].before_send()
-        return life.ask(frame.message)
+        return life.call(frame)
 
     def _outputs(self, life: WorkerProcess, frame: frames.Frame) -> list[Tensor]:
         arenas = life.arenas
