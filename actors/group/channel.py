@@ -250,10 +250,10 @@ class LeaderChannel:
                         continue
                     with self._step_ended:
                         self.failure = self.failure or text
-                        self.failure = self.reasons()
+                        self.failure = text = self.reasons() or text
                         self._step_ended.notify_all()
                     self._reason_read.set()
-                    lost(self.failure)
+                    lost(text)
                     return
 
     def close(self) -> None:

@@ -116,14 +116,14 @@ class Server:
             found = self._receiver.spin(self._look)
             if found is None:
                 found = self._sleep()
-            if isinstance(found, tuple):
+            if isinstance(found, bytes):
+                if not found:
+                    return
+                self._obey(found)
+            else:
                 self._number, frame = found
                 if (run := self._runs.get(frame)) is not None:  # else a message will ask for it
                     self._run_in_memory(self._number, run)
-            elif not found:
-                return
-            else:
-                self._obey(found)
 
     def _look(self) -> tuple[int, int] | bytes | None:
         """What is asked for in shared memory, or now and then, as it takes longer to see, by a message."""

@@ -155,6 +155,18 @@ class WorkerProcess:
             raise NoAnswerError("closed its socket")
         return reply
 
+    def start_draining(self, name: str) -> None:
+        """Drain on a thread of that name.
+
+        Raises: RuntimeError: the system has no more threads; the process has been ended.
+        """
+        try:
+            threading.Thread(target=self.drain, name=name, daemon=True).start()
+        except RuntimeError:
+            self.end()
+            self.drain()
+            raise
+
     def drain(self) -> None:
         """Keep the end of what the process prints, until it prints no more."""
         with self._output as stream:

@@ -30,7 +30,8 @@ def line(lost: list[str]) -> Iterator[tuple[LeaderChannel, FollowerChannel]]:
 @contextmanager
 def lines(lost: list[str], *ranks: int) -> Iterator[tuple[LeaderChannel, list[FollowerChannel]]]:
     """Rank 0's end and those of `ranks`."""
-    leader, made = LeaderChannel(ranks), []
+    leader = LeaderChannel(ranks)
+    made: list[FollowerChannel] = []
     joining = threading.Thread(
         target=lambda: made.extend(FollowerChannel(rank, leader.address, 10.0) for rank in ranks)
     )
