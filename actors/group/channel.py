@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
-from layerzero.actors.group.step_message import STEP_END_MARK, StepEnds, step_end
+from layerzero.actors.group.step_message import STEP_END_MARK, StepReports, step_end
 from layerzero.actors.rpc.sockets import (
     CAN_SEE_HANG_UPS,
     LENGTH,
@@ -83,7 +83,7 @@ class LeaderChannel:
         self._reason_read = threading.Event()  # that the watcher has read why
         self._sending = threading.Lock()
         self._step_ended = threading.Condition()
-        self._step_ends = StepEnds(followers)
+        self._reports = StepReports(followers)
 
     def accept(self, timeout_s: float, lost: Callable[[str], None]) -> None:
         """Wait for every follower; afterwards `lost` is called once, from a thread, when one fails or goes.
@@ -187,14 +187,14 @@ class LeaderChannel:
         """
         with self._step_ended:
             self._step_ended.wait_for(
-                lambda: self.failure is not None or not self._step_ends.behind(number), timeout_s
+                lambda: self.failure is not None or not self._reports.behind(number), timeout_s
             )
-            if behind := self._step_ends.behind(number):  # who has gone after it takes nothing from the step
+            if behind := self._reports.behind(number):  # who has gone after it takes nothing from the step
                 late = f"ranks {behind} did not end it within {timeout_s} s of rank 0"
                 raise DeviceLostError(
                     f"step {number} counts for no rank: {self.reasons() or late}", retryable=False
                 )
-            self._step_ends.need_same(number, ran)
+            self._reports.need_same(number, ran)
 
     def _send_heartbeat(self) -> None:
         """Send a heartbeat to followers that have read all there was; who reads nothing needs none."""
@@ -214,7 +214,7 @@ class LeaderChannel:
             frame = receive_frame(self._sockets[rank], _MAX_FRAME)
             if frame.startswith(STEP_END_MARK):
                 with self._step_ended:
-                    self._step_ends.add(rank, frame)
+                    self._reports.add(rank, frame)
                     self._step_ended.notify_all()
                 return None
         except BlockingIOError:

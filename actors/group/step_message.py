@@ -126,7 +126,7 @@ def step_end(number: int, ran: bytes) -> bytes:
     return _STEP_END.pack(STEP_END_MARK, number) + ran
 
 
-class StepEnds:
+class StepReports:
     """The last step that each follower has ended, and the digest of what it ran; b"" is not compared."""
 
     def __init__(self, followers: Iterable[int]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-MAILBOX = 2 * ALIGNMENT  # bytes at the head of what is shared on the CPU
+CALL_SLOT = 2 * ALIGNMENT  # bytes at the head of what is shared on the CPU
 _LEAST = 1 << 20
 _MAX_PLACES = 1024
 # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: /usr/include/linux/fcntl.h
@@ -35,14 +35,14 @@ def room_for(needed: int) -> int:
     return max(_LEAST, 1 << (needed - 1).bit_length())
 
 
-class Mailbox:
+class CallSlot:
     """A call that was made before, and its answer, as numbers in shared memory: no message is needed.
 
     A hint alone: what is overlooked, or comes too late, goes by the socket, under the same number.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._words = memoryview(memory)[:MAILBOX].cast("Q")
+        self._words = memoryview(memory)[:CALL_SLOT].cast("Q")
         self.answers = 0  # the number of the request that is waited for
 
     def ask(self, number: int, frame: int) -> bool:
@@ -76,7 +76,7 @@ class HostArena:
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
         self._memory = mmap.mmap(descriptor, size)
-        self.mailbox = Mailbox(self._memory) if _IN_ORDER else None
+        self.slot = CallSlot(self._memory) if _IN_ORDER else None
         self._compare = ctypes.PyDLL(None).memcmp
         self._compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         self._places: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}

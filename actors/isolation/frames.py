@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from layerzero.actors.isolation.arena import ALIGNMENT, MAILBOX
+from layerzero.actors.isolation.arena import ALIGNMENT, CALL_SLOT
 from layerzero.ops.op import Args
 from layerzero.spec.call_spec import CallSpec, OutputSpec
 
@@ -129,7 +129,7 @@ class Frame:
             )
 
     def _take(self, device: str, count: int) -> int:
-        offset = self.bytes_on.get(device, MAILBOX if device == "cpu" else 0)
+        offset = self.bytes_on.get(device, CALL_SLOT if device == "cpu" else 0)
         self.bytes_on[device] = offset + -(-max(count, 1) // ALIGNMENT) * ALIGNMENT
         return offset
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from layerzero._util.version import VERSION
 from layerzero.actors.isolation import frames
-from layerzero.actors.isolation.arena import Arena, DeviceArena, HostArena, Mailbox
+from layerzero.actors.isolation.arena import Arena, CallSlot, DeviceArena, HostArena
 from layerzero.actors.isolation.descriptions import describe
 from layerzero.actors.isolation.receiver import Receiver
 from layerzero.backends import availability, load_builtin, load_plugins
@@ -100,9 +100,9 @@ class Server:
         self._arenas: dict[str, Arena] = {}
         self._runs: dict[int, Run] = {}  # by their frames' numbers
         self._receiver = Receiver(connection)
-        self._mailbox: Mailbox | None = None
+        self._slot: CallSlot | None = None
         self._number = 0  # of the last request that was seen
-        self._in_memory = self._by_message = 0  # the last that the mailbox asked for, by how it was answered
+        self._in_memory = self._by_message = 0  # the last that the slot asked for, by how it was answered
         self._looks = 0
         self._verbs = {
             frames.LOAD: self._load, frames.COMPILE: self._compile, frames.HOST_ARENA: self._take_host_arena,
@@ -128,29 +128,29 @@ class Server:
     def _look(self) -> tuple[int, int] | bytes | None:
         """What is asked for in shared memory, or now and then, as it takes longer to see, by a message."""
         self._looks += 1
-        if self._mailbox is None or not self._looks & _LOOKS:
+        if self._slot is None or not self._looks & _LOOKS:
             return self._receiver.take()
-        return self._mailbox.asked(self._number)
+        return self._slot.asked(self._number)
 
     def _sleep(self) -> tuple[int, int] | bytes:
         """The same, where nothing came while this thread was awake."""
-        mailbox = self._mailbox
-        if mailbox is None:
+        slot = self._slot
+        if slot is None:
             return self._receiver.sleep()
-        mailbox.sleeps(True)
-        found = mailbox.asked(self._number) or self._receiver.sleep()
-        mailbox.sleeps(False)
+        slot.sleeps(True)
+        found = slot.asked(self._number) or self._receiver.sleep()
+        slot.sleeps(False)
         return found
 
     def _run_in_memory(self, number: int, run: Run) -> None:
-        assert self._mailbox is not None
+        assert self._slot is not None
         reply = self._reply(run)
         if reply == frames.DONE:
             self._in_memory = number
         else:
             self._by_message = number
             self._socket.send(frames.NUMBER.pack(number) + reply)
-        self._mailbox.reply(number, reply != frames.DONE)
+        self._slot.reply(number, reply != frames.DONE)
 
     def _obey(self, message: bytes) -> None:
         (number,) = frames.NUMBER.unpack_from(message)
@@ -224,7 +224,7 @@ class Server:
         try:
             self._arenas["cpu"] = arena = HostArena(descriptors[0], int(body))
             arena.keep_from_forks()
-            self._mailbox = arena.mailbox
+            self._slot = arena.slot
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -100,16 +100,16 @@ class WorkerProcess:
     def call(self, frame: frames.Frame) -> bytes:
         """The answer to a call whose operands are there; raises as `ask`."""
         arena = self.arenas.get("cpu")
-        mailbox = arena.mailbox if isinstance(arena, HostArena) and not frame.cards else None
-        if mailbox is None or frame.number not in self.known or not self._receiver.spins:
+        slot = arena.slot if isinstance(arena, HostArena) and not frame.cards else None
+        if slot is None or frame.number not in self.known or not self._receiver.spins:
             reply = self.ask(frame.message)
             if reply == frames.DONE:
                 self.known.add(frame.number)
             return reply
         self.asked = True
         self._number += 1
-        if mailbox.ask(self._number, frame.number):
-            found = self._receiver.spin(mailbox.answer)
+        if slot.ask(self._number, frame.number):
+            found = self._receiver.spin(slot.answer)
             if found == 0:
                 self.asked = False
                 return frames.DONE
