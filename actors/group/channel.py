@@ -169,12 +169,12 @@ class LeaderChannel:
             raise DeviceLostError(f"the rank group cannot take this step: {self.reasons()}", retryable=True)
 
     def reasons(self) -> str | None:
-        """Why it has failed, in the words of all who have said so by now; None where it has not."""
+        """Why it has failed, in the words of all who have texts so by now; None where it has not."""
         if self.failure is None:
             return None
         unread = [frame for peer in self._sockets.values() for frame in peek_frames(peer, _READ_BYTES)]
-        said = [frame.decode(errors="replace") for frame in unread if not frame.startswith(STEP_END_MARK)]
-        return "; ".join([self.failure, *(text for text in said if text not in self.failure)])
+        texts = [frame.decode(errors="replace") for frame in unread if not frame.startswith(STEP_END_MARK)]
+        return "; ".join([self.failure, *(text for text in texts if text not in self.failure)])
 
     def wait_for_reason(self) -> None:
         """Wait a moment for the watcher to read why a follower has gone."""

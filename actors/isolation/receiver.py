@@ -55,13 +55,13 @@ class Receiver:
         if not self.spins:
             self._to_sleep -= 1
             return None
-        found = self._spin(self._began_s + max(SPIN_S, min(2.0 * self._usual_s, MOST_SPIN_S)), look)
-        if found is None:
+        result = self._spin(self._began_s + max(SPIN_S, min(2.0 * self._usual_s, MOST_SPIN_S)), look)
+        if result is None:
             self._to_sleep, self._slept = self._slept, min(2 * self._slept + 1, _MAX_SLEPT)
         else:
             self._slept >>= 1
             self._learn()
-        return found
+        return result
 
     def take(self) -> bytes | None:
         """The message that is there; raises as `receive`."""
@@ -82,8 +82,8 @@ class Receiver:
             self._usual_s += (waited_s - self._usual_s) / 4.0
 
     def _spin(self, end_s: float, look: Callable[[], Found | None]) -> Found | None:
-        while (found := look()) is None:
+        while (result := look()) is None:
             os.sched_yield()
             if time.perf_counter() >= end_s:
                 return None
-        return found
+        return result

@@ -113,15 +113,15 @@ class Server:
     def serve(self) -> None:
         """Answer until the other side is gone."""
         while True:
-            found = self._receiver.spin(self._look)
-            if found is None:
-                found = self._sleep()
-            if isinstance(found, bytes):
-                if not found:
+            request = self._receiver.spin(self._look)
+            if request is None:
+                request = self._sleep()
+            if isinstance(request, bytes):
+                if not request:
                     return
-                self._obey(found)
+                self._obey(request)
             else:
-                self._number, frame = found
+                self._number, frame = request
                 if (run := self._runs.get(frame)) is not None:  # else a message will ask for it
                     self._run_in_memory(self._number, run)
 
@@ -138,9 +138,9 @@ class Server:
         if slot is None:
             return self._receiver.sleep()
         slot.sleeps(True)
-        found = slot.asked(self._number) or self._receiver.sleep()
+        request = slot.asked(self._number) or self._receiver.sleep()
         slot.sleeps(False)
-        return found
+        return request
 
     def _run_in_memory(self, number: int, run: Run) -> None:
         assert self._slot is not None

@@ -109,11 +109,11 @@ class WorkerProcess:
         self.asked = True
         self._number += 1
         if slot.ask(self._number, frame.number):
-            found = self._receiver.spin(slot.answer)
-            if found == 0:
+            outcome = self._receiver.spin(slot.answer)
+            if outcome == 0:
                 self.asked = False
                 return frames.DONE
-            if found is None:
+            if outcome is None:
                 self._send(frame.message)
                 return self.answer(self._receiver.sleep)
         else:
