@@ -169,7 +169,7 @@ class LeaderChannel:
             raise DeviceLostError(f"the rank group cannot take this step: {self.reasons()}", retryable=True)
 
     def reasons(self) -> str | None:
-        """Why it has failed, in the words of all who have texts so by now; None where it has not."""
+        """Why it has failed, in the words of all who have said so by now; None where it has not."""
         if self.failure is None:
             return None
         unread = [frame for peer in self._sockets.values() for frame in peek_frames(peer, _READ_BYTES)]
