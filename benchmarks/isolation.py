@@ -2,10 +2,11 @@
 
     python benchmarks/isolation.py [--device cpu|cuda] [--json benchmarks/results/isolation_cpu.json]
 
-Each row is one op at one size. `copies` takes turns with both: this process moves the same bytes by memmove,
-operands once and outputs twice, as a call in another process does. What is left of `beyond` is `fixed`. On a
-card the time is that of the host for one call, with the device idle before it and waited for behind it, so
-that all end where their result can be read.
+Each row is one op at one size; its first operand is another from call to call, the others are the same, as
+weights are. `copies` takes turns with both: this process moves the same bytes by memmove, operands once and
+outputs twice, as a call in another process does at most. What is left of `beyond` is `fixed`. On a card the
+time is that of the host for one call, with the device idle before it and waited for behind it, so that all
+end where their result can be read.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def cases(device: str) -> list[Case]:
     return found
 
 
-def timed(runs: list[Callable[[], Any]], seconds: float, device: str) -> list[list[float]]:
+def timed(
+    runs: list[Callable[[tuple[Any, ...]], Any]], calls: list[tuple[Any, ...]], seconds: float, device: str
+) -> list[list[float]]:
     """Microseconds of each run's calls, taken in turn."""
     took: list[list[float]] = [[] for _ in runs]
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -48,9 +51,10 @@ def timed(runs: list[Callable[[], Any]], seconds: float, device: str) -> list[li
     gc.disable()
     while time.perf_counter() < end:
         for run, times in zip(runs, took, strict=True):
-            for _ in range(20):  # in a row, as one caller makes them
+            for turn in range(20):  # in a row, as one caller makes them
+                args = calls[turn % len(calls)]
                 began = time.perf_counter()
-                run()
+                run(args)
                 wait()
                 times.append((time.perf_counter() - began) * 1e6)
     gc.enable()
@@ -87,12 +91,14 @@ def main(argv: list[str] | None = None) -> None:
         for what, kernel, args in cases(given.device):
             here, there = (r.device().registry.callable_of(kernel) for r in (plain, apart))
             torch.testing.assert_close(there(*args), here(*args))
+            moves = copies(args, here(*args))
             one, other, moved = timed(
                 [
-                    lambda here=here, args=args: here(*args),
-                    lambda there=there, args=args: there(*args),
-                    copies(args, here(*args)),
+                    lambda args, here=here: here(*args),
+                    lambda args, there=there: there(*args),
+                    lambda args, moves=moves: moves(),
                 ],
+                [args, *((torch.randn_like(args[0]), *args[1:]) for _ in range(3))],
                 given.seconds,
                 given.device,
             )  # type: ignore[misc]

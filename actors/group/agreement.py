@@ -13,7 +13,7 @@ against a store that returns every possible reply in every possible order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +44,11 @@ class VoteOutcome:
 
 
 _COMMIT, _ABORT = b"commit:", b"abort:"
+
+
+def differing(votes: Mapping[int, str], ranks: Iterable[int]) -> str:
+    """What each of `ranks` voted, in words."""
+    return ", ".join(f"{votes[rank]!r} on rank {rank}" for rank in ranks)
 
 
 def digest_of(plan: bytes) -> str:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
+from layerzero.actors.group.step_message import STEP_END_MARK, StepReports, step_end
 from layerzero.actors.rpc.sockets import (
     CAN_SEE_HANG_UPS,
     LENGTH,
@@ -27,6 +28,7 @@ from layerzero.actors.rpc.sockets import (
     limit_waits,
     listen_unix,
     peek,
+    peek_frames,
     read_on,
     receive_exactly,
     receive_frame,
@@ -45,8 +47,6 @@ _HEARTBEAT = b"\xff" * LENGTH.size  # a length that no frame has
 _LEAVING = b"\xff\xff\xff\xfe"  # another one, behind rank 0's last frame
 _HEARTBEAT_S = 1.0
 _MAX_LATE_HEARTBEATS = 3
-_STEP_END = struct.Struct("!cI")  # what a follower reports after a step, before the digest
-_STEP_END_MARK = b"\0"
 _REASON_WAIT_S = 1.0  # for what a follower sent before it closed the channel
 
 
@@ -83,7 +83,7 @@ class LeaderChannel:
         self._reason_read = threading.Event()  # that the watcher has read why
         self._sending = threading.Lock()
         self._step_ended = threading.Condition()
-        self._step_ends: dict[int, tuple[int, bytes]] = {}  # the last step that each ended, and what it ran
+        self._reports = StepReports(followers)
 
     def accept(self, timeout_s: float, lost: Callable[[str], None]) -> None:
         """Wait for every follower; afterwards `lost` is called once, from a thread, when one fails or goes.
@@ -166,7 +166,15 @@ class LeaderChannel:
                         self.wait_for_reason()
                     self.failure = self.failure or f"rank {rank} is gone: {error}"
         if self.failure is not None:
-            raise DeviceLostError(f"the rank group cannot take this step: {self.failure}", retryable=True)
+            raise DeviceLostError(f"the rank group cannot take this step: {self.reasons()}", retryable=True)
+
+    def reasons(self) -> str | None:
+        """Why it has failed, in the words of all who have said so by now; None where it has not."""
+        if self.failure is None:
+            return None
+        unread = [frame for peer in self._sockets.values() for frame in peek_frames(peer, _READ_BYTES)]
+        texts = [frame.decode(errors="replace") for frame in unread if not frame.startswith(STEP_END_MARK)]
+        return "; ".join([self.failure, *(text for text in texts if text not in self.failure)])
 
     def wait_for_reason(self) -> None:
         """Wait a moment for the watcher to read why a follower has gone."""
@@ -179,32 +187,14 @@ class LeaderChannel:
         """
         with self._step_ended:
             self._step_ended.wait_for(
-                lambda: self.failure is not None or not self._ranks_behind(number), timeout_s
+                lambda: self.failure is not None or not self._reports.behind(number), timeout_s
             )
-            if behind := self._ranks_behind(number):  # who has gone after it takes nothing from the step
+            if behind := self._reports.behind(number):  # who has gone after it takes nothing from the step
                 late = f"ranks {behind} did not end it within {timeout_s} s of rank 0"
                 raise DeviceLostError(
-                    f"step {number} counts for no rank: {self.failure or late}", retryable=False
+                    f"step {number} counts for no rank: {self.reasons() or late}", retryable=False
                 )
-            digests = {rank: digest for rank, (_, digest) in self._step_ends.items() if digest}
-        for rank, words in digests.items():
-            if words != ran:
-                raise ConsistencyError(
-                    f"ops of rank 0's step {number} need {ran.decode()!r}, got {words.decode()!r} on rank "
-                    f"{rank}: it ran others, or in another order, and their sums are not handed out",
-                    votes={0: ran.decode(), rank: words.decode()},
-                )
-
-    def _ranks_behind(self, number: int) -> list[int]:
-        return sorted(rank for rank in self._followers if self._step_ends.get(rank, (0, b""))[0] < number)
-
-    def _on_step_end(self, rank: int, frame: bytes) -> None:
-        if len(frame) < _STEP_END.size:
-            raise ConsistencyError(f"a word after a step needs {_STEP_END.size} bytes, got {len(frame)}")
-        _, number = _STEP_END.unpack_from(frame)
-        with self._step_ended:
-            self._step_ends[rank] = (number, frame[_STEP_END.size :])
-            self._step_ended.notify_all()
+            self._reports.need_same(number, ran)
 
     def _send_heartbeat(self) -> None:
         """Send a heartbeat to followers that have read all there was; who reads nothing needs none."""
@@ -222,8 +212,10 @@ class LeaderChannel:
         """Why a follower has failed, by its own words or without; None where it said what it ran."""
         try:
             frame = receive_frame(self._sockets[rank], _MAX_FRAME)
-            if frame.startswith(_STEP_END_MARK):
-                self._on_step_end(rank, frame)
+            if frame.startswith(STEP_END_MARK):
+                with self._step_ended:
+                    self._reports.add(rank, frame)
+                    self._step_ended.notify_all()
                 return None
         except BlockingIOError:
             return f"rank {rank} stopped in the middle of a word"
@@ -258,9 +250,10 @@ class LeaderChannel:
                         continue
                     with self._step_ended:
                         self.failure = self.failure or text
+                        self.failure = text = self.reasons() or text
                         self._step_ended.notify_all()
                     self._reason_read.set()
-                    lost(self.failure)
+                    lost(text)
                     return
 
     def close(self) -> None:
@@ -383,7 +376,7 @@ class FollowerChannel:
 
     def report_step(self, number: int, ran: bytes) -> None:
         """Tell rank 0 what this rank ran in step `number`."""
-        self._send(_STEP_END.pack(_STEP_END_MARK, number) + ran)
+        self._send(step_end(number, ran))
 
     def fail(self, why: str) -> None:
         """Tell rank 0 that this rank cannot continue; a closed connection says the same."""

@@ -21,7 +21,14 @@ import msgspec
 
 from layerzero._util import log
 from layerzero.actors.device.local_device import LocalDevice
-from layerzero.actors.group.agreement import AgreementStore, PlanSchedule, answer, digest_of, propose
+from layerzero.actors.group.agreement import (
+    AgreementStore,
+    PlanSchedule,
+    answer,
+    differing,
+    digest_of,
+    propose,
+)
 from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
 from layerzero.actors.group.config import GroupConfig
 from layerzero.actors.group.plan import (
@@ -165,8 +172,7 @@ class RankGroup:
             others = [rank for rank, vote in votes.items() if vote != votes[0]]
             if others:
                 raise ConsistencyError(
-                    f"{name} needs to be rank 0's {votes[0]!r} on every rank, got "
-                    + ", ".join(f"{votes[rank]!r} on rank {rank}" for rank in others),
+                    f"{name} needs to be rank 0's {votes[0]!r} on every rank, got {differing(votes, others)}",
                     votes=votes,
                     reason=Reason.RANKS_DIFFER,
                 )
@@ -308,9 +314,11 @@ class RankGroup:
         """Why the rank group has failed, waiting a moment for what a rank said before it broke a
         collective, or on a follower for a heartbeat of rank 0. The rank takes no further step.
         """
-        if self.failure is None and isinstance(self.channel, LeaderChannel):
-            self.channel.wait_for_reason()
-            return self.failure or self.channel.failure
+        if isinstance(self.channel, LeaderChannel):
+            if self.failure is None:
+                self.channel.wait_for_reason()
+            if self.failure in (None, self.channel.failure):
+                return self.channel.reasons()
         if (
             self.failure is None
             and isinstance(self.channel, FollowerChannel)

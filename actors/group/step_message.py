@@ -11,13 +11,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
+from layerzero.actors.group.agreement import differing
 from layerzero.ops.checks import MAX_ALIGNMENT
 from layerzero.spec.errors import ConsistencyError
 
@@ -112,6 +113,58 @@ class StepSequence:
             f"{what} of rank 0's step {message.number} needs {leader!r}, got {local!r} on rank {self.rank}",
             votes={0: str(leader), self.rank: str(local)},
         )
+
+
+# -- what a follower says after a step ------------------------------------------------------------------
+
+STEP_END_MARK = b"\0"
+_STEP_END = struct.Struct("!cQ")  # before the digest of what it ran
+
+
+def step_end(number: int, ran: bytes) -> bytes:
+    """The frame that says that step `number` has ended, and the digest of the ops that ran in it."""
+    return _STEP_END.pack(STEP_END_MARK, number) + ran
+
+
+class StepReports:
+    """The last step that each follower has ended, and the digest of what it ran; b"" is not compared."""
+
+    def __init__(self, followers: Iterable[int]) -> None:
+        self._last = {rank: (0, b"") for rank in followers}
+
+    def add(self, rank: int, frame: bytes) -> None:
+        """Take what a follower says after a step.
+
+        Raises: ConsistencyError: it says nothing of one, or of one that it has ended before.
+        """
+        if len(frame) < _STEP_END.size:
+            raise ConsistencyError(f"a word after a step needs {_STEP_END.size} bytes, got {len(frame)}")
+        _, number = _STEP_END.unpack_from(frame)
+        if number <= (last := self._last[rank][0]):
+            raise ConsistencyError(f"a word after a step needs one behind step {last}, got {number}")
+        self._last[rank] = number, frame[_STEP_END.size :]
+
+    def behind(self, number: int) -> list[int]:
+        """Who has not ended step `number`."""
+        return sorted(rank for rank, (last, _) in self._last.items() if last < number)
+
+    def need_same(self, number: int, ran: bytes) -> None:
+        """Compare what all ran in step `number` with what rank 0 did.
+
+        Raises: ConsistencyError: one ran others; it names all who did.
+        """
+        others = {
+            rank: words.decode(errors="replace") if last == number else f"the end of step {last}"
+            for rank, (last, words) in self._last.items()
+            if last != number or (words and words != ran)
+        }
+        if others:
+            got, who = differing(others, others), "it" if len(others) == 1 else "they"
+            raise ConsistencyError(
+                f"ops of rank 0's step {number} need {ran.decode()!r}, got {got}: {who} ran others, or in "
+                "another order, and their sums are not handed out",
+                votes={0: ran.decode(), **others},
+            )
 
 
 # -- frames ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import ctypes
 import math
 import mmap
 import os
+import platform
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -19,15 +20,55 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
+CALL_SLOT = 2 * ALIGNMENT  # bytes at the head of what is shared on the CPU
 _LEAST = 1 << 20
 _MAX_PLACES = 1024
 # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: /usr/include/linux/fcntl.h
 _SEALS = 0x1 | 0x2 | 0x4
+# Where what one core writes is seen by another in its order; Python has no fences for the others.
+_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
+_FAULT = 1 << 63
+_ASKED, _FRAME, _ANSWERED, _ASLEEP = 0, 1, 8, 9  # a line of memory for each side
 
 
 def room_for(needed: int) -> int:
     """The size of an arena that holds `needed` bytes: a power of two, so that few are made."""
     return max(_LEAST, 1 << (needed - 1).bit_length())
+
+
+class CallSlot:
+    """A call that was made before, and its answer, as numbers in shared memory: no message is needed.
+
+    A hint alone: what is overlooked, or comes too late, goes by the socket, under the same number.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._words = memoryview(memory)[:CALL_SLOT].cast("Q")
+        self.answers = 0  # the number of the request that is waited for
+
+    def ask(self, number: int, frame: int) -> bool:
+        """Ask for a call; False where the other side sleeps, and is to be woken."""
+        self._words[_FRAME] = frame
+        self._words[_ASKED] = self.answers = number
+        return not self._words[_ASLEEP]
+
+    def answer(self) -> int | None:
+        """Whether the last call has been answered: 0 for done, 1 where a message says more, None not yet."""
+        word = self._words[_ANSWERED]
+        return word >> 63 if word & ~_FAULT == self.answers else None
+
+    def asked(self, after: int) -> tuple[int, int] | None:
+        """On the worker: the number of a call that was asked for after another, and of its frame."""
+        number = self._words[_ASKED]
+        return (number, self._words[_FRAME]) if number > after else None
+
+    def reply(self, number: int, fault: bool) -> None:
+        """On the worker: answer a call."""
+        self._words[_ANSWERED] = number | _FAULT * fault
+
+    def sleeps(self, asleep: bool) -> None:
+        """On the worker: say whether it looks here."""
+        self._words[_ASLEEP] = asleep
 
 
 class HostArena:
@@ -36,6 +77,9 @@ class HostArena:
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
         self._memory = mmap.mmap(descriptor, size)
+        self.slot = CallSlot(self._memory) if _IN_ORDER else None
+        self._compare = ctypes.PyDLL(None).memcmp
+        self._compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         self._places: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
@@ -66,10 +110,16 @@ class HostArena:
             self._memory.madvise(mmap.MADV_DONTFORK)
 
     def write(self, offset: int, tensor: Tensor) -> None:
-        """Put a tensor's elements there, in order of its shape."""
+        """Put a tensor's elements there, in order of its shape.
+
+        What is there already stays: a line of memory that is written goes from core to core anew, which takes
+        longer than to compare it, and weights are the same in every call.
+        """
         if not tensor.is_contiguous() or tensor.is_neg():
             tensor = tensor.detach().resolve_neg().contiguous()
-        ctypes.memmove(self._address + offset, tensor.data_ptr(), tensor.nbytes)
+        place, source, count = self._address + offset, tensor.data_ptr(), tensor.nbytes
+        if self._compare(place, source, count):
+            ctypes.memmove(place, source, count)
 
     def read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of its own with what is there."""

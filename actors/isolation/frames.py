@@ -5,6 +5,7 @@ No pickle: a message holds numbers, words, lists and bytes, and what it asks for
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +15,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from layerzero.actors.isolation.arena import ALIGNMENT
+from layerzero.actors.isolation.arena import ALIGNMENT, CALL_SLOT
 from layerzero.ops.op import Args
 from layerzero.spec.call_spec import CallSpec, OutputSpec
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 # The first byte of a request.
 CALL, HOST_ARENA, DEVICE_ARENA, LOAD, COMPILE, DESCRIBE = b"C", b"H", b"D", b"L", b"U", b"P"
-# A reply begins with the number of the request that it answers, from 1; the greeting has none.
-number_of = struct.Struct("=Q").pack
-NUMBER: Final = 8
+# A request begins with its number, from 1, and so does its reply; the greeting has none.
+NUMBER = struct.Struct("=Q")
 # The first byte behind it.
 DONE, FAULT = b"\0", b"\1"
 MAX_MESSAGE: Final = 1 << 18
@@ -91,7 +91,8 @@ def name_of(dtype: torch.dtype) -> str:
 class Frame:
     """One shape of call, laid out once: its message, its tensors' places, the bytes that it needs."""
 
-    __slots__ = ("bytes_on", "cards", "grouped", "message", "operands", "outputs")
+    __slots__ = ("bytes_on", "cards", "grouped", "message", "number", "operands", "outputs")
+    _numbers = itertools.count(1)
 
     def __init__(self, kernel: str, args: Args, outputs: Sequence[OutputSpec]) -> None:
         """Raises: TypeError: an argument is no tensor, number, word, dtype or tuple of those.
@@ -99,6 +100,7 @@ class Frame:
         ValueError: they are more than a message holds.
         """
         self.bytes_on: dict[str, int] = {}
+        self.number = next(self._numbers)
         self.grouped = any(isinstance(value, tuple | list) for value in args)
         # Which of the flattened arguments each tensor is, and where it goes.
         self.operands: list[tuple[int, str, int]] = [
@@ -117,14 +119,15 @@ class Frame:
             self.outputs.append((str(device), offset, tuple(spec.shape), dtype))
             described.append(Output(str(device), offset, spec.dtype, tuple(spec.shape)))
         self.cards = [name for name in self.bytes_on if name != "cpu"]
-        self.message = CALL + msgspec.msgpack.encode(CallCommand(kernel, encoded, described))
+        command = msgspec.msgpack.encode(CallCommand(kernel, encoded, described))
+        self.message = CALL + NUMBER.pack(self.number) + command
         if len(self.message) > MAX_MESSAGE:
             raise ValueError(
                 f"a call needs a message of at most {MAX_MESSAGE} bytes, got {len(self.message)}"
             )
 
     def _take(self, device: str, count: int) -> int:
-        offset = self.bytes_on.get(device, 0)
+        offset = self.bytes_on.get(device, CALL_SLOT if device == "cpu" else 0)
         self.bytes_on[device] = offset + -(-max(count, 1) // ALIGNMENT) * ALIGNMENT
         return offset
 
@@ -165,11 +168,12 @@ def decode(value: Any, place: Callable[[str, int, Sequence[int], torch.dtype], T
 
 def key_of(args: Args) -> tuple[Any, ...]:
     """What decides the frame of a call: shapes, dtypes, devices and plain values with their types."""
-    return tuple(
-        (value.shape, value.dtype, value.device)
-        if isinstance(value, Tensor)
-        else key_of(value)  # type: ignore[arg-type]
-        if value.__class__ in (tuple, list)
-        else (value.__class__, value)
-        for value in args
-    )
+    key: list[Any] = []
+    for value in args:
+        if isinstance(value, Tensor):
+            key += (value.shape, value.dtype, value.device)
+        elif value.__class__ in (tuple, list):
+            key.append(key_of(value))  # type: ignore[arg-type]
+        else:
+            key += (value.__class__, value)
+    return tuple(key)

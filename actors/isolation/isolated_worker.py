@@ -112,11 +112,12 @@ class IsolatedWorker:
         with self._changed:
             if self._thread is None and not self._closing.is_set():
                 self._failure = None
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._supervise, name=f"layerzero-isolated-{self.name}", daemon=True
                 )
-                self._thread.start()
-                join_at_exit(self._thread, self.close)
+                thread.start()
+                self._thread = thread  # not before: one that cannot be started is tried again
+                join_at_exit(thread, self.close)
 
     def _supervise(self) -> None:
         failures = 0
@@ -143,7 +144,7 @@ class IsolatedWorker:
             life = self._starting = WorkerProcess(self.python, self._path)
         except OSError as error:
             raise self._unavailable(str(error)) from error
-        threading.Thread(target=life.drain, name=f"layerzero-said-{self.name}", daemon=True).start()
+        life.start_draining(f"layerzero-said-{self.name}")
         if self._closing.is_set():  # `close` may have looked before there was anything to end
             life.end()
         try:
@@ -306,13 +307,14 @@ class IsolatedWorker:
             arena = arenas.get(device)
             if arena is None or arena.size < needed:
                 arenas.pop(device, None)
+                life.known.clear()
                 arenas[device] = self._new_arena(life, device, needed)
         values = list(frames.flatten(args)) if frame.grouped else args
         for position, device, offset in frame.operands:
             arenas[device].write(offset, values[position])
         for device in frame.cards:
             arenas[device].before_send()
-        return life.ask(frame.message)
+        return life.call(frame)
 
     def _outputs(self, life: WorkerProcess, frame: frames.Frame) -> list[Tensor]:
         arenas = life.arenas

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from layerzero.actors.isolation import frames
 
@@ -13,6 +15,7 @@ SPIN_S, MOST_SPIN_S = 60e-6, 400e-6
 _PAUSE_S = 1e-3  # a longer wait is between two bursts of calls and says nothing of the next
 # The most messages that are slept on after spins in vain, as where all cores have other work.
 _MAX_SLEPT = 255
+Found = TypeVar("Found")
 
 
 class Receiver:
@@ -31,33 +34,56 @@ class Receiver:
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         self._can_spin = len(cores) > 1
         self._slept = self._to_sleep = 0
-        self._usual_s = 0.0
+        self._usual_s = self._began_s = 0.0
+
+    @property
+    def spins(self) -> bool:
+        """Whether `spin` would look for the next message, and not leave it to be slept on."""
+        return self._can_spin and not self._to_sleep
 
     def receive(self) -> bytes:
         """The next message; empty once the other side is gone.
 
         Raises: BlockingIOError: none within the socket's own limit. OSError: the socket is broken.
         """
-        began = time.perf_counter()
-        if self._to_sleep or not self._can_spin:
-            self._to_sleep -= 1
-            count: int | None = self._receive(self._buffer)
-        else:
-            count = self._spin(began + max(SPIN_S, min(2.0 * self._usual_s, MOST_SPIN_S)))
-            if count is None:
-                self._to_sleep, self._slept = self._slept, min(2 * self._slept + 1, _MAX_SLEPT)
-                count = self._receive(self._buffer)
-            else:
-                self._slept >>= 1
-        waited = time.perf_counter() - began
-        if waited < _PAUSE_S:
-            self._usual_s += (waited - self._usual_s) / 4.0
-        return bytes(self._buffer[:count])
+        message = self.spin(self.take)
+        return self.sleep() if message is None else message
 
-    def _spin(self, end_s: float) -> int | None:
-        while time.perf_counter() < end_s:
-            try:
-                return self._receive(self._buffer, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                os.sched_yield()
-        return None
+    def spin(self, look: Callable[[], Found | None]) -> Found | None:
+        """What `look` finds, at the socket or elsewhere, before its thread has to sleep; None in vain."""
+        self._began_s = time.perf_counter()
+        if not self.spins:
+            self._to_sleep -= 1
+            return None
+        result = self._spin(self._began_s + max(SPIN_S, min(2.0 * self._usual_s, MOST_SPIN_S)), look)
+        if result is None:
+            self._to_sleep, self._slept = self._slept, min(2 * self._slept + 1, _MAX_SLEPT)
+        else:
+            self._slept >>= 1
+            self._learn()
+        return result
+
+    def take(self) -> bytes | None:
+        """The message that is there; raises as `receive`."""
+        try:
+            return bytes(self._buffer[: self._receive(self._buffer, 0, socket.MSG_DONTWAIT)])
+        except BlockingIOError:
+            return None
+
+    def sleep(self) -> bytes:
+        """The message that comes after a spin in vain; raises as `receive`."""
+        message = bytes(self._buffer[: self._receive(self._buffer)])
+        self._learn()
+        return message
+
+    def _learn(self) -> None:
+        waited_s = time.perf_counter() - self._began_s
+        if waited_s < _PAUSE_S:
+            self._usual_s += (waited_s - self._usual_s) / 4.0
+
+    def _spin(self, end_s: float, look: Callable[[], Found | None]) -> Found | None:
+        while (result := look()) is None:
+            os.sched_yield()
+            if time.perf_counter() >= end_s:
+                return None
+        return result

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from layerzero._util.version import VERSION
 from layerzero.actors.isolation import frames
-from layerzero.actors.isolation.arena import Arena, DeviceArena, HostArena
+from layerzero.actors.isolation.arena import Arena, CallSlot, DeviceArena, HostArena
 from layerzero.actors.isolation.descriptions import describe
 from layerzero.actors.isolation.receiver import Receiver
 from layerzero.backends import availability, load_builtin, load_plugins
@@ -33,19 +33,20 @@ from layerzero.health.device_faults import lost_device, text_of
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.spec.kernel import Kernel
 
+_LOOKS = 7  # one less than how many go to shared memory for one at the socket
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: /usr/include/linux/prctl.h
 
 
 class Run:
     """One call as it was laid out: the callable, its arguments in shared memory, and where outputs go."""
 
-    __slots__ = ("arenas", "args", "call", "outputs", "wanted")
+    __slots__ = ("arenas", "args", "call", "outputs")
 
     def __init__(
         self, call: Callable[..., Any], args: tuple[Any, ...], outputs: list[Tensor], arenas: list[Arena]
     ) -> None:
-        self.call, self.args, self.outputs, self.arenas = call, args, outputs, arenas
-        self.wanted = [(place.shape, place.dtype, place.device) for place in outputs]
+        self.call, self.args, self.arenas = call, args, arenas
+        self.outputs = [(place, place.shape, place.dtype, place.device) for place in outputs]
 
     def __call__(self) -> None:
         """Run the kernel and put its outputs in their places.
@@ -55,15 +56,29 @@ class Run:
         for arena in self.arenas:
             arena.after_receive()
         result = self.call(*self.args)
-        parts = result if isinstance(result, tuple | list) else (result,)
-        if len(parts) != len(self.outputs):
-            raise RuntimeError(f"{len(self.outputs)} outputs are needed, the kernel returned {len(parts)}")
-        for position, (part, place) in enumerate(zip(parts, self.outputs, strict=True)):
-            if not isinstance(part, Tensor) or (part.shape, part.dtype, part.device) != self.wanted[position]:
-                raise _wrong(position, part, place)
-            place.copy_(part)
+        if len(self.outputs) == 1 and result.__class__ is Tensor:
+            self._put(0, result)
+        else:
+            parts = result if isinstance(result, tuple | list) else (result,)
+            if len(parts) != len(self.outputs):
+                raise RuntimeError(
+                    f"{len(self.outputs)} outputs are needed, the kernel returned {len(parts)}"
+                )
+            for position, part in enumerate(parts):
+                self._put(position, part)
         for arena in self.arenas:
             arena.before_reply()
+
+    def _put(self, position: int, part: Any) -> None:
+        place, shape, dtype, device = self.outputs[position]
+        if (
+            not isinstance(part, Tensor)
+            or part.shape != shape
+            or part.dtype is not dtype
+            or part.device != device
+        ):
+            raise _wrong(position, part, place)
+        place.copy_(part)
 
 
 def _wrong(position: int, part: Any, place: Tensor) -> RuntimeError:
@@ -82,44 +97,95 @@ class Server:
         self._kernels: dict[str, Kernel] = {}
         self._calls: dict[str, Callable[..., Any]] = {}
         self._arenas: dict[str, Arena] = {}
-        self._runs: dict[bytes, Run] = {}
+        self._runs: dict[int, Run] = {}  # by their frames' numbers
+        self._receiver = Receiver(connection)
+        self._slot: CallSlot | None = None
+        self._number = 0  # of the last request that was seen
+        self._in_memory = self._by_message = 0  # the last that the slot asked for, by how it was answered
+        self._looks = 0
+        self._verbs = {
+            frames.LOAD: self._load, frames.COMPILE: self._compile, frames.HOST_ARENA: self._take_host_arena,
+            frames.DEVICE_ARENA: self._take_device_arena, frames.DESCRIBE: self._describe,
+            frames.CALL: self._call,
+        }  # fmt: skip
 
     def serve(self) -> None:
         """Answer until the other side is gone."""
-        receive, runs, number = Receiver(self._socket).receive, self._runs, 0
-        verbs = {
-            frames.LOAD: self._load, frames.COMPILE: self._compile, frames.HOST_ARENA: self._take_host_arena,
-            frames.DEVICE_ARENA: self._take_device_arena, frames.DESCRIBE: self._describe,
-        }  # fmt: skip
-        while message := receive():
-            number += 1
-            try:
-                if message[:1] == frames.CALL:
-                    run = runs.get(message)
-                    if run is None:
-                        run = self._lay_out(message)
-                    run()
-                    reply = frames.DONE
-                else:
-                    reply = frames.DONE + verbs[message[:1]](message[1:])
-                    if len(reply) > frames.MAX_MESSAGE - frames.NUMBER:
-                        raise ValueError(
-                            f"an answer needs at most {frames.MAX_MESSAGE} bytes, got {len(reply)}"
-                        )
-            except (Exception, SystemExit) as error:
-                if lost_device(error):  # this process's alone: the answer would be taken for the caller's
-                    traceback.print_exc()
-                    os._exit(1)
-                reply = frames.FAULT + msgspec.msgpack.encode(_fault(error))
-            self._send(frames.number_of(number) + reply)
+        while True:
+            request = self._receiver.spin(self._look)
+            if request is None:
+                request = self._sleep()
+            if isinstance(request, bytes):
+                if not request:
+                    return
+                self._obey(request)
+            else:
+                self._number, frame = request
+                if (run := self._runs.get(frame)) is not None:  # else a message will ask for it
+                    self._run_in_memory(self._number, run)
 
-    def _send(self, message: bytes) -> None:
+    def _look(self) -> tuple[int, int] | bytes | None:
+        """What is asked for in shared memory, or now and then, as it takes longer to see, by a message."""
+        self._looks += 1
+        if self._slot is None or not self._looks & _LOOKS:
+            return self._receiver.take()
+        return self._slot.asked(self._number)
+
+    def _sleep(self) -> tuple[int, int] | bytes:
+        """The same, where nothing came while this thread was awake."""
+        slot = self._slot
+        if slot is None:
+            return self._receiver.sleep()
+        slot.sleeps(True)
+        request = slot.asked(self._number) or self._receiver.sleep()
+        slot.sleeps(False)
+        return request
+
+    def _run_in_memory(self, number: int, run: Run) -> None:
+        assert self._slot is not None
+        reply = self._reply(run)
+        if reply == frames.DONE:
+            self._in_memory = number
+        else:
+            self._by_message = number
+            self._socket.send(frames.NUMBER.pack(number) + reply)
+        self._slot.reply(number, reply != frames.DONE)
+
+    def _obey(self, message: bytes) -> None:
+        (number,) = frames.NUMBER.unpack_from(message)
+        if number == self._by_message:
+            return
+        self._number, reply = number, frames.DONE
+        if number != self._in_memory:
+            verb = frames.NUMBER.size
+            reply = self._reply(lambda: self._verbs[message[verb : verb + 1]](message[verb + 1 :]))
+        self._socket.send(frames.NUMBER.pack(number) + reply)
+
+    def _reply(self, do: Callable[[], bytes | None]) -> bytes:
+        """What is said of something that is done now."""
+        try:
+            reply = frames.DONE + (do() or b"")
+            if len(reply) > frames.MAX_MESSAGE - frames.NUMBER.size:
+                raise ValueError(f"an answer needs at most {frames.MAX_MESSAGE} bytes, got {len(reply)}")
+        except (Exception, SystemExit) as error:
+            if lost_device(error):  # this process's alone: the answer would be taken for the caller's
+                traceback.print_exc()
+                os._exit(1)
+            reply = frames.FAULT + msgspec.msgpack.encode(_fault(error))
         if os.getpid() != self._pid:  # a kernel forked, and has returned in the other process, too
             os._exit(0)
-        self._socket.send(message)
+        return reply
 
-    def _lay_out(self, message: bytes) -> Run:
-        order = msgspec.msgpack.decode(message[1:], type=frames.CallCommand)
+    def _call(self, body: bytes) -> None:
+        (frame,) = frames.NUMBER.unpack_from(body)
+        run = self._runs.get(frame) or self._lay_out(body[frames.NUMBER.size :])
+        if len(self._runs) >= 1024:
+            self._runs.clear()
+        self._runs[frame] = run
+        run()
+
+    def _lay_out(self, command: bytes) -> Run:
+        order = msgspec.msgpack.decode(command, type=frames.CallCommand)
         used: set[str] = set()
 
         def place(device: str, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -128,13 +194,8 @@ class Server:
 
         args = tuple(frames.decode(value, place) for value in order.args)
         outputs = [place(o.device, o.offset, o.shape, getattr(torch, o.dtype)) for o in order.outputs]
-        run = Run(
-            self._calls[order.kernel], args, outputs, [self._arenas[n] for n in sorted(used) if n != "cpu"]
-        )
-        if len(self._runs) >= 1024:
-            self._runs.clear()
-        self._runs[message] = run
-        return run
+        arenas = [self._arenas[name] for name in sorted(used) if name != "cpu"]
+        return Run(self._calls[order.kernel], args, outputs, arenas)
 
     def _load(self, body: bytes) -> bytes:
         order = msgspec.msgpack.decode(body, type=frames.LoadCommand)
@@ -162,6 +223,7 @@ class Server:
         try:
             self._arenas["cpu"] = arena = HostArena(descriptors[0], int(body))
             arena.keep_from_forks()
+            self._slot = arena.slot
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -9,12 +9,13 @@ import socket
 import struct
 import subprocess
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
 from layerzero.actors.isolation import frames
-from layerzero.actors.isolation.arena import Arena
+from layerzero.actors.isolation.arena import Arena, HostArena
 from layerzero.actors.isolation.receiver import Receiver
 from layerzero.spec.reasons import Reason
 
@@ -68,6 +69,7 @@ class WorkerProcess:
                 raise
         self._receiver = Receiver(self.socket)
         self.arenas: dict[str, Arena] = {}
+        self.known: set[int] = set()  # frames that it has laid out
         self.limit_s = 0.0
         self.asked = False  # whether an answer is on its way
         self._number = 0  # of the last request
@@ -95,29 +97,55 @@ class WorkerProcess:
         self.send(message)
         return self.answer()
 
+    def call(self, frame: frames.Frame) -> bytes:
+        """The answer to a call whose operands are there; raises as `ask`."""
+        arena = self.arenas.get("cpu")
+        slot = arena.slot if isinstance(arena, HostArena) and not frame.cards else None
+        if slot is None or frame.number not in self.known or not self._receiver.spins:
+            reply = self.ask(frame.message)
+            if reply == frames.DONE:
+                self.known.add(frame.number)
+            return reply
+        self.asked = True
+        self._number += 1
+        if slot.ask(self._number, frame.number):
+            outcome = self._receiver.spin(slot.answer)
+            if outcome == 0:
+                self.asked = False
+                return frames.DONE
+            if outcome is None:
+                self._send(frame.message)
+                return self.answer(self._receiver.sleep)
+        else:
+            self._send(frame.message)
+        return self.answer()
+
     def send(self, message: bytes, *descriptors: int) -> None:
         """Begin a request, with the descriptors that it passes on; raises as `ask`."""
         self.asked = True
         self._number += 1
+        self._send(message, *descriptors)
+
+    def _send(self, message: bytes, *descriptors: int) -> None:
         try:
-            self.socket.send(message)
+            self.socket.send(frames.NUMBER.pack(self._number) + message)
             if descriptors:
                 socket.send_fds(self.socket, [b"f"], descriptors)
         except OSError as error:
             raise NoAnswerError(f"could not be asked: {error}") from error
 
-    def answer(self) -> bytes:
+    def answer(self, receive: Callable[[], bytes] | None = None) -> bytes:
         """The answer to what was sent; raises as `ask`."""
-        reply = self.hear()
-        if reply[: frames.NUMBER] != frames.number_of(self._number):
+        reply = self.hear(receive)
+        if reply[: frames.NUMBER.size] != frames.NUMBER.pack(self._number):
             raise NoAnswerError("answered what it was not asked", Reason.WORKER_CRASHED)
         self.asked = False
-        return reply[frames.NUMBER :]
+        return reply[frames.NUMBER.size :]
 
-    def hear(self) -> bytes:
+    def hear(self, receive: Callable[[], bytes] | None = None) -> bytes:
         """What the process says next; raises as `ask`."""
         try:
-            reply = self._receiver.receive()
+            reply = (receive or self._receiver.receive)()
         except BlockingIOError as error:
             why = f"gave no answer within {self.limit_s:g} s"
             raise NoAnswerError(why, Reason.WORKER_HUNG) from error
@@ -126,6 +154,18 @@ class WorkerProcess:
         if not reply:
             raise NoAnswerError("closed its socket")
         return reply
+
+    def start_draining(self, name: str) -> None:
+        """Drain on a thread of that name.
+
+        Raises: RuntimeError: the system has no more threads; the process has been ended.
+        """
+        try:
+            threading.Thread(target=self.drain, name=name, daemon=True).start()
+        except RuntimeError:
+            self.end()
+            self.drain()
+            raise
 
     def drain(self) -> None:
         """Keep the end of what the process prints, until it prints no more."""

@@ -129,6 +129,17 @@ def peek(peer: socket.socket, size: int) -> bytes:
         return b""
 
 
+def peek_frames(peer: socket.socket, size: int) -> list[bytes]:
+    """The whole frames within the next `size` bytes, as far as they are there to read; they stay there."""
+    frames, begin, data = [], LENGTH.size, peek(peer, size)
+    while begin <= len(data) and (end := begin + LENGTH.unpack_from(data, begin - LENGTH.size)[0]) <= len(
+        data
+    ):
+        frames.append(data[begin:end])
+        begin = end + LENGTH.size
+    return frames
+
+
 def read_on(peer: socket.socket, data: bytearray, size: int) -> bool:
     """Add what there is to `data`, of `size` bytes at most; whether it is complete, or will never be."""
     try:

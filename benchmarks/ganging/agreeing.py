@@ -101,7 +101,7 @@ async def _divergent(me: Rank, order: list[int], other_choice: bool) -> None:
             planted="other choice" if other_choice else "other order",
             rank=me.rank,
             raised=type(error).__name__ if error is not None else None,
-            message=str(error)[:300] if error is not None else None,
+            message=str(error)[:600] if error is not None else None,
             noticed=noticed[0][0][:300] if noticed else None,
             noticed_after_s=noticed[0][1] - begun if noticed else None,
             steps_entered=len(entered),

@@ -54,7 +54,7 @@ class Shard:
     def step(self, x: Tensor) -> Tensor:
         """(N, OUT): the product of rows (N, WIDE) with the whole matrix."""
         self.ran.append(len(x))
-        if self.alter and RANK and len(self.ran) == self.alter:
+        if self.alter and RANK % 2 and len(self.ran) == self.alter:
             # "late" alters once, by an op that no rank has run; "known" by one that all have, twice.
             x = lz.sync.rms_norm(x) if self.op == "late" else lz.sync.linear(x, torch.eye(WIDE)) * 2
         out: Tensor = lz.sync.linear(x.chunk(RANKS, dim=1)[RANK].contiguous(), self.own)
@@ -97,10 +97,10 @@ async def together(runtime: lz.Runtime, shard: Shard, **options: Any) -> dict[st
 
 
 async def altered(runtime: lz.Runtime, shard: Shard, op: str) -> dict[str, Any]:
-    """Rank 1 runs an op more in its fourth step; what rank 0's callers got of each step."""
+    """Odd ranks run an op more in their fourth step; what rank 0's callers got of each step."""
     shard.alter, shard.op = 4, op
     got: list[float | str] = []
-    async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as group:
+    async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S) as group:
         step = group.batched(shard.step)
         if RANK:
             await group.follow()
@@ -168,13 +168,28 @@ async def alone(runtime: lz.Runtime, shard: Shard, order: list[int]) -> dict[str
     return {"ran": shard.ran, "worst": worst(await all_requests(step, order, named=False), shard)}
 
 
-async def compared(runtime: lz.Runtime, shard: Shard, order: list[int], split: bool) -> dict[str, Any]:
+async def compared(
+    runtime: lz.Runtime,
+    shard: Shard,
+    order: list[int],
+    split: bool,
+    on_failure: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
     """Every rank batches by itself, and compares with rank 0's step message."""
-    async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=broken) as group:
+    on_failure = on_failure or broken
+    async with lz.rank_group(epoch=next(EPOCHS), timeout_s=TIMEOUT_S, on_failure=on_failure) as group:
         step = group.batched(shard.step, send=False)
         pieces = [order[:2], order[2:]] if split else [order]
         results = [pair for piece in pieces for pair in await all_requests(step, piece, named=True)]
         return {"ran": shard.ran, "worst": worst(results, shard)}
+
+
+def broken_by_both(why: str) -> None:
+    """As `broken`, of two ranks that cannot go on: when both have said so."""
+    if RANK % 2:
+        _get_default_store().set(f"refused {RANK}", why)
+        _get_default_store().wait(["refused 1", "refused 3"], timedelta(seconds=TIMEOUT_S))
+        dist.destroy_process_group()
 
 
 def broken(why: str) -> None:
@@ -275,10 +290,17 @@ async def trees_together(runtime: lz.Runtime) -> dict[str, Any]:
     return said if RANK else {**said, "alone": [found for _, found in sorted(whole.said.items())]}
 
 
+async def reorder_both(runtime: lz.Runtime, shard: Shard) -> dict[str, Any]:
+    """Odd ranks batch in another order."""
+    order = list(range(REQUESTS))[:: -1 if RANK % 2 else 1]
+    return await compared(runtime, shard, order, split=False, on_failure=broken_by_both)
+
+
 PLANTED: dict[str, Callable[[lz.Runtime, Shard], Awaitable[dict[str, Any]]]] = {
     "alter-late": partial(altered, op="late"),
     "alter-known": partial(altered, op="known"),
     "leaves": leaves,
+    "reorder-both": reorder_both,
     "hangs-comparing": partial(hangs, follows=False),
     "hangs-following": partial(hangs, follows=True),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ TIMEOUT_S = 120
 # What may run one after another in the same processes, because nothing of it breaks a group.
 PLAIN = ("together", "compared", "invariant", "trees", "alone")
 ALIKE = ("training", "together")
+PARTED = ("alter-late", "reorder-both")  # the last breaks the process group
 
 
 def run(
@@ -144,7 +146,7 @@ def test_a_rank_that_batches_otherwise_raises_before_the_collective(name: str) -
     ), said
 
 
-@pytest.mark.parametrize("name", ["alter-late", "alter-known"])
+@pytest.mark.parametrize("name", [pytest.param("alter-late", marks=pytest.mark.slow), "alter-known"])
 def test_nobody_gets_sums_of_ranks_that_ran_other_ops(name: str) -> None:
     """One rank runs an op more, a new one or one that all know: that step and those after it are errors."""
     first = run(name)[0]
@@ -153,6 +155,31 @@ def test_nobody_gets_sums_of_ranks_that_ran_other_ops(name: str) -> None:
     assert got[3].startswith("ConsistencyError: ops of rank 0's step 4 need"), got
     assert "rank 1: it ran others" in got[3]
     assert all("ran others" in each for each in got[4:]) and len(got) == 8, got
+
+
+def test_every_rank_of_four_that_ran_other_ops_is_named() -> None:
+    """Ranks 1 and 3 run an op more: rank 0's error names both, and no caller has their sum."""
+    got = run("alter-late", 4, among=PARTED)[0]["got"]
+    assert all(isinstance(each, float) and each < 1e-4 for each in got[:3]), got
+    assert re.fullmatch(
+        r"ConsistencyError: ops of rank 0's step 4 need '(\w+)', got '(?!\1)(\w+)' on rank 1, "
+        r"'\2' on rank 3: they ran others, or in another order, and their sums are not handed out",
+        got[3],
+    ), got
+    assert all("ran others" in each for each in got[4:]) and len(got) == 8, got
+
+
+def test_every_rank_of_four_that_refused_a_step_is_named() -> None:
+    """Ranks 1 and 3 have batched in another order: rank 0's callers read what both say, and have no sum."""
+    first, second, third, fourth = run("reorder-both", 4, among=PARTED)
+    assert (second["error"], fourth["error"]) == ("ConsistencyError", "ConsistencyError")
+    assert first["error"] == "DeviceLostError" == third["error"], (first, third)
+    for rank in (1, 3):
+        said = (
+            f"rank {rank} cannot follow: requests of rank 0's step 1 needs [0, 1, 2, 3, 4, 5], got [5, 4, 3"
+        )
+        assert said in first["message"], first
+    assert "rank 2 cannot follow" not in first["message"]
 
 
 def test_callers_of_rank_0_get_the_reason_of_the_rank_that_left() -> None:

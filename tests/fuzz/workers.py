@@ -44,15 +44,16 @@ def _arena() -> HostArena:
 def requests_to_a_worker(data: bytes) -> None:
     """One call of a kernel that doubles; every request has one answer, done or a fault that can be read."""
     request = data if data[:1] in (frames.CALL, frames.COMPILE) else frames.CALL + data
-    socket = _Socket([request, b"?" + data])
+    requests = enumerate((request, b"?" + data), 1)
+    socket = _Socket([frames.NUMBER.pack(number) + each for number, each in requests])
     server = Server(cast(Any, socket))
     server._calls["double"] = lambda x, *rest: x * 2
     server._arenas["cpu"] = _arena()
     server.serve()
     assert len(socket.sent) == 2, "a request needs one answer"
     for number, sent in enumerate(socket.sent, 1):
-        assert sent[: frames.NUMBER] == frames.number_of(number)
-        answer = sent[frames.NUMBER :]
+        assert sent.startswith(frames.NUMBER.pack(number))
+        answer = sent[frames.NUMBER.size :]
         if answer[:1] == frames.FAULT:
             msgspec.msgpack.decode(answer[1:], type=frames.Fault)
         else:

@@ -16,22 +16,33 @@ import pytest
 
 from layerzero.actors.group import channel as broadcast
 from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
-from layerzero.spec.errors import DeviceLostError
+from layerzero.spec.errors import ConsistencyError, DeviceLostError
 from tests import children
 
 
 @contextmanager
 def line(lost: list[str]) -> Iterator[tuple[LeaderChannel, FollowerChannel]]:
     """Rank 0's end and rank 1's."""
-    leader, made = LeaderChannel([1]), []
-    joining = threading.Thread(target=lambda: made.append(FollowerChannel(1, leader.address, 10.0)))
+    with lines(lost, 1) as (leader, followers):
+        yield leader, followers[0]
+
+
+@contextmanager
+def lines(lost: list[str], *ranks: int) -> Iterator[tuple[LeaderChannel, list[FollowerChannel]]]:
+    """Rank 0's end and those of `ranks`."""
+    leader = LeaderChannel(ranks)
+    made: list[FollowerChannel] = []
+    joining = threading.Thread(
+        target=lambda: made.extend(FollowerChannel(rank, leader.address, 10.0) for rank in ranks)
+    )
     joining.start()
     leader.accept(10.0, lost.append)
     joining.join()
     try:
-        yield leader, made[0]
+        yield leader, made
     finally:
-        made[0].close()
+        for follower in made:
+            follower.close()
         leader.close()
 
 
@@ -94,6 +105,40 @@ def test_what_a_follower_said_before_it_went_is_why_it_is_gone() -> None:
             with pytest.raises(DeviceLostError, match="its shard is broken"):
                 leader.send(b"step")
             assert told(leader, lost) == "rank 1 cannot follow: its shard is broken"
+
+
+def test_everybody_who_has_said_why_is_named_and_nobody_is_waited_for() -> None:
+    """Rank 2 in the middle of a word, rank 4 without one, rank 3 behind a step and later than rank 1."""
+    lost: list[str] = []
+    with lines(lost, 1, 2, 3, 4) as (leader, followers):
+        followers[0].fail("rank 1 cannot follow: other pages")
+        assert told(leader, lost) == leader.reasons() == "rank 1 cannot follow: other pages"
+        followers[1]._socket.sendall(b"\0\0\0\7half")
+        followers[2].report_step(1, b"ops")
+        followers[2].fail("rank 3 cannot follow: other rows")
+        said = "rank 1 cannot follow: other pages; rank 3 cannot follow: other rows"
+        assert [leader.reasons(), leader.reasons()] == [said, said]
+        with pytest.raises(DeviceLostError, match=said):
+            leader.send(b"step")
+        with pytest.raises(DeviceLostError, match=f"step 1 counts for no rank: {said}"):
+            leader.confirm_step(1, b"ops", None)
+
+
+def test_a_step_that_a_follower_ends_twice_or_ahead_is_refused() -> None:
+    """The second answer does not take the place of the first; one of a later step stands for none."""
+    lost: list[str] = []
+    far = 1 << 33  # steps of a month
+    with lines(lost, 1, 2) as (leader, (first, second)):
+        for follower in (first, second):
+            follower.report_step(far, b"ops")
+        leader.confirm_step(far, b"ops", 10.0)
+        first.report_step(far + 1, b"ops")
+        second.report_step(far + 2, b"ops")
+        with pytest.raises(ConsistencyError, match=f"got 'the end of step {far + 2}' on rank 2: it ran"):
+            leader.confirm_step(far + 1, b"ops", 10.0)
+        first.report_step(far + 1, b"others")
+        said = f"needs one behind step {far + 1}, got {far + 1}"
+        assert told(leader, lost) == f"rank 1 says what cannot be read: a word after a step {said}"
 
 
 def test_closing_waits_for_no_half_frame() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from layerzero.actors.isolation.frames import CALL, CallCommand, Frame, decode, flatten, key_of
+from layerzero.actors.isolation.frames import CALL, NUMBER, CallCommand, Frame, decode, flatten, key_of
 from layerzero.spec.call_spec import OutputSpec
 
 X = torch.ones(2, 3)
@@ -17,7 +17,7 @@ X = torch.ones(2, 3)
 def sent(*args: Any) -> list[Any]:
     """What the worker gets of a call, its tensors as new ones of their shape."""
     order = msgspec.msgpack.decode(
-        Frame("k", args, [OutputSpec((2, 3), "float32")]).message[len(CALL) :], type=CallCommand
+        Frame("k", args, [OutputSpec((2, 3), "float32")]).message[len(CALL) + NUMBER.size :], type=CallCommand
     )
     return [
         decode(value, lambda device, offset, shape, dtype: torch.ones(*shape, dtype=dtype))

@@ -66,7 +66,7 @@ def test_spins_in_vain_are_made_less_and_less_often(
     ours, theirs = ends
     received = Receiver(ours)
     spins: list[bool] = []
-    monkeypatch.setattr(received, "_spin", lambda end_s: spins.append(True))
+    monkeypatch.setattr(received, "_spin", lambda end_s, look: spins.append(True))
 
     def sleeps(count: int) -> list[int]:
         """After how many messages each spin came."""
@@ -81,9 +81,9 @@ def test_spins_in_vain_are_made_less_and_less_often(
     assert sleeps(16) == [0, 1, 3, 7, 15]
     for _ in range(15):  # what is left of the fifth pause
         sleeps(1)
-    monkeypatch.setattr(received, "_spin", lambda end_s: ours.recv_into(received._buffer))
+    monkeypatch.setattr(received, "_spin", lambda end_s, look: ours.recv(9))
     assert sleeps(1) == []
-    monkeypatch.setattr(received, "_spin", lambda end_s: spins.append(True))
+    monkeypatch.setattr(received, "_spin", lambda end_s, look: spins.append(True))
     assert sleeps(16) == [0]
 
 
@@ -98,10 +98,10 @@ def test_a_spin_is_as_long_as_messages_usually_take(
     def spin_us(message_s: float, count: int = 1) -> float:
         """How long the last of as many messages was spun for, each of which takes `message_s`."""
 
-        def spin(end_s: float) -> int:
+        def spin(end_s: float, look: object) -> bytes:
             spins.append((end_s - now_s[0]) * 1e6)
             now_s[0] += message_s
-            return ours.recv_into(received._buffer)
+            return ours.recv(9)
 
         monkeypatch.setattr(received, "_spin", spin)
         for _ in range(count):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ import layerzero as lz
 from layerzero.actors.isolation.descriptions import describe
 from layerzero.actors.isolation.isolated_worker import IsolatedWorker
 from layerzero.actors.isolation.worker_errors import WorkerError
-from layerzero.actors.isolation.worker_process import pause_s
+from layerzero.actors.isolation.worker_process import WorkerProcess, pause_s
 from layerzero.health import BreakerState
 from layerzero.health.device_faults import lost_device
 from tests.actors.isolation import plugged
@@ -165,6 +166,35 @@ made = lambda: dataclasses.replace(
         assert lost_device(raised.value) is None
         assert "illegal memory access" in raised.value.said
         assert runtime.device().health.state("made.rms_norm") is BreakerState.OPEN
+
+
+@pytest.mark.parametrize("thread", ["layerzero-said-bare", "layerzero-isolated-bare"])
+def test_a_thread_that_cannot_be_started_leaves_no_process_and_may_be_tried_again(thread: str) -> None:
+    """As where the system has no more of them for a while: an error at once, and then a worker as ever."""
+    begun: list[WorkerProcess] = []
+    worker = IsolatedWorker("bare", None, 5.0, lambda *what: None, lambda *what: None)
+    start, make = threading.Thread.start, WorkerProcess.__init__
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == thread:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    def made(life: WorkerProcess, *args: Any) -> None:
+        make(life, *args)
+        begun.append(life)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            patch.setattr(WorkerProcess, "__init__", made)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                worker.start()
+            assert all(life.process.returncode is not None for life in begun)
+        worker.start()
+        assert worker.running
+    finally:
+        worker.close()
 
 
 def test_an_alias_that_takes_the_place_of_a_kernel_is_refused_and_leaves_no_process() -> None:
