@@ -124,7 +124,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         placement_timeout_s: seconds to wait for a place in the cluster, and for a device that restarts.
     What it tells:
         kernel_times: count calls and time by kernel; a remembered call then reads the clock twice.
-        spans: tell OpenTelemetry's tracer of ops, batches, choices and fallbacks; needs opentelemetry-api.
+        spans: tell OpenTelemetry's tracer of batches, choices and fallbacks; needs opentelemetry-api.
+        call_spans: and of each caller's waiting and each kernel's run, in a caller's sampled trace.
         timeline: file for a Chrome trace of what ran when, for whom and why; `{pid}` and `{rank}` stand for
             this process's numbers. None records nothing.
         nvtx: a timeline also marks batches and kernels as NVTX ranges, where CUDA is there.
@@ -193,6 +194,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     placement_timeout_s: AboveZero = 60.0
     kernel_times: bool = False
     spans: bool = False
+    call_spans: bool = False
     timeline: Text | None = None
     nvtx: bool = False
 
