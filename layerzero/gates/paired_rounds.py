@@ -143,25 +143,25 @@ class PaceProcess:
 
 
 @contextmanager
-def tree_of(against: str, folder: Path, own: Path) -> Iterator[tuple[Path, str]]:
-    """A tree to compare `own` with, and what it is in words, while the block lasts.
+def tree_of(against: str, folder: Path, judged: Path) -> Iterator[tuple[Path, str]]:
+    """A tree to compare `judged` with, and what it is in words, while the block lasts.
 
     `against` is a folder, from `folder`, or `git:REVISION` of the repository that `folder` is in: that is
     copied, and the repository stays as it is.
-    Raises: FileRefusedError: it is no tree, or `own` itself (GATE_TREE).
+    Raises: FileRefusedError: it is no tree, or `judged` itself (GATE_TREE).
     """
     with ExitStack() as stack:
         if against.startswith(GIT):
             tree = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="layerzero-gate-"))).resolve()
-            said = _copy_revision(against.removeprefix(GIT), folder, tree)
+            description = _copy_revision(against.removeprefix(GIT), folder, tree)
         else:
             tree = (folder / against).resolve()
-            said = f"the tree {tree}"
+            description = f"the tree {tree}"
         if not (tree / "layerzero" / "__init__.py").is_file():
-            raise _no_tree(against, "a tree with layerzero/", f"none in {said}")
-        if tree == own.resolve():
-            raise _no_tree(against, "another tree than the one that is judged", said)
-        yield tree, said
+            raise _no_tree(against, "a tree with layerzero/", f"none in {description}")
+        if tree == judged.resolve():
+            raise _no_tree(against, "another tree than the one that is judged", description)
+        yield tree, description
 
 
 def _copy_revision(revision: str, folder: Path, tree: Path) -> str:
@@ -183,16 +183,16 @@ def _copy_revision(revision: str, folder: Path, tree: Path) -> str:
 
 def _git(revision: str, folder: Path, *words: str) -> str:
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             ["git", *words], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
             errors="replace",
         )  # fmt: skip
     except OSError as error:
         raise _no_tree(GIT + revision, "the program git", str(error.strerror)) from error
-    if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or ["git said nothing"])[-1]
-        raise _no_tree(GIT + revision, f"a commit of the repository around {folder}", said)
-    return done.stdout
+    if completed.returncode != 0:
+        description = (completed.stderr.strip().splitlines() or ["git said nothing"])[-1]
+        raise _no_tree(GIT + revision, f"a commit of the repository around {folder}", description)
+    return completed.stdout
 
 
 def _no_tree(name: str | Path, needs: str, got: str) -> FileRefusedError:

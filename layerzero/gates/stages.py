@@ -148,15 +148,15 @@ class StageRunner:
         return self._beside_tree(stage)
 
     def _beside_tree(self, stage: PerformanceStage, why: str = "") -> StageOutcome:
-        own, device = _own_tree(), str(self.device.device)
-        with tree_of(stage.against, self._folder, own) as (tree, said):
+        judged, device = _own_tree(), str(self.device.device)
+        with tree_of(stage.against, self._folder, judged) as (tree, description):
             results = [
                 confirm(
                     partial(
                         compare_paces,
                         call,
                         tree,
-                        own,
+                        judged,
                         slower=stage.slower,
                         rounds=stage.rounds,
                         device=device,
@@ -164,7 +164,7 @@ class StageRunner:
                 )
                 for call in stage.paced_calls
             ]
-        return _paced(stage, results, said + why)
+        return _paced(stage, results, description + why)
 
     def _beside_baseline(self, stage: PerformanceStage) -> StageOutcome:
         stored, device = self._baseline(stage), str(self.device.device)
@@ -280,15 +280,15 @@ def confirm(measure: Callable[[], PairedResult]) -> PairedResult:
     "slower" counts where it comes twice, "as fast" where nothing said "slower" before it or where it comes
     twice. "undecided" counts for neither side, and ends the search where it comes twice.
     """
-    came: list[str] = []
+    answers: list[str] = []
     while True:
         result = measure()
-        again, only = result.answer in came, set(came) <= {"undecided"}
-        came.append(result.answer)
-        if again or (result.answer == "as fast" and only):
+        is_repeated, is_first_side = result.answer in answers, set(answers) <= {"undecided"}
+        answers.append(result.answer)
+        if is_repeated or (result.answer == "as fast" and is_first_side):
             return result
-        if len(came) == MOST_TRIES:
-            why = f"{result.why}; measured {MOST_TRIES} times: {', '.join(came)}"
+        if len(answers) == MOST_TRIES:
+            why = f"{result.why}; measured {MOST_TRIES} times: {', '.join(answers)}"
             return msgspec.structs.replace(result, answer="undecided", why=why)
 
 
