@@ -5,7 +5,8 @@
 
 Three tables. `calls`: two processes on one core, by turns, as `lz gate` compares paces: microseconds of a
 call without, and by how much it takes longer with. `steps`: a generation step of 64 requests to the shipped
-model, two runtimes of one process by turns; the first row has nothing on in both: what the machine adds.
+model, two runtimes of one process by turns; the first row has nothing on in both: what the machine adds. In
+a row "sampled" each request of both is in a recorded span of its own.
 `counts`: nanoseconds of what a decision, a batch or a remembered call counts, without the loop around it.
 Exit status 1 where kernel times take more than a twentieth of a call of 20 us or longer, or more than a
 hundredth of a generation step, or where a remembered call counts for longer than 50 ns.
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ CALLS = (
 )
 KINDS = {
     "kernel times": {"LAYERZERO_KERNEL_TIMES": "1"},
-    "spans": {"LAYERZERO_SPANS": "1"},
+    "spans of calls": {"LAYERZERO_CALL_SPANS": "1"},
     "timeline": {"LAYERZERO_TIMELINE": "{folder}/trace.json"},
 }
 MOST, LONG_US = 1.05, 20.0
@@ -61,7 +62,10 @@ PARTS = {
     "counts": ["counted", "ns"],
 }
 # Of a generation step: what is on beside nothing.
-ON: dict[str, Any] = {"nothing": {}, "kernel times": {"kernel_times": True}, "spans": {"spans": True}}
+ON: dict[str, Any] = {
+    "nothing": {}, "kernel times": {"kernel_times": True}, "spans": {"spans": True},
+    "sampled": {}, "sampled, spans": {"spans": True}, "sampled, spans of calls": {"call_spans": True},
+}  # fmt: skip
 REQUESTS, PROMPT, TOKENS, PAGE, MOST_OF_A_STEP = 64, 16, 12, 16, 0.01
 A_HIT, MOST_OF_A_HIT_NS = "a remembered call", 50.0
 BATCH = 1000
@@ -117,17 +121,23 @@ def steps(rounds: int) -> tuple[list[list[Any]], bool]:
     """Rows: what is on, ms of a step without, median ratio of processor time, longer rounds, kernels."""
     model = build("shipped", pages=(REQUESTS + 1) * -(-(PROMPT + TOKENS) // PAGE), page_size=PAGE)
 
-    async def crowd() -> None:
+    tracer = sdk_tracer()
+
+    async def crowd(sampled: bool) -> None:
         async def one(seed: int) -> None:
+            with tracer.start_as_current_span("request") if sampled else nullcontext():
+                await alone(seed)
+
+        async def alone(seed: int) -> None:
             prompt = [(seed * 31 + place) % model.config.vocab_size for place in range(PROMPT)]
             async for _ in generate(model, prompt, SamplingParams(max_tokens=TOKENS, seed=seed)):
                 pass
 
         await asyncio.gather(*(one(seed) for seed in range(REQUESTS)))
 
-    def step_ms() -> float:
+    def step_ms(sampled: bool) -> float:
         begin = time.process_time()
-        asyncio.run(crowd())
+        asyncio.run(crowd(sampled))
         return (time.process_time() - begin) / TOKENS * 1e3
 
     found, good = [], True
@@ -143,7 +153,7 @@ def steps(rounds: int) -> tuple[list[list[Any]], bool]:
             for number in range(-2, rounds):
                 timed_before = histograms.count(KERNEL_SECONDS)
                 first = number % 2
-                took = {way: ways[way].run(step_ms) for way in (first, 1 - first)}
+                took = {way: ways[way].run(step_ms, name.startswith("sampled")) for way in (first, 1 - first)}
                 if number >= 0:
                     ratios.append(took[1] / took[0])
                     times.append(took[0])
@@ -156,6 +166,22 @@ def steps(rounds: int) -> tuple[list[list[Any]], bool]:
         found.append([name, round(ms, 3), round(ratio, 4), f"{longer} of {rounds}", timed])
         good = good and timed * a_kernel_s() * 1e3 <= MOST_OF_A_STEP * ms
     return found, good
+
+
+def sdk_tracer() -> Any:
+    """The tracer of a provider that records all and exports to nowhere."""
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+    class Nowhere(SpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            return SpanExportResult.SUCCESS
+
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(Nowhere()))
+    trace.set_tracer_provider(provider)
+    return trace.get_tracer("requests")
 
 
 def a_kernel_s() -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from layerzero.scheduler.modes.torch_modes import Modes, apply_modes, without_gr
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.plan import Plan, signature_of
 from layerzero.spec.errors import NoKernelFoundError
+
+if TYPE_CHECKING:
+    from layerzero.observe.spans import Spans
 
 
 class BatchedFunction(Protocol):
@@ -37,22 +40,15 @@ class BatchExecutor:
         self._device = device
         self._merged: dict[Op, MergedCalls | None] = {}  # None: batches of the op are Python's
 
+    @property
+    def spans(self) -> Spans | None:
+        """Of its device: what each batch is told to."""
+        return self._device.spans
+
     def execute(
         self, op: Op | BatchedFunction, calls: Sequence[Args], modes: Modes, snapshot: DispatchState | None
     ) -> list[Any]:
         """One outcome a call: (value, its plan), or Failure; a failed batch fails every call alike."""
-        spans = self._device.spans
-        if spans is not None:
-            with spans.batch(op.name, calls) as failed:
-                outcomes = self._outcomes(op, calls, modes, snapshot)
-                if outcomes and isinstance(outcomes[0], Failure):
-                    failed(outcomes[0].error)
-                return outcomes
-        return self._outcomes(op, calls, modes, snapshot)
-
-    def _outcomes(
-        self, op: Op | BatchedFunction, calls: Sequence[Args], modes: Modes, snapshot: DispatchState | None
-    ) -> list[Any]:
         if self._device.settings.inference:
             # The caller's own modes stay on its pending call: they are what is compared when it resumes.
             modes = without_gradient(modes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ MOST = 7 / 8  # of those that were resumed make the turns worth it
 MOST_UNWAITED = 63  # batches of a group for which no turn is waited, where that was in vain
 STOPPED = "stopped"  # the state of a driver that takes no call any more
 LOOP_CLOSED = "loop_driver.loop_closed"
+_UNTRACED = nullcontext()
 
 
 class BatchRuns:
@@ -165,10 +166,16 @@ class BatchRuns:
             modes = batch.modes = self._last_modes = self.streams.modes_of(batch.calls)
         if batch.record is not None:
             execute = batch.record.around(execute)
+        spans = self._executor.spans
+        traced: Any = _UNTRACED if spans is None else spans.batch(op.name, batch.calls)
         began_s = time.perf_counter()
-        outcomes = bisect_failed_batch(
-            lambda calls: execute(op, calls, modes, snapshot), batch.args_list, pure=op.pure
-        )
+        with traced as fails:
+            outcomes = bisect_failed_batch(
+                lambda calls: execute(op, calls, modes, snapshot), batch.args_list, pure=op.pure
+            )
+            if fails is not None:
+                for failure in [each for each in outcomes if each.__class__ is Failure][:1]:
+                    fails(failure.error)
         batch.ran_us = (time.perf_counter() - began_s) * 1e6
         return outcomes
 

@@ -34,6 +34,11 @@ class KernelCalls:
         self.running_log: RunningKernelLog | None = None
         self.spans: Spans | None = None
 
+    @property
+    def traces_each(self) -> bool:
+        """Whether each caller's waiting and each run of a kernel has a span of its own."""
+        return self.spans is not None and self.spans.calls
+
     def callable_for(self, op: Op, selection: Selection, kernel_id: str) -> Callable[..., Any]:
         """`kernel_id`'s callable with the transforms that `selection`'s trace gives it.
 

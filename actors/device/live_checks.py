@@ -52,10 +52,10 @@ class LiveChecks:
             from layerzero.observe.kernel_times import KernelTimes
 
             checks.append(KernelTimes(device.counters))
-        if settings.spans:
+        if settings.spans or settings.call_spans:
             from layerzero.observe.spans import Spans
 
-            spans = Spans()
+            spans = Spans(calls=settings.call_spans)
             checks.append(spans)
         self._checks = tuple(checks)
         period_s = settings.output_check_s

@@ -147,7 +147,7 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
                 return target.run_inline(subject)
             pending = target.new_call(subject, args, kwargs, backend, batching)
             elsewhere = driver.foreign or pending.modes.stream != driver.ambient_stream
-            if elsewhere or subject.device.spans is not None:
+            if elsewhere or subject.device.kernel_calls.traces_each:
                 return await _submit(target, subject, pending, priority, timeout)
         else:
             pending = cached
@@ -199,7 +199,7 @@ async def _submit(
     assert driver is not None
     if priority != 1 or timeout is not None:
         set_priority(pending, driver, priority, timeout)
-    if spans is None:
+    if spans is None or not spans.calls:
         driver.submit(pending)
         return await _await_with_modes(pending, pending.modes, driver)
     with spans.waiting(target.name, pending.args) as answered:

@@ -120,7 +120,7 @@ class AwaitedOp:
             self.cache.entries is not None
             and backend is None
             and batching is None
-            and call.device.spans is None
+            and not call.device.kernel_calls.traces_each
         ):
             self.cache.remember(args, kwargs, call.args, call.device, plan, pending)
         return pending

@@ -151,7 +151,7 @@ class Batched(Generic[R]):
             op, call.args, batch_key, call.expected_us, rows, size, 1, None, modes
         )
         pending.device = device
-        if batching is None and device.spans is None:
+        if batching is None and not device.kernel_calls.traces_each:
             self._remember(pending)
         return pending
 
@@ -172,7 +172,7 @@ class Batched(Generic[R]):
         device, args = call.device, call.args
         run = without_graph(self.run) if device.settings.inference else self.run
         if device.spans is not None:
-            with device.spans.batch(self.name, [args], inside=True):
+            with device.spans.alone(self.name):
                 return run([args])[0]
         return run([args])[0]
 

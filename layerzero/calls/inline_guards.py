@@ -142,7 +142,8 @@ def _is_watched(device: ScheduledDevice) -> bool:
     settings = device.settings
     return bool(
         device.compiler.middlewares or settings.check_rate or settings.drift_rate or settings.kernel_times
-        or settings.spans or settings.timeline or settings.isolate or not settings.max_keys
+        or settings.spans or settings.call_spans or settings.timeline or settings.isolate
+        or not settings.max_keys
         or settings.inference is not None or settings.determinism == "strict" or settings.graph_strict
     )  # fmt: skip
 

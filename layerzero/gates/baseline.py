@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from itertools import pairwise
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -39,16 +39,19 @@ TRIES: Final = 3
 _CLASS: Final = ("platform", "device", "vendor", "sm", "isa", "torch", "cuda")
 
 
+_Ratio = Annotated[float, msgspec.Meta(gt=0)]
+
+
 class RatioStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The median of a ratio over all rounds, the least and the largest median of a group of rounds.
 
     `scatter` is how many times the lower quartile of all rounds the upper one is.
     """
 
-    median: float
-    lowest: float
-    highest: float
-    scatter: float
+    median: _Ratio
+    lowest: _Ratio
+    highest: _Ratio
+    scatter: _Ratio
 
     @classmethod
     def of_rounds(cls, ratios: Sequence[float]) -> RatioStats:
@@ -208,6 +211,8 @@ def read_baseline(
         )
         raise refuse(Reason.BASELINE_ENVIRONMENT_DIFFERS, "environment", needed, "; ".join(differing))
     age_days = (today - measured).days
+    if age_days < -1:  # by a day clocks may differ
+        raise refuse(Reason.BASELINE_DAMAGED, "date", f"a day up to {today}", baseline.date)
     if age_days > max_age_days:
         raise refuse(Reason.BASELINE_STALE, "date", f"at most {max_age_days:g} days", f"{age_days} days")
     return baseline

@@ -29,13 +29,14 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class StageOutcome(msgspec.Struct, frozen=True):
-    """One stage: how many checks it made, what it found, and lines worth keeping."""
+    """One stage: how many checks it made, what it found, lines worth keeping, what it was compared with."""
 
     stage: str
     checks: int
     seconds: float
     findings: tuple[Finding, ...] = ()
     lines: tuple[str, ...] = ()
+    beside: str = ""
 
     @property
     def state(self) -> State:

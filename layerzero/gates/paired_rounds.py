@@ -1,4 +1,7 @@
-"""Processes timed block by block, in turn, on one core: a tree against another, or beside plain torch."""
+"""Processes timed block by block, in turn, on one core: a tree against another, or beside plain torch.
+
+A tree is a folder, or what a repository of git had at a revision.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,18 @@ import os
 import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
 
 from layerzero.gates.sign_test import Answer, SignTest
-from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.errors import ConfigurationError, FileRefusedError
+from layerzero.spec.reasons import Reason, Rejected
 
 WORKER: Final = Path(__file__).with_name("pace_worker.py")
 # A block ends before most others get the core's next turn, and is long beside a pipe's wake-up.
@@ -26,6 +31,7 @@ ROUNDS: Final = 800
 LEAST_ROUNDS: Final = 100
 # What the yardsticks of a baseline are measured by: the same small product, whatever the call.
 REFERENCE_WORDS: Final = "linear x=64x64:float32 weight=64x64:float32"
+GIT: Final = "git:"
 _WARM_BLOCKS: Final = 30
 _SIZING_BLOCKS: Final = 5
 
@@ -80,7 +86,9 @@ class PaceProcess:
         Raises: ConfigurationError: the call or the tree does not run, with what the process said.
         """
         self._write(json.dumps(self._order))
-        json.loads(self._read())
+        measures = json.loads(self._read()).get("measures", "")
+        if self.tree is not None and not Path(measures).is_relative_to(self.tree):
+            raise _no_tree(self.tree, "layerzero of that tree", f"it imports {measures}")
         # The least of several: one that lost the core would pass for a full block of a few calls, which are
         # cold after each turn and take many times as long a call.
         while (took_ns := min(self.block() for _ in range(_SIZING_BLOCKS))) < BLOCK_NS:
@@ -132,6 +140,63 @@ class PaceProcess:
         self._child.kill()
         self._child.communicate()
         self._said.close()
+
+
+@contextmanager
+def tree_of(against: str, folder: Path, judged: Path) -> Iterator[tuple[Path, str]]:
+    """A tree to compare `judged` with, and what it is in words, while the block lasts.
+
+    `against` is a folder, from `folder`, or `git:REVISION` of the repository that `folder` is in: that is
+    copied, and the repository stays as it is.
+    Raises: FileRefusedError: it is no tree, or `judged` itself (GATE_TREE).
+    """
+    with ExitStack() as stack:
+        if against.startswith(GIT):
+            tree = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="layerzero-gate-"))).resolve()
+            description = _copy_revision(against.removeprefix(GIT), folder, tree)
+        else:
+            tree = (folder / against).resolve()
+            description = f"the tree {tree}"
+        if not (tree / "layerzero" / "__init__.py").is_file():
+            raise _no_tree(against, "a tree with layerzero/", f"none in {description}")
+        if tree == judged.resolve():
+            raise _no_tree(against, "another tree than the one that is judged", description)
+        yield tree, description
+
+
+def _copy_revision(revision: str, folder: Path, tree: Path) -> str:
+    """Put into `tree` what `folder` had at a revision; what that is in words.
+
+    Raises: FileRefusedError: there is no git, no repository, or no such revision in it.
+    """
+    commit = _git(
+        revision, folder, "rev-parse", "--verify", "--end-of-options", revision + "^{commit}"
+    ).strip()
+    words = _git(revision, folder, "show", "--no-patch", "--format=%h of %cs: %s", commit).strip()
+    packed = tree / "revision.tar"
+    _git(revision, folder, "archive", f"--output={packed}", commit)
+    with tarfile.open(packed) as archive:
+        archive.extractall(tree, filter="data")
+    packed.unlink()
+    return f"the commit {words}"
+
+
+def _git(revision: str, folder: Path, *words: str) -> str:
+    try:
+        completed = subprocess.run(
+            ["git", *words], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace",
+        )  # fmt: skip
+    except OSError as error:
+        raise _no_tree(GIT + revision, "the program git", str(error.strerror)) from error
+    if completed.returncode != 0:
+        description = (completed.stderr.strip().splitlines() or ["git said nothing"])[-1]
+        raise _no_tree(GIT + revision, f"a commit of the repository around {folder}", description)
+    return completed.stdout
+
+
+def _no_tree(name: str | Path, needs: str, got: str) -> FileRefusedError:
+    return FileRefusedError.of(name, Rejected(Reason.GATE_TREE, "against", needs, got[:200]))
 
 
 def compare_paces(

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
+import torch
 from msgspec import Meta
 
 from layerzero.gates.paired_rounds import ROUNDS, PacedCall
+from layerzero.ops import table as ops_table
 from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.reasons import Reason
 from layerzero.spec.user_file import UserFile
 
 FORMAT: Final = 1
 SUITES: Final = ("quick", "full", "stress")
+_DTYPES: Final = tuple(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))
 _TOP: Final = ("version", "suites", "stages", "waivers")
+
+
+class ReleaseFileError(ConfigurationError):
+    """A release file cannot be read, or a part of it is unknown, missing or wrong (RELEASE_INVALID)."""
+
+    def __init__(self, message: str, **context: Any) -> None:
+        reason = Reason.RELEASE_INVALID
+        super().__init__(f"{reason.value}: {message}", reason=reason, **context)
 
 
 class SchemaStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -41,10 +53,10 @@ class NumericsStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class PerformanceStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """No call is slower by more than the share `slower` than the tree `against`, or than a `baseline`.
+    """No call is slower by more than the share `slower` than a `baseline`, or than the tree `against`.
 
-    A baseline needs its `sha256`, and at most `max_age_days` of age. `rounds` bounds the paired rounds of a
-    call.
+    A baseline needs its `sha256`, and at most `max_age_days` of age. A tree is a folder or `git:REVISION`;
+    with both, it is for machines that the baseline is not of. `rounds` bounds the paired rounds of a call.
     """
 
     calls: tuple[str | PacedCall, ...] = ()
@@ -83,7 +95,7 @@ class CommandStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A command whose exit status decides; the word `{python}` is this interpreter."""
 
     command: Annotated[tuple[str, ...], Meta(min_length=1)]
-    limit_s: Annotated[float, Meta(gt=0)] = 3600.0
+    limit_s: Annotated[float, Meta(gt=0, le=1e7)] = 3600.0
 
 
 Stage = (
@@ -132,21 +144,20 @@ class Release(msgspec.Struct, frozen=True):
     def stages_of(self, suite: str) -> dict[str, Stage]:
         """The stages of a suite, in the order that the suite has.
 
-        Raises: ConfigurationError: the file has no such suite.
+        Raises: ReleaseFileError: the file has no such suite.
         """
         if suite not in self.suites:
             names = ", ".join(self.suites)
-            raise ConfigurationError(f"suite needs one of {names} in {self.path}, got {suite!r}")
+            raise ReleaseFileError(f"suite needs one of {names} in {self.path}, got {suite!r}")
         return {name: self.stages[name] for name in self.suites[suite]}
 
 
 def read_release(path: str | os.PathLike[str]) -> Release:
     """Read and check a release file.
 
-    Raises: ConfigurationError: it cannot be read, or a part of it is unknown, missing or wrong, with its
-        line.
+    Raises: ReleaseFileError: it cannot be read, or a part of it is unknown, missing or wrong, with its line.
     """
-    file = UserFile(path)
+    file = UserFile(path, kind=ReleaseFileError)
     file.refuse_unknown(file.value, _TOP, "part")
     if file.value.get("version") != FORMAT:
         raise file.error(("version",), f"version needs {FORMAT}, got {file.value.get('version')!r}")
@@ -159,7 +170,7 @@ def read_release(path: str | os.PathLike[str]) -> Release:
     entries = file.value.get("waivers") or []
     if not isinstance(entries, list):
         raise file.error(("waivers",), f"waivers needs a list, got {type(entries).__name__}")
-    waivers = tuple(_waiver(file, place, entry) for place, entry in enumerate(entries))
+    waivers = tuple(_waiver(file, place, entry, stages) for place, entry in enumerate(entries))
     return Release(os.fspath(path), stages, suites, waivers)
 
 
@@ -185,6 +196,10 @@ def _stage(file: UserFile, name: str, entry: Any) -> Stage:
         absolute = [pattern for pattern in stage.files if not pattern or Path(pattern).is_absolute()]
         if absolute:
             raise file.error(place, f"stage {name} needs files relative to its own, got {absolute[0]!r}")
+    if isinstance(stage, NumericsStage):
+        file.refuse_unknown(stage.limits, ("*", *ops_table.names()), "op", (*place, "limits"))
+        for op, limits in stage.limits.items():
+            file.refuse_unknown(limits, _DTYPES, "dtype", (*place, "limits", op))
     if isinstance(stage, PerformanceStage):
         _check_performance(file, stage)
     return stage
@@ -192,8 +207,8 @@ def _stage(file: UserFile, name: str, entry: Any) -> Stage:
 
 def _check_performance(file: UserFile, stage: PerformanceStage) -> None:
     place = ("stages", "performance")
-    if bool(stage.against) == bool(stage.baseline):
-        raise file.error(place, "stage performance needs either against (a tree) or baseline (a file)")
+    if not stage.against and not stage.baseline:
+        raise file.error(place, "stage performance needs against (a tree), baseline (a file) or both")
     if stage.against and not stage.calls:
         raise file.error(place, "stage performance needs calls to measure against another tree")
     if not 0 < stage.slower < 10 or stage.rounds < 20:
@@ -205,11 +220,13 @@ def _suite(file: UserFile, name: str, entry: Any, stages: Mapping[str, Stage]) -
     place = ("suites", name)
     if not isinstance(entry, list) or not all(isinstance(each, str) for each in entry):
         raise file.error(place, f"suite {name} needs a list of names of stages")
+    if not entry:
+        raise file.error(place, f"suite {name} needs at least one stage: it would pass whatever is wrong")
     file.refuse_unknown(entry, stages, "stage", place)
     return tuple(dict.fromkeys(entry))
 
 
-def _waiver(file: UserFile, number: int, entry: Any) -> Waiver:
+def _waiver(file: UserFile, number: int, entry: Any, stages: Iterable[str]) -> Waiver:
     place = ("waivers", number)
     try:
         waiver = msgspec.convert(entry, Waiver)
@@ -220,4 +237,5 @@ def _waiver(file: UserFile, number: int, entry: Any) -> Waiver:
     empty = [name for name in ("finding", "owner", "reason") if not getattr(waiver, name).strip()]
     if empty:
         raise file.error(place, f"waiver {number + 1} needs {' and '.join(empty)}, got an empty text")
+    file.refuse_unknown([waiver.finding.partition("/")[0]], stages, "stage of a waiver", place)
     return waiver

@@ -33,7 +33,7 @@ def run_gate(
     """Run a suite's stages; with `artifacts`, a folder gets what the release keeps, and the report.
 
     `begun(stage)` is called as each stage begins.
-    Raises: ConfigurationError: the file has no such suite. OSError: the folder cannot be written.
+    Raises: ReleaseFileError: the file has no such suite. OSError: the folder cannot be written.
     """
     stages = release.stages_of(suite)
     begun_at = datetime.now(UTC)

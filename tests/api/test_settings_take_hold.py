@@ -124,6 +124,7 @@ CASES: list[tuple[str, Case]] = [
     ("probes", Case(1, 3, probing)),
     ("probe_timeout_s", Case(60.0, 600.0, probing)),
     ("spans", Case(False, True, sampled)),
+    ("call_spans", Case(False, True, sampled)),
 ]
 REFUSED: dict[str, Any] = {
     "version": 2,
@@ -207,7 +208,7 @@ def test_a_setting_takes_hold_as_if_the_runtime_had_been_opened_with_it(
         pytest.skip(f"nothing to compile with: {error}")
     if name == "completion":
         monkeypatch.setattr("layerzero.runtime.open_device.ScheduledDevice", StreamedDevice)
-    if name == "spans":
+    if name.endswith("spans"):
         pytest.importorskip("opentelemetry.trace", reason="spans need opentelemetry-api")
     settings: dict[str, Any] = {"perfdb": None, "shipped_tables": False, "warm": "off", **case.around}
     settings = {key: given(value, folder) for key, value in settings.items()}

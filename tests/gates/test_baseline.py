@@ -63,7 +63,12 @@ def test_a_baseline_that_may_not_be_compared_with_is_refused(tmp_path: Path) -> 
     for change in ({"device": "another CPU"}, {"torch": "1.0"}, {"isa": ("sse",)}):
         stored(path, environment=msgspec.structs.replace(HERE, **change))
         assert code(path) == "BASELINE_ENVIRONMENT_DIFFERS"
-    for damage in ({"content": "0"}, {"date": "today"}):
+    nought = msgspec.structs.replace(RATIO, lowest=0.0)
+    without = (msgspec.structs.replace(PACED[0], control=nought),)
+    for damage in (
+        {"content": "0"}, {"date": "today"}, {"date": "2026-11-26"},
+        {"paced": without, "content": content_hash(without)},
+    ):  # fmt: skip
         stored(path, **damage)
         assert code(path) == "BASELINE_DAMAGED"
     stored(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import re
 import tomllib
 from pathlib import Path
 
@@ -15,9 +15,10 @@ from layerzero.gates.release_file import (
     NumericsStage,
     PerformanceStage,
     Release,
+    ReleaseFileError,
     read_release,
 )
-from layerzero.spec.errors import ConfigurationError
+from layerzero.spec.reasons import Reason
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOLE = """
@@ -77,8 +78,14 @@ def test_stages_suites_and_waivers_are_read(tmp_path: Path) -> None:
         (("  numerics:\n", "  schemas: {files: [/etc/*.json]}\n  numerics:\n"), "needs files relative to"),
         (("  numerics:\n", '  schemas: {files: [""]}\n  numerics:\n'), "needs files relative to"),
         (("  parity:\n    command:", "  parity:\n    commands:"), "stage parity needs a command"),
-        (("against: ../last", "rounds: 100"), "needs either against"),
-        (("against: ../last", "against: x\n    baseline: y"), "needs either against"),
+        (("against: ../last", "rounds: 100"), "needs against"),
+        (("limit_s: 60", "limit_s: 1.0e+300"), r":8: stage parity: .*limit_s"),
+        (("quick: [numerics]", "quick: []"), r":4: suite quick needs at least one stage"),
+        (("{rms_norm: {float32", "{rms_nrom: {float32"), r":7: unknown op 'rms_nrom'.*rms_norm"),
+        (("{float32: 0.001}", "{float23: 0.001}"), r":7: unknown dtype 'float23'.*float32"),
+        (('"numerics/*"', '"*"'), r":15: unknown stage of a waiver '\*'"),
+        (('"numerics/*"', '"numeric/*"'), r":15: unknown stage of a waiver 'numeric'.*numerics"),
+        (("quick: [numerics]", "quick: [numerics]\n  quick: [parity]"), "quick"),
         (("against: ../last", "against: x\n    slower: 0"), "needs slower between"),
         (("owner: ann, ", ""), "waiver 1 needs finding, owner, reason and expires"),
         (("owner: ann", 'owner: " "'), "waiver 1 needs owner, got an empty text"),
@@ -89,19 +96,20 @@ def test_stages_suites_and_waivers_are_read(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, change: tuple[str, str], said: str) -> None:
     """Another version, misspelt parts, missing fields, waivers without an owner or an end."""
     assert change[0] in WHOLE
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ReleaseFileError, match=f"^RELEASE_INVALID: .*(?:{said})") as caught:
         written(tmp_path, WHOLE.replace(*change))
+    assert caught.value.context["reason"] is Reason.RELEASE_INVALID
 
 
 def test_a_file_without_stages_or_suite_is_refused(tmp_path: Path) -> None:
     """Nothing to run, a suite that is not there, a cut file, no file."""
-    with pytest.raises(ConfigurationError, match="stages needs at least one"):
+    with pytest.raises(ReleaseFileError, match="stages needs at least one"):
         written(tmp_path, "version: 1\n")
-    with pytest.raises(ConfigurationError, match="suite needs one of quick, full, stress"):
+    with pytest.raises(ReleaseFileError, match="suite needs one of quick, full, stress"):
         written(tmp_path, WHOLE).stages_of("nightly")
-    with pytest.raises(ConfigurationError):
+    with pytest.raises(ReleaseFileError):
         written(tmp_path, WHOLE[: WHOLE.index("waivers") + 30])
-    with pytest.raises(ConfigurationError, match="cannot be read"):
+    with pytest.raises(ReleaseFileError, match="cannot be read"):
         read_release(tmp_path / "missing.yaml")
 
 
@@ -120,13 +128,12 @@ def test_the_stress_suite_holds_a_bound_on_coverage() -> None:
 
 
 def test_the_release_of_this_project_names_what_is_there() -> None:
-    """Its baseline is the file of that hash, its folders and scripts exist, and every suite has stages."""
+    """What it compares with is one commit for ever, its scripts exist, and every suite has stages."""
     release = read_release(ROOT / "RELEASE.yaml")
     stages = release.stages
     performance = stages["performance"]
     assert isinstance(performance, PerformanceStage)
-    baseline = (ROOT / performance.baseline).read_bytes()
-    assert hashlib.sha256(baseline).hexdigest() == performance.sha256
+    assert re.fullmatch("git:[0-9a-f]{40}", performance.against) and not performance.baseline
     assert all(release.stages_of(suite) for suite in (*SUITES, "contract", "matrix", "performance"))
     words = [word for stage in stages.values() if isinstance(stage, CommandStage) for word in stage.command]
     paths = [word for word in words if "/" in word and not word.startswith(("-", "build/"))]

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import layerzero as lz
-from layerzero.gates import numerics
+from layerzero.gates import numerics, stages
+from layerzero.gates.numerics import KernelRun
+from layerzero.gates.paired_rounds import PacedCall, PairedResult
 from layerzero.gates.release_file import (
     CommandStage,
     ContractStage,
@@ -22,9 +25,11 @@ from layerzero.gates.release_file import (
 from layerzero.gates.stages import StageRunner
 from layerzero.ops.norm.rms_norm import rms_norm_reference
 from layerzero.perfdb.record import Environment
+from layerzero.perfdb.table_file import content_hash
 from layerzero.runtime import Runtime
 from tests.gates.test_baseline import stored as stored_baseline
 from tests.kernels import kernel
+from tests.perfdb.rows import HERE
 
 NORMS = ("rms_norm",)
 
@@ -168,7 +173,60 @@ def test_a_tree_that_is_none_is_named(runtime: Runtime, tmp_path: Path) -> None:
     """A path without a tree is a finding, not a traceback."""
     stage = PerformanceStage(against="nowhere", calls=("rms_norm x=1x8:float32",))
     (finding,) = StageRunner(runtime, tmp_path).run("performance", stage).findings
-    assert "against needs a tree with layerzero/" in finding.text
+    assert finding.code == "GATE_TREE" and "against needs a tree with layerzero/" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("stored", "code"),
+    [
+        ({"environment": msgspec.structs.replace(HERE, device="another CPU")}, ""),
+        ({"format": 1}, ""),
+        ({"date": "2020-01-01"}, ""),
+        ({"content": "0"}, "BASELINE_DAMAGED"),
+        ({"date": "2999-01-01"}, "BASELINE_DAMAGED"),
+    ],
+)
+def test_a_machine_that_a_baseline_is_not_of_compares_with_the_tree(
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, Any], code: str
+) -> None:
+    """And says with what and why; a baseline that was altered is refused although there is a tree."""
+    here = {"environment": Environment.of_hardware(runtime.device().hardware)}
+    digest = stored_baseline(tmp_path / "base.json", **here | stored)
+    (tmp_path / "last" / "layerzero").mkdir(parents=True)
+    (tmp_path / "last" / "layerzero" / "__init__.py").touch()
+    trees: list[Path] = []
+
+    def compare(call: PacedCall, first: Path, second: Path, **_: Any) -> PairedResult:
+        trees.append(first)
+        return PairedResult(str(call), "as fast", 100, 1.0, "as planted")
+
+    monkeypatch.setattr(stages, "compare_paces", compare)
+    stage = PerformanceStage(
+        baseline="base.json", sha256=digest, against="last", calls=("rms_norm x=1x8:float32",)
+    )
+    outcome = StageRunner(runtime, tmp_path).run("performance", stage)
+    if code:
+        (finding,) = outcome.findings
+        assert (finding.name, finding.code, trees) == ("performance/baseline", code, [])
+        return
+    assert outcome.state == "passed" and trees == [(tmp_path / "last").resolve()]
+    assert (
+        str(trees[0]) in outcome.beside and "base.json is not for this machine: BASELINE_" in outcome.beside
+    )
+
+
+def test_a_stage_that_checks_nothing_does_not_pass(runtime: Runtime, tmp_path: Path) -> None:
+    """No call was made in it: a baseline without calls, and kernels that all raise, are told from a pass."""
+
+    here = Environment.of_hardware(runtime.device().hardware)
+    digest = stored_baseline(tmp_path / "base.json", environment=here, paced=(), content=content_hash(()))
+    runner = StageRunner(runtime, tmp_path)
+    stage = PerformanceStage(baseline="base.json", sha256=digest, max_age_days=1e6)
+    (finding,) = runner.run("performance", stage).findings
+    assert finding.code == "GATE_CHECKS_NOTHING" and finding.name == "performance/nothing"
+    runner._runs[NORMS] = [KernelRun("rms_norm", "float32", "acme", "call", raised="no luck")]
+    outcome = runner.run("numerics", NumericsStage(ops=NORMS))
+    assert outcome.state == "failed" and outcome.findings[0].code == "GATE_CHECKS_NOTHING"
 
 
 def test_errors_of_large_outputs_are_those_of_their_parts_together() -> None:

@@ -43,7 +43,7 @@ def named(exporter: InMemorySpanExporter, name: str) -> list[Any]:
 
 
 def told() -> Any:
-    return lz.start(lz.Settings(spans=True), scoped=True)
+    return lz.start(lz.Settings(call_spans=True), scoped=True)
 
 
 @asynccontextmanager
@@ -112,6 +112,64 @@ async def test_a_batch_links_to_its_callers(exporter: InMemorySpanExporter, func
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("function", ["op", "batched"])
+async def test_a_batch_is_one_span_however_many_wait(exporter: InMemorySpanExporter, function: str) -> None:
+    """Unless calls are asked for: it links to what the callers are in, who have no span of their waiting."""
+    tracer = trace.get_tracer("user")
+    doubled = lz.batched(twice)
+
+    async def caller() -> int:
+        with tracer.start_as_current_span("request") as request:
+            await (lz.rms_norm(X) if function == "op" else doubled(X))
+            return request.get_span_context().span_id
+
+    async with lz.start(lz.Settings(spans=True), scoped=True):
+        lz.sync.rms_norm(X)  # its choice has a span
+        await asyncio.gather(*(caller() for _ in range(4)))
+        exporter.clear()
+        for _ in range(3):  # each time: a remembered call is told, too
+            mine = await asyncio.gather(*(caller() for _ in range(4)))
+            await asyncio.gather(*(doubled(X) if function == "batched" else lz.rms_norm(X) for _ in range(4)))
+            batch, other = named(exporter, "layerzero.batch")
+            assert {link.context.span_id for link in batch.links} == set(mine) and batch.parent is None
+            assert batch.attributes["layerzero.callers"] == 4 and other.links == ()
+            names = [span.name for span in exporter.get_finished_spans()]
+            assert sorted(names) == ["layerzero.batch"] * 2 + ["request"] * 4
+            exporter.clear()
+        with tracer.start_as_current_span("request"):
+            lz.sync.rms_norm(X)
+        assert [span.name for span in exporter.get_finished_spans()] == ["request"]
+
+
+@pytest.mark.asyncio
+async def test_links_go_around_where_many_wait(exporter: InMemorySpanExporter) -> None:
+    """A batch of forty links to thirty-two of them, the next to the other eight first; one span is one."""
+    tracer = trace.get_tracer("user")
+    ready = asyncio.Event()
+
+    async def caller() -> int:
+        with tracer.start_as_current_span("request") as request:
+            await ready.wait()
+            await lz.batched(twice)(X)
+            await lz.batched(twice)(X)
+            return request.get_span_context().span_id
+
+    async with lz.start(lz.Settings(spans=True), scoped=True):
+        waiting = asyncio.gather(*(caller() for _ in range(40)))
+        await asyncio.sleep(0)
+        ready.set()
+        mine = await waiting
+        batches = named(exporter, "layerzero.batch")
+        linked = [{link.context.span_id for link in batch.links} for batch in batches]
+        assert [len(each) for each in linked] == [32, 32] and linked[0] | linked[1] == set(mine)
+        exporter.clear()
+        with tracer.start_as_current_span("request"):
+            await asyncio.gather(*(lz.rms_norm(X) for _ in range(5)))
+        (batch,) = named(exporter, "layerzero.batch")
+        assert len(batch.links) == 1 and batch.attributes["layerzero.callers"] == 5
+
+
+@pytest.mark.asyncio
 async def test_a_fallback_says_which_kernel_failed_and_why(exporter: InMemorySpanExporter) -> None:
     """In the trace of the call that it saved."""
 
@@ -161,10 +219,10 @@ async def test_spans_end_when_the_settings_do_so(exporter: InMemorySpanExporter)
     async with lz.start(scoped=True), request():
         lz.sync.rms_norm(X)
         assert exporter.get_finished_spans() == ()
-        lz.configure(spans=True)
+        lz.configure(call_spans=True)
         lz.sync.rms_norm(X)
         assert len(named(exporter, "layerzero.rms_norm")) == 1
-        lz.configure(spans=False)
+        lz.configure(call_spans=False)
         exporter.clear()
         lz.sync.rms_norm(X)
         assert exporter.get_finished_spans() == ()

@@ -29,6 +29,8 @@ class Device:
     `gate`, when given, holds every batch until it is set. `runs` are the sizes of what was run.
     """
 
+    spans = None
+
     def __init__(self, gate: threading.Event | None = None) -> None:
         self.gate = gate
         self.entered = threading.Event()
@@ -57,6 +59,8 @@ class Later(Device):
     the thread that waits for them (`submit`), and the streams of a driver (`default_stream`, `modes_of`,
     `notify_when_done`), which say when it has run what was launched.
     """
+
+    spans = None
 
     completion = "stream"
 

@@ -44,6 +44,8 @@ class Thread:
 class OnLoop(Device):
     """Computes on the loop's thread, a pass a batch."""
 
+    spans = None
+
     def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any, snapshot: Any) -> list[Any]:
         loop: Any = asyncio.get_running_loop()
         loop.spend(PASS_S)

@@ -246,6 +246,8 @@ def test_a_loop_closed_under_a_batch_ends_cleanly(worker: Worker, caplog: pytest
 class Interrupted(Device):
     """A device during which the interpreter is told to stop."""
 
+    spans = None
+
     def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any, snapshot: Any) -> list[Any]:
         raise KeyboardInterrupt
 

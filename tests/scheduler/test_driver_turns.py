@@ -28,6 +28,8 @@ def call_of(group: Any = "double") -> PendingCall:
 class Spending(Device):
     """A device whose every batch takes `spends_s` of the loop's thread."""
 
+    spans = None
+
     def __init__(self, spends_s: float = 0.0) -> None:
         super().__init__()
         self.spends_s = spends_s

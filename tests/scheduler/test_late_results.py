@@ -24,6 +24,8 @@ ON_LOOP, ON_WORKER = 1.0, 1e6
 class Stages(Device):
     """A device whose batches end where `finish` says so; `late` are those that have run, in order."""
 
+    spans = None
+
     def __init__(self) -> None:
         super().__init__()
         self.late: list[tuple[list[Any], LateResults]] = []
@@ -77,6 +79,8 @@ async def test_results_that_are_there_before_anybody_asks_are_given(worker: Work
     """A stage of its own host may end before the loop hears of the run."""
 
     class AtOnce(Stages):
+        spans = None
+
         def execute(self, op: Any, calls: Sequence[Any], modes: Any, snapshot: Any) -> list[Any]:
             outcomes = super().execute(op, calls, modes, snapshot)
             self.end()

@@ -282,6 +282,8 @@ async def test_a_batch_runs_in_nobodys_context(worker: Worker) -> None:
     class Looks(Device):
         """Notes the context variable of where it runs."""
 
+        spans = None
+
         def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any, snapshot: Any) -> list[Any]:
             seen.append(SECRET.get())
             return super().execute(op, calls, modes, snapshot)

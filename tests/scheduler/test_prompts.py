@@ -27,6 +27,8 @@ MOST_ROWS, PIECE = 1024, 768
 class ByRows(Later):
     """A device whose batches take the time of their rows; `steps` are the rows and the calls of each."""
 
+    spans = None
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop, WEIGHTS_S, LAUNCH_S)
         self.steps: list[tuple[int, int]] = []

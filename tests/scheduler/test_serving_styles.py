@@ -53,6 +53,8 @@ Load = list[tuple[float, Request]]  # when each request comes
 class Device(Later):
     """A device whose batches take what `COSTS` says of their group, which every call names."""
 
+    spans = None
+
     def execute(self, op: Any, calls: Sequence[tuple[Any, ...]], modes: Any, snapshot: Any) -> list[Any]:
         pass_s, row_s = COSTS[calls[0][1]]
         self.pass_s = pass_s + row_s * len(calls)

@@ -84,6 +84,7 @@ def _parts_of(report: GateReport) -> list[str | output.Table]:
     verdict = f"{report.title}: {word}"
     return [
         output.Table(report.machine, ("stage", "state", "checks", "s"), rows),
+        *(f"{each.stage}: compared with {each.beside}" for each in report.stages if each.beside),
         *(f"waived: {each.name}: {each.text} ({each.waived_by})" for each in findings if not each.fails),
         *(f"note: {note}" for note in report.notes),
         *(output.Problem(f"{each.name}: {each.text}") for each in findings if each.fails),
