@@ -1,9 +1,9 @@
 """Requests that share a pool of pages: who may begin, who waits, and who gives pages back when they run out.
 
-A request holds the pages of its tokens and grows page by page. When none is free, one that is idle, or else the
-youngest, gives all of its pages back, waits, and is computed again from its tokens: no request fails, and the
-oldest that is read always continues. New requests begin in an order that is fair to clients by the tokens they
-were served.
+A request holds the pages of its tokens and grows page by page. When none is free, one that is idle, or else
+the youngest, gives all of its pages back, waits, and is computed again from its tokens: no request fails, and
+the oldest that is read always continues. New requests begin in an order that is fair to clients by the tokens
+they were served.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def test_clients_that_do_not_read_hold_nobody_up() -> None:
                 stalled.release()
                 await asyncio.Event().wait()
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
         scope |= {"query_string": b"", "root_path": "", "client": None, "server": None}
         await running.app(scope, receive, send)
 
