@@ -101,7 +101,9 @@ _SAMPLING: dict[str, Reader] = {
 
 
 def _options(name: str, value: Any) -> bool:
-    return boolean(name, keyed(name, value, {"include_usage"}).get("include_usage", False))
+    options = keyed(name, value, {"include_usage", "include_obfuscation"})
+    nothing(False, None)(name, options.get("include_obfuscation"))  # events are not padded
+    return boolean(name, options.get("include_usage", False))
 
 
 def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
@@ -220,7 +222,7 @@ _COMPLETION: dict[str, Reader] = {
     **_COMMON,
     "prompt": _prompts,
     "logprobs": integer(0, MAX_TOP_LOGPROBS),
-    "best_of": nothing(1),
+    "best_of": integer(1, MAX_CHOICES),
     "echo": nothing(False),
     "suffix": nothing(""),
 }
@@ -232,6 +234,10 @@ _CHAT: dict[str, Reader] = {
     "top_logprobs": integer(0, MAX_TOP_LOGPROBS),
     "tools": nothing([]),
     "tool_choice": nothing("none"),
+    "parallel_tool_calls": boolean,
+    "modalities": nothing(["text"]),
+    "prompt_cache_key": text,  # prompts are found by what is in them
+    "safety_identifier": text,
     "store": nothing(False),
     "metadata": _metadata,
     "service_tier": _tier,
@@ -260,6 +266,8 @@ def read(body: bytes, served: str, *, chat: bool = False) -> Ask:
     if fields.get("stream_options") and not stream:
         raise BadRequest("stream_options needs stream to be true", "stream_options")
     choices = values.get("n", 1)
+    if values.get("best_of", choices) != choices:
+        raise BadRequest(f"best_of needs to be n, {choices}, got {values['best_of']}", "best_of")
     if not chat and len(prompt) * choices > MAX_ANSWERS:
         raise BadRequest(
             f"prompt needs at most {MAX_ANSWERS} choices, n of each, got {len(prompt)} and {choices}",
@@ -279,7 +287,7 @@ def read(body: bytes, served: str, *, chat: bool = False) -> Ask:
         stream=stream,
         include_usage=values.get("stream_options", False),
         ignore_eos=values.get("ignore_eos", False),
-        user=values.get("user", ""),
+        user=values.get("user", values.get("safety_identifier", "")),
         tokenizer=values.get("tokenizer"),
         service_tier=values.get("service_tier"),
     )

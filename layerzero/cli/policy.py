@@ -42,7 +42,7 @@ def check(ctx: click.Context, file: str, strict: bool, json_: bool) -> None:
         ctx.exit(1)
     rules = loaded.policy.rules
     rows = [
-        (r.source, r.action, ", ".join(r.patterns), r.target, " and ".join(map(str, r.when)), r.note)
+        (r.source, r.effect, ", ".join(r.patterns), r.target, " and ".join(map(str, r.when)), r.note)
         for r in rules
     ]
     warnings = [{"source": w.rule.source, "message": w.message} for w in loaded.findings]

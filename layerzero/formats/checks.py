@@ -71,7 +71,7 @@ def check_grouping(form: Format, granularity: str, group_size: Any, shape: tuple
         needs = "at least 2 dimensions for granularity='block'"
         raise FormatError("x", needs, f"shape {shape}", Reason.SCALE_LAYOUT_MISMATCH)
     if shape[-1] % form.packed:
-        needs = f"a last axis of whole bytes, {form.packed} codes each,"
+        needs = f"a last axis of whole bytes of {form.packed} codes each"
         raise FormatError("x", needs, shape[-1], Reason.PACKED_LAYOUT_MISMATCH)
 
 

@@ -1,8 +1,9 @@
 """Requests that share a pool of pages: who may begin, who waits, and who gives pages back when they run out.
 
-A request holds the pages of its tokens and grows page by page. When none is free the youngest request gives
-all of its pages back, waits, and is computed again from its tokens: no request fails, and the oldest always
-continues. New requests begin in an order that is fair to clients by the tokens they were served.
+A request holds the pages of its tokens and grows page by page. When none is free, one that is idle, or else
+the youngest, gives all of its pages back, waits, and is computed again from its tokens: no request fails, and
+the oldest that is read always continues. New requests begin in an order that is fair to clients by the tokens
+they were served.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ from layerzero.ops import checks
 from layerzero.spec.errors import OverloadedError
 
 PREEMPTED = "kvcache.request_preempted"
+IDLE_CHECK_S = 0.5
 
 
 class PagedRequest:
     """One request of a `PagedRequests`, which gave it; a context manager that gives its pages back.
 
     Each `step` says which of the request's tokens are to be computed now; a request that was preempted is
-    asked for all of them again.
+    asked for all of them again. Set `is_idle` while nobody takes what the steps have given: the request then
+    gives its pages to any other that needs them.
     """
 
     __slots__ = (
-        "_charged", "_is_stepping", "_is_yielding", "_pool", "age", "arrival", "client", "keys",
-        "preemptions", "sequence",
+        "_charged", "_is_stepping", "_is_yielding", "_pool", "age", "arrival", "client", "is_idle",
+        "keys", "preemptions", "sequence",
     )  # fmt: skip
 
     def __init__(self, pool: PagedRequests, arrival: int, client: Hashable, keys: PageKeys) -> None:
@@ -40,7 +43,7 @@ class PagedRequest:
         self.age: int | None = None  # the number of its first admission
         self.sequence: PagedSequence | None = None
         self.preemptions = self._charged = 0
-        self._is_stepping = self._is_yielding = False
+        self.is_idle = self._is_stepping = self._is_yielding = False
 
     def step(self, tokens: Sequence[int], limit: int) -> _Step:
         """An async context manager that gives the range of `tokens` to compute now, at most `limit` of them.
@@ -161,7 +164,7 @@ class PagedRequests:
             if missing <= self.cache.allocator.free_pages:
                 self.cache.reserve(sequence.number, end)
                 return True
-            if not self._take_from_youngest(request):
+            if not self._take_from_idle(request) and not self._take_from_youngest(request):
                 break
         return False
 
@@ -172,17 +175,22 @@ class PagedRequests:
         """Give a request that holds no pages those for all of its tokens, where they are free."""
         allocator = self.cache.allocator
         pages = self.prefixes.match(tokens, request.keys) if self.prefixes is not None else []
-        missing = self._pages_for(len(tokens)) - len(pages)
-        idle = sum(not allocator.refcount(page) for page in pages)
-        spare = bool(self._running)  # a request that runs may need a page soon
-        if not self._may_go(request) or missing + idle + spare > allocator.free_pages:
-            if not self._running and self._may_go(request):
-                raise PagesExhaustedError(
-                    f"needs {missing + idle} free pages, got {allocator.free_pages} of {allocator.total}, "
-                    "and no request holds one",
-                    missing=missing + idle, total=allocator.total,
-                )  # fmt: skip
+        if not self._may_go(request):
             return False
+        while True:
+            unused = sum(not allocator.refcount(page) for page in pages)
+            missing = self._pages_for(len(tokens)) - len(pages) + unused
+            spare = bool(self._running)  # a request that runs may need a page soon
+            if missing + spare <= allocator.free_pages:
+                break
+            if not self._running:
+                raise PagesExhaustedError(
+                    f"needs {missing} free pages, got {allocator.free_pages} of {allocator.total}, "
+                    "and no request holds one",
+                    missing=missing, total=allocator.total,
+                )  # fmt: skip
+            if not self._take_from_idle(request):
+                return False
         request.sequence = self.cache.sequence(len(tokens), pages)
         if request.age is None:
             request.age, self._ages = self._ages, self._ages + 1
@@ -190,6 +198,13 @@ class PagedRequests:
             self.reused_tokens += request.sequence.length
         bisect.insort(self._running, request, key=lambda running: running.age or 0)
         return True
+
+    def _take_from_idle(self, request: PagedRequest) -> bool:
+        """Have the youngest of those that nobody reads give its pages back; False where there is none."""
+        idle = [other for other in self._running if other.is_idle and other is not request]
+        if idle:
+            self._preempt(idle[-1])
+        return bool(idle)
 
     def _take_from_youngest(self, request: PagedRequest) -> bool:
         """Have the youngest give its pages back; False where `request` has to wait for that, or is it."""
@@ -271,7 +286,8 @@ class PagedRequests:
                 event = anyio.Event()
                 self._waiting[request] = event, len(tokens)
                 if self._running or not self._may_go(request):  # else no request is left to wake it
-                    await event.wait()
+                    with anyio.move_on_after(IDLE_CHECK_S):  # nothing tells that another is idle by now
+                        await event.wait()
                 span = self._try_step(request, tokens, limit)
                 if span is not None:
                     return span

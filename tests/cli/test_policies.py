@@ -34,6 +34,20 @@ def test_a_valid_file_is_shown_as_its_rules(file: Path, lz: Lz) -> None:
     assert result.stdout.endswith(f"{file}: valid\n")
 
 
+def test_rules_are_shown_as_the_file_spells_them(tmp_path: Path, lz: Lz) -> None:
+    """A preference is no nameless boost, and a boost says by how much."""
+    path = tmp_path / "policy.yaml"
+    path.write_text(
+        "version: 1\nrules:\n  - prefer: torch\n  - avoid: torch.*\n"
+        "  - boost: torch\n    factor: 0.8\n    add_us: 5\n"
+    )
+    shown = [line.split() for line in lz("policy", "check", str(path)).stdout.splitlines()]
+    assert [row[1] for row in shown if row[0].startswith(str(path)) and len(row) > 2] == [
+        "prefer", "avoid", "boost",
+    ]  # fmt: skip
+    assert ["x0.8", "+5", "us"] in [row[2:5] for row in shown]
+
+
 def test_a_valid_file_in_json(file: Path, lz: Lz) -> None:
     """The chain as data, and the digest that logs name."""
     plain = json.loads(lz("policy", "check", str(file), "--json").stdout)

@@ -55,6 +55,18 @@ def test_what_clients_send_without_being_asked_is_taken() -> None:
     assert ask.service_tier == "default" and asked(True, metadata=None, store=None).service_tier is None
 
 
+def test_what_asks_for_nothing_more_is_taken() -> None:
+    """As many answers as candidates; text and nothing else; no padding; an end user by its new name."""
+    assert asked(best_of=3, n=3).choices == 3 and asked(best_of=1).choices == 1
+    for chat in (False, True):
+        options = {"include_usage": True, "include_obfuscation": False}
+        assert asked(chat, stream=True, stream_options=options).include_usage
+    ask = asked(
+        True, modalities=["text"], parallel_tool_calls=True, prompt_cache_key="k", safety_identifier="s"
+    )  # fmt: skip
+    assert ask.user == "s" and asked(True, safety_identifier="s", user="u").user == "u"
+
+
 def test_a_list_of_prompts_is_several() -> None:
     """Texts and lists of ids, mixed or not; a list of ids alone is one prompt."""
     for prompt, prompts in (
@@ -126,6 +138,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"chunks": 1}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
     ({"user": 7}, "user"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -158,6 +171,8 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"echo": True}, "echo"),
     ({"best_of": 2}, "best_of"),
     ({"best_of": True}, "best_of"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"modalities": ["text"]}, "modalities"),
     ({"suffix": "x"}, "suffix"),
     ({"messages": MESSAGES}, "messages"),
 ]
@@ -177,6 +192,10 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 3, "max_completion_tokens": 3}, "max_completion_tokens"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"prompt_cache_key": 5}, "prompt_cache_key"),
+    ({"safety_identifier": ["a"]}, "safety_identifier"),
     ({"store": True}, "store"),
     ({"store": 0}, "store"),
     ({"metadata": ["a"]}, "metadata"),
@@ -223,7 +242,7 @@ VALUES = st.recursive(
 NAMES = [
     "temperature", "top_k", "logit_bias", "seed", "n", "stop", "stream", "stream_options", "response_format",
     "structured_outputs", "user", "prompt", "messages", "logprobs", "top_logprobs", "max_tokens", "tools",
-    "store", "metadata", "service_tier",
+    "store", "metadata", "service_tier", "best_of", "modalities", "safety_identifier",
 ]  # fmt: skip
 
 

@@ -27,10 +27,11 @@ def run(folder: Path, name: str, *arguments: str) -> str:
 
 
 def test_the_quickstart_says_who_met_and_why(tmp_path: Path) -> None:
-    """Callers met in one launch of more than one row, and every kernel's verdict is printed."""
-    met, explanation = run(tmp_path, "quickstart.py").split("\n", 1)
-    assert "rms_norm" in met and "over 64 rows" in met
-    assert "-> " in explanation or "rms_norm" in explanation
+    """Twenty lines: callers met in one launch of all their rows, and every kernel's verdict is printed."""
+    met, call, why, *verdicts = run(tmp_path, "quickstart.py").splitlines()
+    assert met == "64 callers met in this launch:" and call.startswith("rms_norm") and "N=64" in call
+    assert why.startswith("-> ") and any("reference.rms_norm" in line for line in verdicts)
+    assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 20
 
 
 def test_the_embedding_service_finds_the_sentence_about_woods(tmp_path: Path) -> None:

@@ -70,6 +70,18 @@ def test_a_free_page_cannot_be_shared() -> None:
         PageAllocator(4).incref([2])
 
 
+def test_a_shared_page_is_free_behind_its_last_owner() -> None:
+    """Two owners: the first one's end frees nothing, the second one's does."""
+    pages = PageAllocator(2)
+    taken = pages.allocate(1)
+    pages.incref(taken)
+    free = [pages.free_pages]
+    for _ in range(2):
+        pages.free(taken)
+        free.append(pages.free_pages)
+    assert free == [1, 1, 2]
+
+
 def test_an_allocation_is_whole_or_nothing() -> None:
     """Too few pages: none is taken, and the error says how many are missing."""
     pages = PageAllocator(4)

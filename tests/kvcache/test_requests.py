@@ -191,6 +191,35 @@ def test_who_rests_between_steps_is_preempted_at_once() -> None:
     nothing_left(requests)
 
 
+@pytest.mark.parametrize("waits_first", [False, True])
+def test_who_takes_no_token_holds_no_page_against_anybody(waits_first: bool) -> None:
+    """A request whose caller reads nothing gives way to one that comes, and to one that grows."""
+    requests = pool(4)
+
+    async def lives() -> None:
+        tokens = list(range(SIZE * 3))
+        with requests.open() as old, requests.open() as young:
+            async with old.step(tokens, 99) as span:
+                fill(requests.cache, tokens, span)
+            old.is_idle = not waits_first
+            begins = asyncio.ensure_future(answer(requests, [5] * 5, 1, turn))
+            while not requests.waiting and not begins.done():
+                await turn()
+            old.is_idle = True
+            assert len(await begins) == 1 and old.preemptions == 1
+            old.is_idle = False
+            async with old.step(tokens, 99) as span:
+                fill(requests.cache, tokens, span)
+            old.is_idle = True
+            for count in (1, SIZE + 1, SIZE * 3):
+                async with young.step([7] * count, 99) as span:
+                    fill(requests.cache, [7] * count, span)
+            assert (old.preemptions, young.preemptions) == (2, 0)
+
+    run(lives())
+    nothing_left(requests)
+
+
 def test_new_requests_do_not_overtake_one_that_was_preempted() -> None:
     """A preempted request goes on before one that has not begun, though that one would fit."""
     requests = pool(5, prefixes=False)

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -23,8 +24,9 @@ from layerzero.observe.histograms import (
     Histograms,
     HistogramSeries,
 )
-from layerzero.observe.kernel_times import KERNEL_SECONDS
+from layerzero.observe.kernel_times import KERNEL_SECONDS, KernelTimes
 from layerzero.observe.selection_events import SELECTION_MADE, SELECTION_SECONDS
+from layerzero.ops.op import OPS
 
 
 def test_no_duration_is_lost_under_threads() -> None:
@@ -134,6 +136,25 @@ def test_kernel_times_count_every_call_by_kernel() -> None:
         )
         counts, total = series.snapshot()
     assert sum(counts) == 20 and total > 0
+
+
+def test_kernel_times_count_what_raises_and_leave_captures_alone() -> None:
+    """An error passes through and its call counts; a plan for a capture is the kernel itself."""
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("of the kernel")
+
+    counters = Counters()
+    selection = lz.select("rms_norm", torch.ones(3, 8))
+    timed = KernelTimes(counters).wrap(OPS["rms_norm"], selection, fails)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="of the kernel"):
+            timed()
+    series = counters.histograms.series(KERNEL_SECONDS, op="rms_norm", kernel=selection.kernel)
+    assert sum(series.snapshot()[0]) == 3
+    request = selection.request.replace(modes=selection.request.modes | {"capture"})
+    captured = msgspec.structs.replace(selection, request=request)
+    assert KernelTimes(counters).wrap(OPS["rms_norm"], captured, fails) is fails
 
 
 def test_times_of_kernels_are_kept_for_a_bounded_number_of_calls() -> None:

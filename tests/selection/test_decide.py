@@ -9,10 +9,16 @@ import torch
 
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.ops import table as ops_table
+from layerzero.selection import modes
 from layerzero.selection.context import KernelStatus, SelectionContext, SelectionOptions
 from layerzero.selection.decide import decide
 from layerzero.selection.key import grid
-from layerzero.selection.modes import mode_bits
+from layerzero.selection.modes import (
+    DETERMINISTIC,
+    capturing_mode_bits,
+    capturing_mode_bits_without_grad,
+    mode_bits,
+)
 from layerzero.selection.plan import signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.selection.record import Selection
@@ -120,17 +126,28 @@ def test_strict_determinism_takes_only_batch_invariant_kernels() -> None:
     assert [r.reason for r in record.candidate("a.rms_norm").rejected] == [Reason.NOT_BATCH_INVARIANT]
 
 
-def test_deterministic_mode_of_torch_reaches_the_request() -> None:
-    """torch.use_deterministic_algorithms filters kernels, and leaves the other mode's plans alone."""
+@pytest.mark.parametrize("inference", [False, True])
+def test_deterministic_mode_of_torch_reaches_the_request(
+    inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.use_deterministic_algorithms filters kernels, and leaves the other mode's plans alone.
+
+    Also where a runtime never differentiates, and so asks for fewer of torch's modes.
+    """
+    monkeypatch.setattr(modes, "_is_capturing", lambda: False)  # a torch without CUDA cannot say
     own = device(
-        [kernel("a.rms_norm", launch_us=1.0, deterministic=False), kernel("b.rms_norm", launch_us=9.0)]
+        [kernel("a.rms_norm", launch_us=1.0, deterministic=False), kernel("b.rms_norm", launch_us=9.0)],
+        Settings(inference=inference),
     )
     full = RMS.build(torch.randn(3, 8))[1]
     signature = signature_of(RMS, full)
     assert own.plan(RMS, signature, full, own.mode()).kernel == "a.rms_norm"
+    plain = own.mode(), capturing_mode_bits(), capturing_mode_bits_without_grad()
     torch.use_deterministic_algorithms(True)
     try:
         assert own.plan(RMS, signature, full, own.mode()).kernel == "b.rms_norm"
+        strict = own.mode(), capturing_mode_bits(), capturing_mode_bits_without_grad()
+        assert [after - before for before, after in zip(plain, strict, strict=True)] == [DETERMINISTIC] * 3
     finally:
         torch.use_deterministic_algorithms(False)
     assert own.plan(RMS, signature, full, own.mode()).kernel == "a.rms_norm"

@@ -13,7 +13,7 @@ from layerzero.ops import table as ops_table
 from layerzero.selection.modes import mode_bits
 from layerzero.selection.plan import signature_of
 from layerzero.selection.record import render
-from layerzero.selection.transform import _copy_us, adapt, keep_aligned
+from layerzero.selection.transform import COPY_LAUNCH_US, _copy_us, adapt, keep_aligned
 from layerzero.spec.condition import parse_limit
 from layerzero.spec.errors import NoKernelFoundError
 from layerzero.spec.hardware import hypothetical_gpu
@@ -121,6 +121,18 @@ def test_the_cost_of_a_transform_is_exactly_what_it_adds() -> None:
     assert moved is not None
     assert moved.total_us == moved.kernel_us + sum(t.cost_us for t in moved.transforms)
     assert record.kernel == "b.attention"
+
+
+def test_a_copy_is_priced_by_its_operands_and_its_bytes() -> None:
+    """Dense copies of three operands: a launch each, and what is read and written at the device's pace."""
+    own = device([kernel("a.attention", contiguous=True)])
+    q = torch.randn(1, 4, 2, 8)[..., ::2]
+    full = ATTENTION.build(q, q, q)[1]
+    record = own.plan(ATTENTION, signature_of(ATTENTION, full), full, mode_bits()).selection_for_request()
+    (copied,) = record.transforms
+    moved_us = 2 * ATTENTION.work(record.request).bytes / own.hardware.bandwidth * 1e6
+    assert copied.kind == "contiguous"
+    assert copied.cost_us == pytest.approx(3 * COPY_LAUNCH_US + moved_us)
 
 
 def test_an_aligned_kernel_never_sees_a_misaligned_operand() -> None:

@@ -73,6 +73,15 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     source: str = "program"
     note: str = ""
 
+    @property
+    def effect(self) -> str:
+        """What it does, as a file spells it: `lock`, `prefer`, `boost x0.8 +5 us`."""
+        factor, add_us = self.boost.factor, self.boost.add_us
+        if self.action != "boost":
+            return self.action
+        named = {PREFERRED: "prefer", AVOIDED: "avoid"}
+        return named.get(factor, f"boost x{factor:g} {add_us:+g} us")
+
     def matches(self, kernel_id: str, backend: str) -> bool:
         """Whether one of the patterns names this kernel or its backend."""
         literal, glob = _matcher(self.patterns)

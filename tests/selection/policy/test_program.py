@@ -50,6 +50,8 @@ def test_locking_again_replaces() -> None:
     assert len(value.rules) == 2
     assert get_locks(unlock(value, "attention/causal")) == {"attention": "torch_sdpa"}
     assert unlock(value, "attention") is EMPTY
+    conditional = lock(value, "attention", "flashinfer", when="Sq > 8")
+    assert get_locks(conditional) == get_locks(value) | {"attention when Sq > 8": "flashinfer"}
 
 
 @pytest.mark.parametrize(
@@ -74,11 +76,14 @@ def test_unlocking_an_unknown_op_raises() -> None:
 
 
 def test_only_the_program_s_own_locks_are_removed() -> None:
-    """A file's lock stays when the program unlocks everything."""
+    """A file's lock stays when the program unlocks everything, and below a lock of the program's."""
     file = parse_policy(b"rules:\n  - lock: flashinfer\n    op: attention\n", "p.yaml").policy
     value = merge(file, locked(EMPTY, "rms_norm", "liger"))
     assert get_locks(unlock(value)) == {"attention": "flashinfer"}
     assert get_locks(unlock(value, "attention")) == {"attention": "flashinfer", "rms_norm": "liger"}
+    above = locked(file, "attention", "torch_sdpa")
+    assert len(above.rules) == 2 and get_locks(above) == {"attention": "torch_sdpa"}
+    assert get_locks(unlock(above)) == {"attention": "flashinfer"}
 
 
 def test_locks_can_be_timeboxed() -> None:
