@@ -215,6 +215,22 @@ async def test_one_caller_too_many_ends_what_runs_at_once(monkeypatch: pytest.Mo
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("both_paths")
+async def test_a_request_that_has_gone_is_not_the_one_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is there is no question of memory: a new request lies where that of another model lay before."""
+    monkeypatch.setattr(inline_runs, "time", Ticking())
+    weights = [Model(seed).weight for seed in range(8)]
+    async with lz.start(SETTINGS) as runtime:
+        for _ in range(2):  # of the first the last one runs alone
+            await asyncio.gather(*(products([weight], 60) for weight in weights))
+        before = stats(runtime).submitted
+        for first in range(1, 49):
+            turned = weights[first * 3 % 8 :] + weights[: first * 3 % 8]
+            await asyncio.gather(*(products([weight], 5) for weight in turned))
+        assert stats(runtime).submitted == before
+
+
+@pytest.mark.asyncio
 async def test_closing_wakes_who_has_paused() -> None:
     """A caller that waits for its share of a turn when its driver is closed gets the error of the others."""
     models = [Model(seed) for seed in range(CALLERS)]
