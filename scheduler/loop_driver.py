@@ -293,6 +293,7 @@ class LoopDriver:
         self._now_s = now_s  # what they submit at once comes at one time
         try:
             self._wake(iter(batch.calls))
+            self.inline.on_batches()
             all_called = batcher.queued - queued == len(batch)
             if not all_called:
                 self._runs.resumed(batch, submitted)
