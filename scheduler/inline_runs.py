@@ -102,7 +102,7 @@ class InlineRuns:
     def on_turn(self) -> bool:
         """A turn of the loop has passed: callers that paused continue; whether batches wait for them.
 
-        Batches wait until each that was paused has had one share, and has called again, unless a call hurries.
+        Batches wait until each that was paused has had one share and has called, unless a call hurries.
         """
         used_us, self.used_us = self.used_us, 0.0
         if not self._paused or self.inflight:  # the end of what is in flight brings a turn

@@ -269,9 +269,7 @@ async def test_what_may_run_at_once_waits_for_the_worker_without_a_batch_of_its_
         for _ in range(2):
             await asyncio.gather(*(model.request(60) for model in models))
         visits = asyncio.ensure_future(visitor())
-        async with asyncio.timeout(60):
-            while not begun.is_set():
-                await asyncio.sleep(0)
+        assert await asyncio.to_thread(begun.wait, 60)
         before, runs = stats(runtime).submitted, [model.runs for model in models]
         callers = [asyncio.ensure_future(model.request(5)) for model in models]
         for _ in range(20):
