@@ -48,6 +48,7 @@ AWAITED, ONE_BY_ONE, IN_TURNS, BY_HAND = "awaited", "one by one", "in turns", "b
 OVERS = {"of_one_by_one": ONE_BY_ONE, "of_in_turns": IN_TURNS, "of_by_hand": BY_HAND}
 RATE, SERVICE_S = 200.0, 0.0025  # Poisson: requests a second, and what one takes by itself
 POISSON = "poisson"
+SETTLE_S, _POLL_S = 300.0, 0.1
 
 
 async def closed(ops: Ops, load: Load, world: World, steps: int) -> float:
@@ -118,6 +119,12 @@ class Row:
         }
 
 
+def settle(device: Any) -> None:
+    """Wait for what loads behind the calls so far: it takes the interpreter from what is measured."""
+    while not device.loader.run_later(lambda: None).wait(SETTLE_S) or device.loader.loading:
+        time.sleep(_POLL_S)
+
+
 async def measured(
     runtime: lz.Runtime, name: str, world: World, options: argparse.Namespace
 ) -> dict[str, Any]:
@@ -142,6 +149,8 @@ async def measured(
         steps = max(1, round(options.seconds / alone))
     found = Row()
     for turn in range(-options.warm, options.rounds):
+        if turn <= 0:
+            settle(runtime.device("cpu"))
         order = list(sides)[turn % 4 :] + list(sides)[: turn % 4]
         for side in order:
             gc.collect()

@@ -86,7 +86,11 @@ class BatchRuns:
             raise
 
     def whole(self, step: Callable[..., None]) -> Callable[..., None]:
-        """A callback of the loop that does `step`, all of it, or has every caller get the error."""
+        """A callback of the loop that does `step`, all of it, or has every caller get the error.
+
+        What a signal handler raises in the loop's own code, before this begins, is not seen here: the loop
+        ends by it, or drops this callback as it would any future's.
+        """
 
         def callback(*given: Any) -> None:
             if self._is_interrupted:

@@ -55,11 +55,11 @@ class InlineRuns:
         return self.used_us < self.limit_us and not self.inflight
 
     async def share(self, call: PendingCall) -> bool:
-        """Wait for a share of another turn; whether the call may run now."""
+        """Wait for a share of another turn, and for a batch of the worker; whether the call may run now."""
         driver = self._driver
         modes = call.modes
         leaks = modes.grad is not driver.ambient_grad and not modes.inference and not TASK_MODES.is_isolated()
-        if self.inflight or driver.state != "running" or leaks:
+        if driver.state != "running" or leaks:
             return False
         paused = driver.loop.create_future()
         self._paused.append(paused)
@@ -102,21 +102,21 @@ class InlineRuns:
     def on_turn(self) -> bool:
         """A turn of the loop has passed: callers that paused continue; whether batches wait for them.
 
-        Batches wait until each that was paused has had one share, unless a call hurries.
+        Batches wait until each that was paused has had one share and has called, unless a call hurries.
         """
         used_us, self.used_us = self.used_us, 0.0
-        if not self._paused:
+        if not self._paused or self.inflight:  # the end of what is in flight brings a turn
             return False
-        self._shares_due = min(self._shares_due, len(self._paused))
         # Nothing says when a share is used up: where the last ones took little, more continue at once.
         self._shares = 2 * self._shares if used_us < self.limit_us / 2 else 1
-        for _ in range(min(self._shares, self._shares_due)):
+        shares = min(self._shares, self._shares_due, len(self._paused))
+        for _ in range(shares):
             self._shares_due -= 1
             paused = self._paused.popleft()
             if not paused.done():
                 paused.set_result(None)
         self._driver.schedule_tick()
-        return self._shares_due > 0 and not self._driver.batcher.hurries
+        return shares > 0 and not self._driver.batcher.hurries
 
     def on_batches(self) -> None:
         """What could run has run: those that are paused have their share before the next batch."""

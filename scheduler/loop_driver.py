@@ -189,7 +189,7 @@ class LoopDriver:
             self._callers[task] = caller
             task.add_done_callback(self._remove_task)
             if self.batcher.at_once is not None:
-                self.batcher.at_once.live.add(id(caller))
+                self.batcher.at_once.live.add(caller.number)
         if self.watch is not None:
             self.watch.name(caller, task)
         self._on_callers_changed()
@@ -202,7 +202,7 @@ class LoopDriver:
             if expected is not None:
                 (expected.forget if task.cancelled() else expected.ended)(caller)
             if self.batcher.at_once is not None:
-                self.batcher.at_once.live.discard(id(caller))
+                self.batcher.at_once.live.discard(caller.number)
         self._on_callers_changed()
         if not self._callers and self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
@@ -293,6 +293,7 @@ class LoopDriver:
         self._now_s = now_s  # what they submit at once comes at one time
         try:
             self._wake(iter(batch.calls))
+            self.inline.on_batches()
             all_called = batcher.queued - queued == len(batch)
             if not all_called:
                 self._runs.resumed(batch, submitted)

@@ -16,8 +16,8 @@ bool may_go_on(PyObject* inline_runs) {
 // of one that nobody knows, and where who is still there needs a look. As `AtOnce.call_ran`.
 bool shares(PyObject* front, PyObject* loop, PyObject* inline_runs, PyObject* key, PyObject* costs, long long unlooked) {
   if (Ref caller = caller_of(front, loop); caller) {
-    Ref number(PyLong_FromVoidPtr(caller.get())), callers = in_costs.callers.of(costs);
-    const int there = number ? PySet_Contains(callers.get(), number.get()) : -1;
+    Ref number = in_rest.caller_number.of(caller.get()), callers = in_costs.callers.of(costs);
+    const int there = PySet_Contains(callers.get(), number.get());
     if (there < 0) throw PythonError();
     if (there) return true;
     if (PySet_Size(callers.get()) < unlooked) {

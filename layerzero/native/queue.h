@@ -44,7 +44,7 @@ struct GroupAttributes { Attribute busy, bytes, count, lines, slots, tokens; } i
 struct InlineAttributes { Attribute inflight, limit_us, max_us, stats, used_us; } in_inline;
 struct CostsAttributes { Attribute alone_us, callers, unlooked, until_anew; } in_costs;
 struct OtherAttributes {
-  Attribute caller_last, caller_slot, caps_bytes, caps_items, ran_at_once, slot_count, submitted, sweep_arrived, sweep_groups,
+  Attribute caller_last, caller_number, caller_slot, caps_bytes, caps_items, ran_at_once, slot_count, submitted, sweep_arrived, sweep_groups,
       sweep_pending;
 } in_rest;
 PyObject* current_task = nullptr;  // asyncio's function
@@ -83,7 +83,7 @@ PyObject* attributes(PyObject*, PyObject* given) {
       {lane, "round_robin", in_lane.sweep}, {lane, "_turn_due", in_lane.turn_owed}, {lane, "_urgent", in_lane.urgent},
       {group, "active_points", in_group.busy}, {group, "bytes", in_group.bytes}, {group, "count", in_group.count},
       {group, "by_priority", in_group.lines}, {group, "points", in_group.slots}, {group, "tokens", in_group.tokens},
-      {caller, "last_queue", in_rest.caller_last}, {caller, "point", in_rest.caller_slot},
+      {caller, "last_queue", in_rest.caller_last}, {caller, "number", in_rest.caller_number}, {caller, "point", in_rest.caller_slot},
       {caps, "max_queue_bytes", in_rest.caps_bytes}, {caps, "max_queue_size", in_rest.caps_items},
       {slot, "count", in_rest.slot_count}, {stats, "submitted", in_rest.submitted},
       {sweep, "activated", in_rest.sweep_arrived}, {sweep, "queues", in_rest.sweep_groups}, {sweep, "active_points", in_rest.sweep_pending}};

@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Final
 
-from layerzero.scheduler.core.pending_call import Batch, Caller
+from layerzero.scheduler.core.pending_call import Batch, Caller, PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue
 
 # Microseconds of one core, estimates from profiles of one machine: what a call pays for its way through the
@@ -98,6 +98,11 @@ class GroupCosts:
             self.callers.clear()
 
 
+def numbers_of(calls: list[PendingCall]) -> list[int]:
+    """Of those who made the calls; each has a caller from when it is queued."""
+    return [call.caller.number for call in calls if call.caller is not None]
+
+
 class ImmediateGroups:
     """The groups of one batcher whose calls run at once: by batch key, by op where calls have none."""
 
@@ -131,7 +136,7 @@ class ImmediateGroups:
         costs.queued += size
         callers = costs.callers
         if not queue.solo and len(callers) < MOST_SEEN:
-            callers.update([id(call.caller) for call in calls])
+            callers.update(numbers_of(calls))
         few = costs.queued >= WINDOW_OF_ONE and len(callers) <= FEW and len(callers & self.live) <= 1
         if costs.queued < WINDOW and not few:
             return
@@ -144,8 +149,8 @@ class ImmediateGroups:
     def call_ran(self, key: Hashable, costs: GroupCosts, caller: Caller) -> None:
         """A call of a group has run at once."""
         costs.called(1)
-        if id(caller) not in costs.callers:
-            costs.callers.add(id(caller))
+        if caller.number not in costs.callers:
+            costs.callers.add(caller.number)
             if len(costs.callers) > costs.unlooked:
                 self._look(key, costs)
 

@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from layerzero.scheduler.core.at_once import BATCH_US
+from layerzero.scheduler.core.at_once import BATCH_US, numbers_of
 from layerzero.scheduler.core.pending_call import PendingCall
 from layerzero.scheduler.core.round_robin import BatchQueue, RoundRobin
 
@@ -87,7 +87,7 @@ class Families:
             return
         if len(family.callers) >= MAX_CALLERS:
             family.callers.clear()
-        family.callers.update(dict.fromkeys([id(call.caller) for call in calls], family.batches))
+        family.callers.update(dict.fromkeys(numbers_of(calls), family.batches))
         if queue.together:
             self._look_at_all(family, calls, at_once)
             return

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextvars import Context, ContextVar, copy_context
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from layerzero.native import FAST_PATH
@@ -132,16 +133,18 @@ class TaskTree:
 
 
 _TREE: Final[ContextVar[TaskTree]] = ContextVar("layerzero_task_tree")
+_next_number: Final = count(1).__next__  # of a caller; threads draw no number twice
 
 
 class Caller:
     """One task that submits calls, one after another; `last_queue` and `point` are the batcher's record of
     its previous call, `launch` of the batch that ran it, `late_s` of how long after that it calls again.
-    `tree` is the one it was made in, where that is asked."""
+    `tree` is the one it was made in, where that is asked; `number` is no other caller's, before or after."""
 
-    __slots__ = ("__weakref__", "last_queue", "late_s", "launch", "name", "point", "tree")
+    __slots__ = ("__weakref__", "last_queue", "late_s", "launch", "name", "number", "point", "tree")
 
     def __init__(self, tree: TaskTree | None = None) -> None:
+        self.number = _next_number()
         self.last_queue: BatchQueue | None = None
         self.point: ProgramPoint | None = None
         self.launch: Launch | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.scheduler import inline_runs
+from layerzero.scheduler import batch_runs, inline_runs
 from layerzero.scheduler.core import at_once
 from layerzero.scheduler.core.at_once import ImmediateGroups
 from layerzero.scheduler.core.limits import BatcherStats
@@ -212,6 +214,70 @@ async def test_one_caller_too_many_ends_what_runs_at_once(monkeypatch: pytest.Mo
 
         await asyncio.gather(*(request(Model(seed).weight) for seed in range(1, 5)))
         assert stats(runtime).submitted - after.submitted >= 4 + 9
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("both_paths")
+async def test_a_request_that_has_gone_is_not_the_one_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is there is no question of memory: a new request lies where that of another model lay before."""
+    monkeypatch.setattr(inline_runs, "time", Ticking())
+    weights = [Model(seed).weight for seed in range(8)]
+    async with lz.start(SETTINGS) as runtime:
+        for _ in range(2):  # of the first the last one runs alone
+            await asyncio.gather(*(products([weight], 60) for weight in weights))
+        before = stats(runtime).submitted
+        for first in range(1, 49):
+            turned = weights[first * 3 % 8 :] + weights[: first * 3 % 8]
+            await asyncio.gather(*(products([weight], 5) for weight in turned))
+        assert stats(runtime).submitted == before
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("both_paths")
+async def test_those_that_pause_between_two_batches_do_not_become_a_crowd_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of eight callers few fit into one turn with what each runs at once; all eight meet in every batch."""
+    monkeypatch.setattr(inline_runs, "time", Ticking())
+    monkeypatch.setattr(batch_runs, "MOST_TURNS", 0)  # as where turns were waited in vain before
+    own, shared, steps = [Model(seed).weight for seed in range(8)], Model(9).weight, 20
+    async with lz.start(SETTINGS.replace(max_inline_us=25.0)) as runtime:  # 100 for all: three calls
+        for _ in range(3):
+            await asyncio.gather(*(products([weight], 30) for weight in own))
+        sizes, ran = Counter(stats(runtime).sizes), stats(runtime).at_once
+        await asyncio.gather(*(products([shared, weight], steps) for weight in own))
+        after = stats(runtime)
+        assert after.at_once - ran >= 0.8 * len(own) * steps
+        assert after.sizes[len(own)] - sizes[len(own)] >= 0.8 * steps, after.sizes
+
+
+@pytest.mark.asyncio
+async def test_what_may_run_at_once_waits_for_the_worker_without_a_batch_of_its_own() -> None:
+    """While the worker writes, no caller runs anything; then those that waited run at once, as before."""
+    models = [Model(seed) for seed in range(CALLERS)]
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(x: Tensor) -> Tensor:
+        begun.set()
+        assert go_on.wait(60)
+        return x
+
+    async def visitor() -> None:
+        await lz.batched(slow, key="slow")(torch.ones(1, WIDTH))  # the first time, on the worker
+
+    async with lz.start(SETTINGS, scoped=True) as runtime:
+        for _ in range(2):
+            await asyncio.gather(*(model.request(60) for model in models))
+        visits = asyncio.ensure_future(visitor())
+        assert await asyncio.to_thread(begun.wait, 60)
+        before, runs = stats(runtime).submitted, [model.runs for model in models]
+        callers = [asyncio.ensure_future(model.request(5)) for model in models]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert [model.runs for model in models] == runs
+        go_on.set()
+        await asyncio.gather(visits, *callers)
+        assert stats(runtime).submitted == before
 
 
 @pytest.mark.asyncio

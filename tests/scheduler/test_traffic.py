@@ -63,7 +63,7 @@ class Machine:
         del self.left[caller]
         self.ended.append(self.now)
         if rule is not None:
-            rule.live.discard(id(caller))
+            rule.live.discard(caller.number)
 
     def run(self, arrivals: Arrivals) -> float:
         """Serve everybody; seconds from the first arrival to the last end."""
@@ -76,7 +76,7 @@ class Machine:
                 _, number = heapq.heappop(waiting)
                 self.left[callers[number]] = iter(arrivals[number][1])
                 if self.lane.at_once is not None:
-                    self.lane.at_once.live.add(id(callers[number]))
+                    self.lane.at_once.live.add(callers[number].number)
                 self.call(callers[number])
 
         while True:
