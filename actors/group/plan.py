@@ -75,8 +75,10 @@ class SerializedRule(msgspec.Struct, frozen=True):
 
         Raises: PolicyValidationError: it is none.
         """
-        spelt = msgspec.structs.asdict(self)
-        return make_rule(spelt.pop("action"), spelt.pop("patterns"), **spelt | {"layer": Layer(self.layer)})
+        return make_rule(
+            self.action, self.patterns, op=self.op, when=self.when, factor=self.factor, add_us=self.add_us,
+            layer=Layer(self.layer), source=self.source, note=self.note,
+        )  # fmt: skip
 
 
 class AgreedPlan(msgspec.Struct, frozen=True):

@@ -82,7 +82,8 @@ class PatchedName(str):
         return not self == other
 
     def __hash__(self) -> int:
-        return _hash(self)
+        value: int = _hash(self)
+        return value
 
 
 @as_constant

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -119,7 +119,9 @@ def test_a_model_is_one_graph_for_all_sizes() -> None:
 
 
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
-def test_a_batch_of_unknown_size_is_one_graph_without_a_guard_on_it(layout: str) -> None:
+def test_a_batch_of_unknown_size_is_one_graph_without_a_guard_on_it(
+    layout: Literal["BHSD", "BSHD"],
+) -> None:
     """Nothing, one sequence or many: tracing asks an unbacked size no question."""
     run, counter = compiled(lambda q: lz.sync.attention(q, q, q, is_causal=True, layout=layout))
     for size in (2, 1, 5):

@@ -80,11 +80,8 @@ class MlpForward(PatchedForward):
     @staticmethod
     def traced(kind: Any, learnt: Callable[[], Any]) -> Callable[..., Any]:
         """The same in a graph, where the gate and the value are products of their own."""
-        up, _, activation = learnt()
-        if len(up) == 2:
-            linear, gate_of = in_graph("linear"), GATES[activation]
-        else:
-            mlp = in_graph("mlp")
+        linear, mlp = in_graph("linear"), in_graph("mlp")
+        gate_of = GATES.get(learnt()[2])
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
             names, last, activation = learnt()
@@ -93,7 +90,7 @@ class MlpForward(PatchedForward):
             x, ups, down = args[0], [module._modules[name] for name in names], module._modules[last]
             if _obstacle(module, x, [*ups, down]):
                 return kind.forward(module, x)
-            if len(ups) == 1:
+            if len(ups) == 1 or gate_of is None:
                 return mlp(x, ups[0].weight, down.weight, ups[0].bias, down.bias, activation=activation)
             gate, value = [linear(x, up.weight, up.bias) for up in ups]
             return linear(gate_of(gate) * value, down.weight, down.bias)

@@ -169,7 +169,9 @@ class AttentionForward(PatchedForward):
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
             if not is_changed():
-                if any(type(operand) is tables for operand in (*args, *kwargs.values())):
+                if by_ops is not None and any(
+                    type(operand) is tables for operand in (*args, *kwargs.values())
+                ):
                     return by_ops(module, *args, **kwargs)
                 if without_rope is not None:
                     return without_rope(module, *args, **kwargs)

@@ -104,16 +104,20 @@ class PatchedForward:
         """
         raise NotImplementedError
 
+    def _patched(self) -> Any:
+        form: Any = type(self)
+        return patched_class(self.kind, form, self.learnt)
+
     def install(self) -> None:
         """Have the module compute by it."""
         self.module.__dict__[SUBSTITUTE] = self
-        self.module.__class__ = patched_class(self.kind, type(self), self.learnt)
+        self.module.__class__ = self._patched()
 
     def remove(self) -> None:
         """Give the module its class back; where a library has made a class of that one since, its forward."""
         if self.module.__dict__.get(SUBSTITUTE) is self:
             del self.module.__dict__[SUBSTITUTE]
-        if type(self.module) is patched_class(self.kind, type(self), self.learnt):
+        if type(self.module) is self._patched():
             self.module.__class__ = self.kind
         elif "forward" not in self.module.__dict__ and type(self.module) is not self.kind:
             self.module.__dict__["forward"] = MethodType(self.kind.forward, self.module)
@@ -155,7 +159,7 @@ def patched_class(kind: Any, form: type[PatchedForward], learnt: tuple[Any, ...]
     return patched
 
 
-def _new(kind: Any, form: type[PatchedForward], learnt: tuple[Any, ...], made: list[Any]) -> Any:
+def _new(kind: Any, form: Any, learnt: tuple[Any, ...], made: list[Any]) -> Any:
     """An empty module of a patched class, for pickle and copies."""
     patched = patched_class(kind, form, learnt)
     return patched.__new__(patched, *made)
