@@ -133,7 +133,7 @@ def main() -> None:
     options = parser.parse_args()
     deadline = time.monotonic() + options.limit_s
     torch.set_num_threads(1)
-    with lz.start(lz.Settings(device=options.device, warm="eager", perfdb=None)) as runtime, torch.no_grad():
+    with lz.start(lz.Settings(device=options.device, warm="off", perfdb=None)) as runtime, torch.no_grad():
         device = runtime.device()
         kind = device.device.type
         wanted = asked(shapes(kind, options.quick), options.parts)

@@ -42,7 +42,7 @@ class BatchExecutor:
 
     @property
     def spans(self) -> Spans | None:
-        """Of its device: what each batch is told to."""
+        """Of its device: what each batch is reported to."""
         return self._device.spans
 
     def execute(

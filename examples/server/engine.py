@@ -265,7 +265,7 @@ class Engine:
                 if grammar is not None and told.is_text:
                     grammar.accept(told.token)
                     told = told._replace(ends=grammar.ended)
-                request.is_idle = True  # nobody else runs meanwhile, unless the client does not read
+                request.is_idle = True  # no other code runs meanwhile, unless the client does not read
                 yield told
                 request.is_idle = False
                 if told.ends:

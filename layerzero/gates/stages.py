@@ -50,7 +50,7 @@ from layerzero.spec.reasons import Reason
 
 _TAIL = 15
 # A baseline may be of another class of machines, of a format before, or too old where there is a tree; one
-# that is damaged or that nobody named is refused in any case.
+# that is damaged or has another digest is refused in any case.
 _OF_ELSEWHERE = {Reason.BASELINE_ENVIRONMENT_DIFFERS, Reason.BASELINE_FORMAT, Reason.BASELINE_STALE}
 # How often a call is measured anew for an answer that counts.
 MOST_TRIES = 3

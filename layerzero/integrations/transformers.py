@@ -224,8 +224,8 @@ def forward(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
         )
         kwargs = {name: value for name, value in kwargs.items() if name in _TAKEN | _SWITCHES}
-    given = tuple(name for name, value in kwargs.items() if value is not None)
-    strange = [name for name in _strange(given) if name not in _SWITCHES or kwargs[name]]
+    passed = tuple(name for name, value in kwargs.items() if value is not None)
+    strange = [name for name in _strange(passed) if name not in _SWITCHES or kwargs[name]]
     if strange:
         if not torch.compiler.is_compiling():
             _warn_fallback(module, query, strange)
@@ -260,9 +260,9 @@ def masked_forward(
 
 
 @as_constant
-def _strange(given: tuple[str, ...]) -> tuple[str, ...]:
+def _strange(names: tuple[str, ...]) -> tuple[str, ...]:
     """Of the names of what is given, those that the op has no meaning for."""
-    return tuple(name for name in given if name not in _TAKEN)
+    return tuple(name for name in names if name not in _TAKEN)
 
 
 def _with_bias(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor:
@@ -295,8 +295,8 @@ def _original_attention(
     """
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     original = name.original if isinstance(name, PatchedName) else "eager"
-    given = tuple(name for name, value in kwargs.items() if value is not None)
-    inside = sorted(_IN_THE_MASK & set(given))
+    passed = tuple(name for name, value in kwargs.items() if value is not None)
+    inside = sorted(_IN_THE_MASK & set(passed))
     if inside and not isinstance(name, PatchedName):
         raise ValueError(f"{inside[0]} of {type(module).__name__} needs a model given to layerzero.patch")
     if original == "sdpa" and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
@@ -309,7 +309,7 @@ def _original_attention(
         return result
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
-        names = ", ".join(_strange(given))
+        names = ", ".join(_strange(passed))
         raise ValueError(f"{type(module).__name__} has no attention of its own that takes {names}")
     if causal and key.shape[2] > query.shape[2]:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]

@@ -29,7 +29,7 @@ class PagedRequest:
     """One request of a `PagedRequests`, which gave it; a context manager that gives its pages back.
 
     Each `step` says which of the request's tokens are to be computed now; a request that was preempted is
-    asked for all of them again. Set `is_idle` while nobody takes what the steps have given: the request then
+    asked for all of them again. Set `is_idle` while no reader takes what the steps gave: the request then
     gives its pages to any other that needs them.
     """
 
@@ -200,7 +200,7 @@ class PagedRequests:
         return True
 
     def _take_from_idle(self, request: PagedRequest) -> bool:
-        """Have the youngest of those that nobody reads give its pages back; False where there is none."""
+        """Have the youngest of those without a reader give its pages back; False where there is none."""
         idle = [other for other in self._running if other.is_idle and other is not request]
         if idle:
             self._preempt(idle[-1])

@@ -187,7 +187,7 @@ class Spans:
 
 def _span_around(call: WaitingCall) -> Span | None:
     """The span that a caller is in while it waits; None where there is none."""
-    context = getattr(call, "context", None)  # a caller that nobody resumes has none
+    context = getattr(call, "context", None)  # a caller that is not resumed has none
     otel_context = None if context is None or _VARIABLE is None else context.get(_VARIABLE)
     return get_current_span(otel_context) if otel_context else None
 

@@ -104,7 +104,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         max_batch_size, max_num_batched_tokens, max_batch_bytes: the most one batch holds.
         max_queue_size, max_queue_bytes: the most a batcher queues.
         queue_full_policy: at that limit callers "wait", or the call is "reject"ed with `OverloadedError`.
-        completion: a CUDA batch's callers go on once it is launched ("stream") or ran ("host", two at most).
+        completion: a CUDA batch's callers continue once it is launched ("stream") or ran ("host", max. two).
         priority_aging_ms: waiting time that lifts a call by one priority class (milliseconds).
     How it stays healthy:
         check_rate: share of calls that are run again on the reference, away from the caller; 0 checks none.

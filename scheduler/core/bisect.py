@@ -15,7 +15,7 @@ Run = Callable[[Calls], list[Any]]
 class Executor(Protocol):
     """Who runs a batch: one outcome a call, its value or `Failure`; a batch that fails as a whole gives every
     call `Failure` with the same error. `op.pure` says whether calls may run again to find the culprit.
-    `spans`, where there are some, are told of each batch."""
+    `spans`, where there are some, get each batch."""
 
     @property
     def spans(self) -> Any: ...

@@ -155,7 +155,10 @@ def test_what_only_a_flag_negates_is_read_negated(kernel: Kernel) -> None:
         always = cases.needed(kernel)
         asks = [always, *((*always, ask) for ask in cases.ASKS.get(kernel.op, ()))]
         calls = (cases.call(cases.Case(kernel.op, ask, cases.base_of(kernel)), dtype) for ask in asks)
-        args, wanted = next((own, out) for own in calls if (out := run(own)) is not None)
+        taken = next(((own, out) for own in calls if (out := run(own)) is not None), None)
+        if taken is None:  # as bfloat16 on a CPU whose library does not compute in it
+            continue
+        args, wanted = taken
         for at, value in enumerate(args):
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 continue
@@ -169,7 +172,8 @@ def test_what_only_a_flag_negates_is_read_negated(kernel: Kernel) -> None:
                 same = torch.allclose(mine.float(), right.float(), atol=1e-2, rtol=1e-2, equal_nan=True)
                 assert same, (dtype, at)
             compared += 1
-    assert compared
+    if not compared:
+        pytest.skip(f"{kernel.id} takes no dtype of this test on this machine")
 
 
 def _into(run: Any, op: Op, args: Args, at: int) -> tuple[Tensor, ...]:

@@ -62,7 +62,8 @@ def interpreted(code: str, folder: Path) -> Any:
 DRAWN = """
 import json, torch
 from layerzero.backends.triton_kernels.sampling import sample
-from layerzero.ops.sampling.sampling import greedy_tokens, sample_reference
+from layerzero.ops.sampling.draw import greedy_tokens
+from layerzero.ops.sampling.sampling import sample_reference
 logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)) * 2
 logits[1, 3:7] = 1.5
 logits[2, ::2] = -torch.inf

@@ -19,8 +19,7 @@ from layerzero.spec.kernel import Kernel
 
 def _from(module: str, name: str) -> Callable[[], Callable[..., Any]]:
     """The load function of one kernel; Triton is imported when it is called."""
-    path = f"layerzero.backends.triton_kernels.{module}"
-    return lambda: getattr(importlib.import_module(path), name)
+    return lambda: getattr(importlib.import_module(f"layerzero.backends.triton_kernels.{module}"), name)
 
 
 _kernel = functools.partial(

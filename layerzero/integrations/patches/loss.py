@@ -175,7 +175,7 @@ class HeadForward(PatchedForward):
 
     @staticmethod
     def traced(kind: Any, learnt: Callable[[], Any]) -> Callable[..., Any]:
-        """Logits; in the graph of a step the loss is told what they are of."""
+        """Logits; in the graph of a step the loss gets what they are of."""
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
             logits = kind.forward(module, *args, **kwargs)

@@ -63,10 +63,10 @@ class Rotation:
     def in_graph(self) -> Callable[..., Any]:
         """The same with tables that are known to repeat their columns."""
         function, rope = self.function, in_graph("rope")
-        known = as_constant(lambda: (self.interleaved, self.halves, self.partial))
+        table_form = as_constant(lambda: (self.interleaved, self.halves, self.partial))
 
         def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-            interleaved, halves, partial = known()
+            interleaved, halves, partial = table_form()
             if unsqueeze_dim != 1 or not _fits(q, k, cos, sin, partial):
                 return function(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
             rows = _rows(cos, sin, q.shape[0], halves)

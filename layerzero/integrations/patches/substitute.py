@@ -149,8 +149,8 @@ def patched_class(kind: Any, form: type[PatchedForward], learnt: tuple[Any, ...]
         return substitute(*args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        _, (_, *made), *rest = kind.__reduce_ex__(self, max(protocol, 2))
-        return _new, (kind, form, learnt, made), *rest
+        _, (_, *arguments), *rest = kind.__reduce_ex__(self, max(protocol, 2))
+        return _new, (kind, form, learnt, arguments), *rest
 
     # Libraries read what may be passed.
     forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
@@ -159,10 +159,10 @@ def patched_class(kind: Any, form: type[PatchedForward], learnt: tuple[Any, ...]
     return patched
 
 
-def _new(kind: Any, form: Any, learnt: tuple[Any, ...], made: list[Any]) -> Any:
+def _new(kind: Any, form: Any, learnt: tuple[Any, ...], arguments: list[Any]) -> Any:
     """An empty module of a patched class, for pickle and copies."""
     patched = patched_class(kind, form, learnt)
-    return patched.__new__(patched, *made)
+    return patched.__new__(patched, *arguments)
 
 
 @functools.cache
