@@ -23,6 +23,7 @@ BOUNDS = {name: entry.error_factor for name, entry in export(cases.KERNELS).kern
 # All tests of one kernel follow each other, so that they share its first results.
 every_kernel = pytest.mark.parametrize("kernel", cases.RUNNABLE, ids=IDS, scope="module")
 # On a device the order in which threads meet differs from run to run.
+LSE_16_BIT = 2.0**-13  # of a log-sum-exp in float32 beside 16-bit inputs
 AGAIN = 1 if cases.DEVICE == "cpu" else 3
 # Triton's interpreter runs programs slowly and one by one: some calls show what is read before it is written.
 EVERY = 8 if os.environ.get("TRITON_INTERPRET") == "1" else 1
@@ -107,6 +108,10 @@ def test_results_are_within_tolerance(kernel: Kernel) -> None:
                 continue
             base = bases[index].to(out.dtype)
             softcap = "softcap" in case.asks
+            # Where a CPU has no AVX-512, torch's flash kernel takes coarser exponentials for 16-bit inputs.
+            narrow = "lse" in case.asks and index == 1 and args[0].itemsize == 2 and cases.DEVICE == "cpu"
+            if narrow and torch.allclose(out.double(), truths[index].double(), rtol=0.0, atol=LSE_16_BIT):
+                continue
             for problem in tolerances.mismatches(
                 out.cpu(), truths[index], base, softcap=softcap, factor=BOUNDS[kernel.id]
             ):
