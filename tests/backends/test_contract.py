@@ -22,8 +22,9 @@ IDS = [k.id for k in cases.RUNNABLE]
 BOUNDS = {name: entry.error_factor for name, entry in export(cases.KERNELS).kernels.items()}
 # All tests of one kernel follow each other, so that they share its first results.
 every_kernel = pytest.mark.parametrize("kernel", cases.RUNNABLE, ids=IDS, scope="module")
+# Their second output is that of torch's flash kernel.
+FLASH_LSE = {"torch.attention.sdpa_flash_cpu", "torch.attention.by_sequence"}
 # On a device the order in which threads meet differs from run to run.
-LSE_16_BIT = 2.0**-13  # of a log-sum-exp in float32 beside 16-bit inputs
 AGAIN = 1 if cases.DEVICE == "cpu" else 3
 # Triton's interpreter runs programs slowly and one by one: some calls show what is read before it is written.
 EVERY = 8 if os.environ.get("TRITON_INTERPRET") == "1" else 1
@@ -86,6 +87,23 @@ def test_a_kernel_runs_here_or_says_why_not(kernel: Kernel) -> None:
     assert callable(loaded(kernel))
 
 
+def _has_coarse_exponentials(dtype: torch.dtype) -> bool:
+    """Whether torch's flash kernel takes fast exponentials for `dtype`: with AVX2, for 16 bits."""
+    return cases.DEVICE == "cpu" and dtype.itemsize == 2 and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+@functools.cache
+def _flash_lse_error(dtype: torch.dtype) -> float:
+    """How far the log-sum-exp of torch's flash kernel is off where it is called by itself."""
+    generator, errors = torch.Generator().manual_seed(0), []
+    for tokens in (1, 7, 33, 128):
+        q, k, v = (torch.randn(2, 4, tokens, 16, generator=generator).to(dtype) for _ in range(3))
+        _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+        truth = (q.double() @ k.double().transpose(-1, -2) * 16**-0.5).logsumexp(-1)
+        errors.append(float((lse.double() - truth).abs().max()))
+    return max(errors)
+
+
 @every_kernel
 def test_results_are_within_tolerance(kernel: Kernel) -> None:
     """Each claimed feature, pair of features, dtype and size agrees with the float64 reference."""
@@ -108,10 +126,10 @@ def test_results_are_within_tolerance(kernel: Kernel) -> None:
                 continue
             base = bases[index].to(out.dtype)
             softcap = "softcap" in case.asks
-            # Where a CPU has no AVX-512, torch's flash kernel takes coarser exponentials for 16-bit inputs.
-            narrow = "lse" in case.asks and index == 1 and args[0].itemsize == 2 and cases.DEVICE == "cpu"
-            if narrow and torch.allclose(out.double(), truths[index].double(), rtol=0.0, atol=LSE_16_BIT):
-                continue
+            if index == 1 and kernel.id in FLASH_LSE and _has_coarse_exponentials(args[0].dtype):
+                allowed = tolerances.FACTOR * _flash_lse_error(args[0].dtype)
+                if torch.allclose(out.double(), truths[index].double(), rtol=0.0, atol=allowed):
+                    continue
             for problem in tolerances.mismatches(
                 out.cpu(), truths[index], base, softcap=softcap, factor=BOUNDS[kernel.id]
             ):

@@ -146,7 +146,7 @@ def test_a_rank_that_batches_otherwise_raises_before_the_collective(name: str) -
     ), said
 
 
-@pytest.mark.parametrize("name", [pytest.param("alter-late", marks=pytest.mark.slow), "alter-known"])
+@pytest.mark.parametrize("name", ["alter-late", "alter-known"])
 def test_nobody_gets_sums_of_ranks_that_ran_other_ops(name: str) -> None:
     """One rank runs an op more, a new one or one that all know: that step and those after it are errors."""
     first = run(name)[0]
