@@ -28,6 +28,7 @@ _SEALS = 0x1 | 0x2 | 0x4
 # Where what one core writes is seen by another in its order; Python has no fences for the others.
 _IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 _FAULT = 1 << 63
+_SHORT = 1 << 16  # bytes that are compared in a few microseconds
 _ASKED, _FRAME, _ANSWERED, _ASLEEP = 0, 1, 8, 9  # a line of memory for each side
 
 
@@ -78,8 +79,10 @@ class HostArena:
         self.size = size
         self._memory = mmap.mmap(descriptor, size)
         self.slot = CallSlot(self._memory) if _IN_ORDER else None
-        self._compare = ctypes.PyDLL(None).memcmp
-        self._compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        # The second lets other threads run meanwhile, which takes longer than a short comparison.
+        self._compare, self._compare_long = ctypes.PyDLL(None).memcmp, ctypes.CDLL(None).memcmp
+        for compare in (self._compare, self._compare_long):
+            compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         self._places: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
@@ -118,7 +121,8 @@ class HostArena:
         if not tensor.is_contiguous() or tensor.is_neg():
             tensor = tensor.detach().resolve_neg().contiguous()
         place, source, count = self._address + offset, tensor.data_ptr(), tensor.nbytes
-        if self._compare(place, source, count):
+        compare = self._compare if count <= _SHORT else self._compare_long
+        if compare(place, source, count):
             ctypes.memmove(place, source, count)
 
     def read(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import pytest
@@ -136,3 +137,22 @@ def test_calls_of_one_layout_are_right_whatever_they_did_before(monkeypatch: pyt
         with pytest.raises(WorkerError) as raised:
             call(asking(plugged.HANG), None, 1e-6)
         assert raised.value.reason is Reason.WORKER_HUNG
+
+
+def test_other_threads_run_while_long_operands_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is held for a short one alone: an event loop would stand still for a large weight."""
+    arena, descriptor = HostArena.create(1 << 20)
+    os.close(descriptor)
+    used: list[str] = []
+
+    def differs(name: str, *_: int) -> int:
+        used.append(name)
+        return 1
+
+    for name in ("_compare", "_compare_long"):
+        monkeypatch.setattr(arena, name, partial(differs, name))
+    for count in (16, 1 << 17):
+        x = torch.arange(count, dtype=torch.float32)
+        arena.write(CALL_SLOT, x)
+        assert torch.equal(arena.view(CALL_SLOT, x.shape, x.dtype), x)
+    assert used == ["_compare", "_compare_long"]
