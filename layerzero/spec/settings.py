@@ -104,7 +104,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         max_batch_size, max_num_batched_tokens, max_batch_bytes: the most one batch holds.
         max_queue_size, max_queue_bytes: the most a batcher queues.
         queue_full_policy: at that limit callers "wait", or the call is "reject"ed with `OverloadedError`.
-        completion: a CUDA batch's callers continue once it is launched ("stream") or ran ("host", max. two).
+        completion: a CUDA batch's callers continue at its launch ("stream") or its end ("host", two at most).
         priority_aging_ms: waiting time that lifts a call by one priority class (milliseconds).
     How it stays healthy:
         check_rate: share of calls that are run again on the reference, away from the caller; 0 checks none.
@@ -124,8 +124,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     What it tells:
         kernel_times: count calls and time by kernel; a remembered call then reads the clock twice.
         spans: tell OpenTelemetry's tracer of batches, choices and fallbacks; needs opentelemetry-api.
-        call_spans: and of each caller's waiting and each kernel's run, in a caller's sampled trace.
-        timeline: file for a Chrome trace of what ran when; `{pid}` and `{rank}` are this process's numbers.
+        call_spans: tell it also of each caller's waiting and each kernel's run, in a sampled trace.
+        timeline: file for a Chrome trace; `{pid}` and `{rank}` are this process's numbers. None: no trace.
         nvtx: a timeline also marks batches and kernels as NVTX ranges, where CUDA is there.
     version: format of the file these settings came from.
 
