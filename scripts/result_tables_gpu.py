@@ -190,6 +190,17 @@ def diverged(record: dict[str, Any]) -> Table:
             "rows": rows}  # fmt: skip
 
 
+def compiled_models(record: dict[str, Any]) -> Table:
+    """Return the time of a small Llama on torch's ops over that of the same on ours, and over a control."""
+    rows = [
+        [shape, way, found["median_us"]["torch"], *(found["torch_over"].get(arm) for arm in
+         ("control", "ours", "frozen"))]
+        for shape, ways in record["shapes"].items() for way, found in ways.items()
+    ]  # fmt: skip
+    columns = ["shape", "way", "torch's ops, us", "over a control", "over ours", "over ours, frozen"]
+    return {"columns": columns, "rows": rows}
+
+
 def lost(record: dict[str, Any]) -> Table:
     """Return what the loss of a replica's process under streams costs."""
     rows = [

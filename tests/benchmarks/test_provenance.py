@@ -22,7 +22,6 @@ OLDER = frozenset(
         "regret_h200.json",
         "regret_h200_second.json",
         "rows_h200.json",
-        "sampling_h200.json",
     }
 )
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))

@@ -27,6 +27,8 @@ from tests.kernels import kernel
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.whole_card,
+    pytest.mark.timeout(900),  # it waits for what the others began
     pytest.mark.skipif(not torch.cuda.is_available(), reason="a card's memory needs a CUDA device"),
 ]
 NORM = ops_table.get("rms_norm")
