@@ -109,7 +109,8 @@ def test_a_format_is_a_schema(form: dict[str, Any], schema: Any) -> None:
 
 # Fields of OpenAI's chats that ask for what is not here; clients send them empty.
 ABSENT = (
-    "audio", "function_call", "functions", "prediction", "reasoning_effort", "verbosity", "web_search_options",
+    "audio", "function_call", "functions", "prediction", "reasoning_effort", "verbosity",
+    "web_search_options",
 )  # fmt: skip
 BOTH: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 2.1}, "temperature"),
