@@ -27,6 +27,7 @@ NUMBER = struct.Struct("=Q")
 # The first byte behind it.
 DONE, FAULT = b"\0", b"\1"
 MAX_MESSAGE: Final = 1 << 18
+MOST_FRAMES: Final = 1024  # that each side remembers
 _TENSOR, _DTYPE, _GROUP = "t", "d", "g"
 
 

@@ -37,7 +37,6 @@ CALL_US = 45.0
 # Operands and outputs are written and read once more.
 _COPIES = 2.0
 _CALLABLES = frozenset({"score_mod", "block_mask"})
-_MAX_FRAMES = 1024
 
 
 class _Device(Protocol):
@@ -62,7 +61,7 @@ class IsolatedCall:
         key = frames.key_of(args)
         frame = self._frames.get(key)
         if frame is None:
-            if len(self._frames) >= _MAX_FRAMES:
+            if len(self._frames) >= frames.MOST_FRAMES:
                 self._frames.clear()
             frame = self._frames[key] = frames.Frame(self._kernel, args, self._op.outputs(args))
         return frame

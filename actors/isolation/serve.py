@@ -179,7 +179,7 @@ class Server:
     def _call(self, body: bytes) -> None:
         (frame,) = frames.NUMBER.unpack_from(body)
         run = self._runs.get(frame) or self._lay_out(body[frames.NUMBER.size :])
-        if len(self._runs) >= 1024:
+        if len(self._runs) >= frames.MOST_FRAMES:
             self._runs.clear()
         self._runs[frame] = run
         run()

@@ -104,6 +104,8 @@ class WorkerProcess:
         if slot is None or frame.number not in self.known or not self._receiver.spins:
             reply = self.ask(frame.message)
             if reply == frames.DONE:
+                if len(self.known) >= frames.MOST_FRAMES:  # as it does itself
+                    self.known.clear()
                 self.known.add(frame.number)
             return reply
         self.asked = True

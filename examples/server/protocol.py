@@ -103,7 +103,8 @@ _SAMPLING: dict[str, Reader] = {
 def _options(name: str, value: Any) -> bool:
     options = keyed(name, value, {"include_usage", "include_obfuscation"})
     nothing(False, None)(name, options.get("include_obfuscation"))  # events are not padded
-    return boolean(name, options.get("include_usage", False))
+    usage = options.get("include_usage")
+    return usage is not None and boolean(name, usage)
 
 
 def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
@@ -241,6 +242,13 @@ _CHAT: dict[str, Reader] = {
     "store": nothing(False),
     "metadata": _metadata,
     "service_tier": _tier,
+    "audio": nothing(),
+    "functions": nothing([]),
+    "function_call": nothing("none"),
+    "prediction": nothing(),
+    "reasoning_effort": nothing("none"),
+    "verbosity": nothing(),
+    "web_search_options": nothing(),
 }
 
 

@@ -167,7 +167,7 @@ def tree_of(against: str, folder: Path, judged: Path) -> Iterator[tuple[Path, st
 def _copy_revision(revision: str, folder: Path, tree: Path) -> str:
     """Put into `tree` what `folder` had at a revision; what that is in words.
 
-    Raises: FileRefusedError: there is no git, no repository, or no such revision in it.
+    Raises: FileRefusedError: there is no git, no repository, no such revision in it, or a link out of it.
     """
     commit = _git(
         revision, folder, "rev-parse", "--verify", "--end-of-options", revision + "^{commit}"
@@ -175,8 +175,11 @@ def _copy_revision(revision: str, folder: Path, tree: Path) -> str:
     words = _git(revision, folder, "show", "--no-patch", "--format=%h of %cs: %s", commit).strip()
     packed = tree / "revision.tar"
     _git(revision, folder, "archive", f"--output={packed}", commit)
-    with tarfile.open(packed) as archive:
-        archive.extractall(tree, filter="data")
+    try:
+        with tarfile.open(packed) as archive:
+            archive.extractall(tree, filter="data")
+    except tarfile.TarError as error:
+        raise _no_tree(GIT + revision, "a commit without links out of it", str(error)) from error
     packed.unlink()
     return f"the commit {words}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from datetime import date
 from fnmatch import fnmatchcase
@@ -13,6 +14,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from layerzero._util.strict_yaml import quote
 from layerzero.gates.paired_rounds import ROUNDS, PacedCall
 from layerzero.ops import table as ops_table
 from layerzero.spec.errors import ConfigurationError
@@ -23,6 +25,8 @@ FORMAT: Final = 1
 SUITES: Final = ("quick", "full", "stress")
 _DTYPES: Final = tuple(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))
 _TOP: Final = ("version", "suites", "stages", "waivers")
+# Of a stage: files of a release and patterns of waivers have it in them.
+_NAME: Final = re.compile(r"(?!waivers$)\w[\w.-]*", re.ASCII)
 
 
 class ReleaseFileError(ConfigurationError):
@@ -125,7 +129,7 @@ class Waiver(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def covers(self, finding: str) -> bool:
         """Whether it speaks of that finding."""
-        return fnmatchcase(finding, self.finding)
+        return finding == self.finding or fnmatchcase(finding, self.finding)
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -159,15 +163,18 @@ def read_release(path: str | os.PathLike[str]) -> Release:
     """
     file = UserFile(path, kind=ReleaseFileError)
     file.refuse_unknown(file.value, _TOP, "part")
-    if file.value.get("version") != FORMAT:
-        raise file.error(("version",), f"version needs {FORMAT}, got {file.value.get('version')!r}")
+    version = file.value.get("version")
+    if version is True or version != FORMAT:
+        raise file.error(("version",), f"version needs {FORMAT}, got {version!r}")
     stages = {name: _stage(file, name, entry) for name, entry in _mapping(file, "stages").items()}
     if not stages:
         raise file.error((), f"stages needs at least one of {', '.join(BUILT_IN)}, or one with a command")
     suites = {name: _suite(file, name, entry, stages) for name, entry in _mapping(file, "suites").items()}
     for name in SUITES:
         suites.setdefault(name, tuple(stages))
-    entries = file.value.get("waivers") or []
+    entries = file.value.get("waivers")
+    if entries is None:
+        entries = []
     if not isinstance(entries, list):
         raise file.error(("waivers",), f"waivers needs a list, got {type(entries).__name__}")
     waivers = tuple(_waiver(file, place, entry, stages) for place, entry in enumerate(entries))
@@ -175,7 +182,9 @@ def read_release(path: str | os.PathLike[str]) -> Release:
 
 
 def _mapping(file: UserFile, name: str) -> dict[str, Any]:
-    value = file.value.get(name) or {}
+    value = file.value.get(name)
+    if value is None:
+        return {}
     if not isinstance(value, dict):
         raise file.error((name,), f"{name} needs a mapping by name, got {type(value).__name__}")
     return value
@@ -183,6 +192,9 @@ def _mapping(file: UserFile, name: str) -> dict[str, Any]:
 
 def _stage(file: UserFile, name: str, entry: Any) -> Stage:
     place = ("stages", name)
+    if not _NAME.fullmatch(name):
+        needs = "a name of letters, digits, '_', '.' and '-' other than waivers, the gate's own"
+        raise file.error(place, f"stage {quote(name)} needs {needs}")
     if not isinstance(entry, dict):
         raise file.error(place, f"stage {name} needs a mapping, got {type(entry).__name__}")
     kind = CommandStage if "command" in entry else BUILT_IN.get(name)

@@ -86,6 +86,19 @@ def test_a_name_that_is_unknown_here_warns_or_fails(file: Path, lz: Lz) -> None:
     assert strict.exit_code == 1 and f"{file}:3" in strict.stdout
 
 
+def test_an_unknown_name_is_of_the_rule_that_has_it(file: Path, lz: Lz) -> None:
+    """Each is named by the word that the file has for its rule, and so is a rule that does not parse."""
+    rules = "  - {boost: none, factor: 0.001, add_us: 5}\n  - prefer: none\n  - {avoid: none, op: no_op}\n"
+    file.write_text(f"version: 1\nrules:\n{rules}")
+    said = lz("policy", "check", str(file)).stdout
+    for line, word in ((3, "boost"), (4, "prefer"), (5, "avoid")):
+        assert f"warning: {file}:{line}: {word} names no kernel known here: 'none'" in said
+    assert f"{file}:5: unknown op 'no_op' in avoid none for no_op" in said
+    assert "boost x0.001 +5 us" in said
+    file.write_text("version: 1\nrules:\n  - op: linear\n    avoid: [none, No One]\n")
+    assert f"{file}:4: avoid needs a glob" in lz("policy", "check", str(file)).stdout
+
+
 def test_a_file_that_is_missing_is_a_wrong_command_line(tmp_path: Path, lz: Lz) -> None:
     """Exit status 2: there is nothing to check."""
     assert lz("policy", "check", str(tmp_path / "none.yaml")).exit_code == 2

@@ -65,6 +65,10 @@ def test_what_asks_for_nothing_more_is_taken() -> None:
         True, modalities=["text"], parallel_tool_calls=True, prompt_cache_key="k", safety_identifier="s"
     )  # fmt: skip
     assert ask.user == "s" and asked(True, safety_identifier="s", user="u").user == "u"
+    for name in ABSENT:
+        assert asked(True, **{name: None}).is_chat
+    assert asked(True, functions=[], function_call="none", reasoning_effort="none", stream=True,
+                 stream_options={"include_usage": None}).include_usage is False  # fmt: skip
 
 
 def test_a_list_of_prompts_is_several() -> None:
@@ -103,6 +107,11 @@ def test_a_format_is_a_schema(form: dict[str, Any], schema: Any) -> None:
     assert (constraint and constraint.schema) == schema
 
 
+# Fields of OpenAI's chats that ask for what is not here; clients send them empty.
+ABSENT = (
+    "audio", "function_call", "functions", "prediction", "reasoning_effort", "verbosity",
+    "web_search_options",
+)  # fmt: skip
 BOTH: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": -0.1}, "temperature"),
@@ -138,6 +147,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"chunks": 1}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 0}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
     ({"user": 7}, "user"),
     ({"response_format": {"type": "xml"}}, "response_format"),
@@ -206,6 +216,8 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"service_tier": "flex"}, "service_tier"),
     ({"service_tier": ["auto"]}, "service_tier"),
     ({"prompt": "a"}, "prompt"),
+    *[({name: "high"}, name) for name in ABSENT],
+    ({"functions": [{"name": "f"}]}, "functions"),
 ]
 REFUSED = [(chat, *row) for chat in (False, True) for row in (*BOTH, *(CHAT if chat else COMPLETION))]
 

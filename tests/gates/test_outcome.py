@@ -41,6 +41,12 @@ def test_a_waiver_covers_what_it_names_alone() -> None:
     assert [finding.fails for finding in outcome.findings] == [False, True] and outcome.state == "failed"
 
 
+def test_a_waiver_covers_a_finding_by_its_own_name() -> None:
+    """Also where the name has characters that mean something in a pattern."""
+    found = StageOutcome("schemas", 1, 0.1, (Finding("schemas/table[12].json", "no file matches"),))
+    assert excuse(found, [waiver("schemas/table[12].json")], TODAY).state == "waived"
+
+
 def test_a_waiver_of_nothing_is_told() -> None:
     """What covers no finding is named with its owner, so that it can go."""
     (note,) = unused_waivers([waiver("numerics/*"), waiver("soak/*")], [FOUND])

@@ -116,6 +116,18 @@ def test_a_revision_that_is_none_is_refused(tmp_path: Path, against: str) -> Non
     assert against in str(caught.value) and not (tmp_path / "x").exists()
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="a revision is one of git")
+def test_a_revision_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
+    """A link out of the tree is not followed; the gate says so as of any other tree that is none."""
+    (tmp_path / "outside").symlink_to("/etc/hostname")
+    repository(tmp_path)
+    with (
+        pytest.raises(FileRefusedError, match=r"git:HEAD: GATE_TREE: .*'outside' is a link"),
+        tree_of("git:HEAD", tmp_path, ROOT),
+    ):
+        pass
+
+
 def test_what_is_no_other_tree_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder without the library, no repository, no git, the judged tree itself."""
     cases = {"part": "a tree with layerzero/", str(ROOT): "another tree than", "git:HEAD": "needs a commit"}

@@ -91,6 +91,13 @@ def test_stages_suites_and_waivers_are_read(tmp_path: Path) -> None:
         (("owner: ann", 'owner: " "'), "waiver 1 needs owner, got an empty text"),
         (("2026-12-31", "someday"), r":15: waiver 1 needs .*expires"),
         (("stages:", "stages: []\nwaiver:"), "stages|waiver"),
+        (("  parity:", "  ../parity:"), r":8: stage '\.\./parity' needs a name of letters"),
+        (("  parity:", "  a/b:"), r":8: stage 'a/b' needs a name of letters"),
+        (("  parity:", "  numerics*:"), r":8: stage 'numerics\*' needs a name of letters"),
+        (("  parity:", "  waivers:"), r":8: stage 'waivers' needs a name .* other than waivers"),
+        (("waivers:", "waivers: 0\nx:"), "unknown part 'x'"),
+        (("waivers:\n", "waivers: 0\n#"), r":14: waivers needs a list, got int"),
+        (("version: 1", "version: true"), r":2: version needs 1, got True"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, change: tuple[str, str], said: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
+import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -129,6 +131,45 @@ def test_models_side_by_side_are_one_transformed_call() -> None:
     together = torch.func.vmap(call)({name: value.detach() for name, value in weights.items()}, buffers)
     for got, model in zip(together, each, strict=True):
         torch.testing.assert_close(got, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+
+
+def replica(model: Any) -> Any:
+    """A copy as torch's DataParallel makes one for another device: in place of that, other numbers."""
+    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, other in copies.items():
+        for name, part in module._modules.items():
+            other._modules[name] = None if part is None else copies[part]
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            setattr(other, name, value if value is None or name in module._buffers else value * 1.5)
+    return copies[model]
+
+
+@pytest.mark.parametrize("family", ["llama", "deberta"])
+def test_replicas_compute_with_weights_of_their_own(runtime: lz.Runtime, family: str) -> None:
+    """Shallow copies whose weights are elsewhere, and their gradients too; the model itself stays ours."""
+    given = models.inputs(family, "left", torch.float32)
+    answers, gradients = [], []
+    for model in (models.build(family), lz.patch(models.build(family))):
+        answer = replica(model)(**given).logits
+        answer.pow(2).mean().backward()
+        answers.append(answer)
+        gradients.append([weight.grad for weight in model.parameters()])
+    torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
+    assert runtime.device().counters.get("own_forward", part="norm", why="copy") >= 2
+    with models.counting() as calls:
+        models.answer(model, family)
+    assert calls.get("layer_norm", 0) + calls.get("rms_norm", 0) >= 2
+
+
+def test_a_class_that_a_library_makes_of_a_patched_one_is_kept_by_copies() -> None:
+    """As FSDP's: a copy is of that class, and what cannot be pickled is not pickled as another class."""
+    model = lz.patch(models.build("llama"))
+    norm: Any = model.model.norm
+    norm.__class__ = wrapped = type("Wrapped", (type(norm),), {"__module__": __name__})
+    assert type(copy.deepcopy(norm)) is wrapped
+    with pytest.raises(pickle.PicklingError, match="Wrapped"):
+        pickle.dumps(norm)
 
 
 def test_threads_that_patch_one_model_at_once_patch_it_once() -> None:

@@ -126,13 +126,15 @@ class PatchedForward:
         """What the module computes without us."""
         return self.kind.forward(self.module, *args, **kwargs)
 
-    def decline(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's own forward, counted."""
+    def decline(
+        self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None
+    ) -> Any:
+        """The own forward of the module, or of a copy of it, counted."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.device.type != "meta":
                 context_device((value,)).counters.add("own_forward", part=self.part, why=why)
                 break
-        return self.original(*args, **kwargs)
+        return self.kind.forward(self.module if module is None else module, *args, **kwargs)
 
 
 @functools.cache
@@ -146,9 +148,13 @@ def patched_class(kind: Any, form: type[PatchedForward], learnt: tuple[Any, ...]
         substitute = self.__dict__.get(SUBSTITUTE)
         if substitute is None:  # a library kept this function, and the module is unpatched
             return kind.forward(self, *args, **kwargs)
+        if substitute.module is not self:  # a shallow copy, such as DataParallel's: its weights are its own
+            return substitute.decline("copy", args, kwargs, self)
         return substitute(*args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
+        if type(self) is not patched:  # a library has made a class of it
+            return kind.__reduce_ex__(self, protocol)
         _, (_, *arguments), *rest = kind.__reduce_ex__(self, max(protocol, 2))
         return _new, (kind, form, learnt, arguments), *rest
 

@@ -43,7 +43,7 @@ def check_names(
                 names = known_kernels | {kernel.partition(".")[0] for kernel in known_kernels}
                 hint = suggestion(pattern, names)
                 findings.append(
-                    UnknownName(rule, f"{rule.action} names no kernel known here: {pattern!r}; {hint}")
+                    UnknownName(rule, f"{rule.word} names no kernel known here: {pattern!r}; {hint}")
                 )
     return tuple(findings)
 

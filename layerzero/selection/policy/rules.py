@@ -74,13 +74,15 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
     @property
+    def word(self) -> str:
+        """What a file calls it: `lock`, `prefer`, `boost`."""
+        return _word(self.action, self.boost.factor, self.boost.add_us)
+
+    @property
     def effect(self) -> str:
         """What it does, as a file spells it: `lock`, `prefer`, `boost x0.8 +5 us`."""
-        factor, add_us = self.boost.factor, self.boost.add_us
-        if self.action != "boost":
-            return self.action
-        named = {PREFERRED: "prefer", AVOIDED: "avoid"}
-        return named.get(factor, f"boost x{factor:g} {add_us:+g} us")
+        word, boost = self.word, self.boost
+        return f"boost x{boost.factor:g} {boost.add_us:+g} us" if word == "boost" else word
 
     def matches(self, kernel_id: str, backend: str) -> bool:
         """Whether one of the patterns names this kernel or its backend."""
@@ -110,7 +112,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         scope = "" if self.target == "*" else f" for {self.target}"
         when = f" when {' and '.join(map(str, self.when))}" if self.when else ""
         note = f": {self.note}" if self.note else ""
-        return f"{self.action} {', '.join(self.patterns)}{scope}{when} ({self.source}){note}"
+        return f"{self.word} {', '.join(self.patterns)}{scope}{when} ({self.source}){note}"
 
 
 def make_rule(
@@ -130,17 +132,18 @@ def make_rule(
 
     Raises: PolicyValidationError: a pattern, op, condition or number is not what the field takes.
     """
+    word = _word(action, factor, add_us)
     if not isinstance(patterns, Iterable):
-        raise PolicyValidationError(f"{action} needs a glob or several, got {quote(patterns)}")
+        raise PolicyValidationError(f"{word} needs a glob or several, got {quote(patterns)}")
     if not isinstance(when, Iterable):
         raise PolicyValidationError(f"when needs a condition or several, got {quote(when)}")
     globs = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     if not globs:
-        raise PolicyValidationError(f"{action} needs at least one pattern")
+        raise PolicyValidationError(f"{word} needs at least one pattern")
     for glob in globs:
         if not isinstance(glob, str) or not _PATTERN.fullmatch(glob):
             raise PolicyValidationError(
-                f"{action} needs a glob over kernel ids (a-z 0-9 _ . * ?, at most 96 long), got {quote(glob)}"
+                f"{word} needs a glob over kernel ids (a-z 0-9 _ . * ?, at most 96 long), got {quote(glob)}"
             )
     if action == "lock" and len(globs) != 1:
         raise PolicyValidationError(f"lock needs exactly one kernel or backend, got {len(globs)}")
@@ -162,6 +165,13 @@ def make_rule(
         source=source,
         note=note,
     )
+
+
+def _word(action: Action, factor: float, add_us: float) -> str:
+    """The word for a rule in files and programs, which have names for two boosts."""
+    if action != "boost" or add_us:
+        return action
+    return "prefer" if factor == PREFERRED else "avoid" if factor == AVOIDED else action
 
 
 def split_op(text: str) -> tuple[str, str | None]:

@@ -139,6 +139,20 @@ def test_calls_of_one_layout_are_right_whatever_they_did_before(monkeypatch: pyt
         assert raised.value.reason is Reason.WORKER_HUNG
 
 
+def test_layouts_are_forgotten_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller whose sizes never repeat holds no more of them than its worker does, and all are right."""
+    with opened() as runtime:
+        call = runtime.device().registry.callable_of("wild.rms_norm")
+        call(X, None, 1e-6)
+        life = worker_of(runtime)._life
+        assert life is not None
+        for count in (*range(1, frames.MOST_FRAMES + 200), 3, 3, frames.MOST_FRAMES, 3):
+            rows = torch.full((count, 1), 1.0 + count % 7)
+            torch.testing.assert_close(call(rows, None, 1e-6), right(rows))
+            assert len(life.known) <= frames.MOST_FRAMES
+        assert worker_of(runtime)._life is life
+
+
 def test_other_threads_run_while_long_operands_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is held for a short one alone: an event loop would stand still for a large weight."""
     arena, descriptor = HostArena.create(1 << 20)
