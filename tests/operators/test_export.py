@@ -57,10 +57,15 @@ import sys
 sys.modules["layerzero"] = None
 import torch
 try:
-    program = torch.export.load(sys.argv[1])
-    program.module()(torch.load(sys.argv[2]))
+    if sys.argv[1] == "package":
+        run = torch._inductor.aoti_load_package(sys.argv[2])
+    else:
+        run = torch.export.load(sys.argv[2]).module()
+    run(torch.load(sys.argv[3]))
 except Exception as error:
     print(type(error).__name__, error)
+else:
+    print("it ran")
 """
 
 
@@ -72,12 +77,20 @@ def exported(strict: bool = False) -> torch.export.ExportedProgram:
         )
 
 
-def child(code: str, *arguments: Path, **environment: str) -> str:
-    """What a program prints in a process of its own."""
-    variables = os.environ | environment
-    done = children.run(code, *map(str, arguments), folder=arguments[0].parent, variables=variables)
+def said_without_the_library(what: str, path: Path, folder: Path) -> str:
+    """What a process prints that has no layerzero and runs what was exported."""
+    torch.save(torch.randn(2, 19, 32), folder / "x")
+    done = children.run(WITHOUT, what, str(path), str(folder / "x"), folder=folder)
     assert done.returncode == 0, done.stderr
+    assert "it ran" not in done.stdout
     return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model, compiled into C++ around our operators."""
+    path = tmp_path_factory.mktemp("package") / "model.pt2"
+    return Path(torch._inductor.aoti_compile_and_package(exported(), package_path=str(path)))
 
 
 def need_choice_at_run_time(what: str, path: Path, folder: Path) -> None:
@@ -121,18 +134,39 @@ def test_a_saved_program_chooses_in_the_process_that_runs_it(strict: bool, tmp_p
 
 
 def test_without_the_library_a_program_says_what_is_missing(tmp_path: Path) -> None:
-    """torch names the operators, whose namespace is the name to install."""
+    """torch names the operator, whose namespace is the name to import, and says to import it."""
     torch.export.save(exported(), tmp_path / "model.pt2")
-    torch.save(torch.randn(2, 19, 32), tmp_path / "x")
-    assert "layerzero.rms_norm" in child(WITHOUT, tmp_path / "model.pt2", tmp_path / "x")
+    said = said_without_the_library("program", tmp_path / "model.pt2", tmp_path)
+    assert "torch.ops.layerzero.rms_norm.default" in said and "Please import the custom op" in said
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-def test_a_package_of_aotinductor_runs_the_operators_at_other_sizes(tmp_path: Path) -> None:
+def test_a_package_of_aotinductor_runs_the_operators_at_other_sizes(package: Path, tmp_path: Path) -> None:
     """C++ around them; the kernels are the other process's, as its policy says."""
-    package = torch._inductor.aoti_compile_and_package(exported(), package_path=str(tmp_path / "model.pt2"))
-    need_choice_at_run_time("package", Path(package), tmp_path)
+    need_choice_at_run_time("package", package, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_without_the_library_a_package_says_what_is_missing(package: Path, tmp_path: Path) -> None:
+    """torch names the operator."""
+    assert "layerzero::" in said_without_the_library("package", package, tmp_path)
+
+
+def test_a_number_that_follows_from_a_size_stays_symbolic() -> None:
+    """An argument that is no tensor is no constant of the example's."""
+
+    class Sloped(torch.nn.Module):
+        def forward(self, slopes: Tensor, x: Tensor) -> Tensor:
+            return lz.sync.alibi(slopes, x.shape[0], x.shape[1])
+
+    slopes = torch.rand(4)
+    shapes = {"slopes": None, "x": {0: TOKENS, 1: torch.export.Dim("keys", max=512)}}
+    program = torch.export.export(Sloped(), (slopes, torch.ones(5, 7)), dynamic_shapes=shapes)
+    for size in ((3, 4), (6, 19)):
+        found = program.module()(slopes, torch.ones(size))
+        torch.testing.assert_close(found, lz.sync.alibi(slopes, *size))
 
 
 def test_sizes_that_follow_from_data_are_exported() -> None:
