@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.integrations.patches.substitute import SUBSTITUTE
 from tests import children
 from tests.integrations import models
 from tests.integrations.models import transformers
@@ -78,6 +79,118 @@ def test_lora_layers_are_patched_around(runtime: lz.Runtime, first: str) -> None
     with models.counting() as calls:
         assert models.answer(merged, "llama").isfinite().all()
     assert calls["attention"] == calls["rope"] == 2
+
+
+HEAD = ["lm_head"]
+
+
+def the_adapter(peft: Any, kind: str) -> Any:
+    """A configuration of PEFT's that reaches the last projection."""
+    if kind == "ia3":
+        return peft.IA3Config(target_modules=HEAD, feedforward_modules=[], init_ia3_weights=False)
+    more: dict[str, Any] = {
+        "lora": {"target_modules": HEAD},
+        "dora": {"target_modules": HEAD, "use_dora": True},
+        "parameter": {"target_modules": [], "target_parameters": ["lm_head.weight"]},
+        "copies": {"target_modules": ["q_proj"], "modules_to_save": ["norm", "lm_head"]},
+    }
+    return peft.LoraConfig(r=2, init_lora_weights=False, **more[kind])
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's own
+@pytest.mark.parametrize("first", ["peft", "patch"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "parameter", "copies", "ia3"])
+def test_an_adapter_on_the_head_trains_as_it_did(first: str, kind: str) -> None:
+    """In both orders, switched off as well; an unpatch reaches the modules that PEFT has copied."""
+    peft = pytest.importorskip("peft", reason="the adapters' library is missing: .[test]")
+
+    def adapted(patched: bool) -> Any:
+        model = models.build("llama").train()
+        if patched and first == "patch":
+            lz.patch(model)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, the_adapter(peft, kind))
+        return lz.patch(model) if patched and first == "peft" else model
+
+    theirs, model = step(adapted(False)), adapted(True)
+    with models.counting() as calls:
+        same(step(model), theirs, 1e-4)
+    assert calls["attention"] == 2
+    with model.disable_adapter():
+        torch.testing.assert_close(
+            models.answer(model.eval(), "llama"), models.answer(models.build("llama"), "llama")
+        )
+    said = next(row for row in lz.patch_table(model).rows if row.part == "loss")
+    assert said.op is not None or ("its head is " in said.why and "is Linear" not in said.why)
+    lz.unpatch(model)
+    with models.counting() as calls:
+        same(step(model.train()), theirs, 1e-6)
+    assert calls == {}
+    assert not [name for name, module in model.named_modules() if SUBSTITUTE in module.__dict__]
+
+
+def test_a_patched_model_inside_another_one_stays_patched() -> None:
+    """The unpatch of what is around it takes its own."""
+    inner = lz.patch(models.build("llama"))
+    outer = models.build("llama")
+    outer.inner = inner
+    lz.unpatch(lz.patch(outer))
+    with models.counting() as calls:
+        models.answer(inner, "llama")
+    assert calls.get("rms_norm") == 5
+
+
+def quantized_by_class(model: Any) -> None:
+    """Each module of exactly torch's class, by torch's own tool."""
+    torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
+
+
+def quantized_by_torchao(model: Any) -> None:
+    """Each module of torch's class or of one of it, whose weight becomes a tensor of a class of torchao's."""
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries, some of which go soon
+@pytest.mark.parametrize("first", ["quantize", "patch"])
+@pytest.mark.parametrize("quantize", [quantized_by_class, quantized_by_torchao])
+def test_a_patched_model_is_quantized_whole(quantize: Any, first: str) -> None:
+    """The head too, whether it is looked for by class or by kind; then it answers as the unpatched one."""
+    plain, model = models.build("llama"), models.build("llama")
+    quantize(plain)
+    if first == "patch":
+        models.answer(lz.patch(model), "llama")  # its matrices lie together
+    quantize(model)
+    if first == "quantize":
+        lz.patch(model)
+    assert type(model.lm_head) is type(plain.lm_head)
+    assert type(model.lm_head.weight) is type(plain.lm_head.weight)
+    with models.counting() as calls:
+        torch.testing.assert_close(
+            models.answer(model, "llama"), models.answer(plain, "llama"), rtol=1e-3, atol=1e-4
+        )
+    assert calls["attention"] == 2 and "mlp" not in calls
+    lz.unpatch(model)
+    torch.testing.assert_close(
+        models.answer(model, "llama"), models.answer(plain, "llama"), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_head_is_torchs_own_while_nothing_trains() -> None:
+    """`train` and `eval` change that, of a copy as well, and never a class that a library has made of it."""
+    model = lz.patch(models.build("llama"))
+    for each in (model, copy.deepcopy(model)):
+        for trains in (True, False, True):
+            assert each.train(trains) is each and (type(each.lm_head) is torch.nn.Linear) is not trains
+            with models.counting() as calls:
+                each(**batch())
+            assert calls.get("linear_cross_entropy", 0) == trains
+    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+    theirs = models.build("llama").train()
+    torch.nn.utils.parametrizations.weight_norm(theirs.lm_head)
+    same(step(model.eval().train()), step(theirs), 1e-4)
+    same(step(lz.unpatch(model)), step(theirs), 1e-6)
+    assert type(model.lm_head).__name__ == type(theirs.lm_head).__name__ == "ParametrizedLinear"
 
 
 def test_accelerate_prepares_a_patched_model() -> None:

@@ -18,6 +18,7 @@ from layerzero.integrations.patches.substitute import (
     SUBSTITUTE,
     PatchedForward,
     autocast_dtype,
+    class_name,
     has_hooks,
 )
 
@@ -131,10 +132,23 @@ class CausalForward(PatchedForward):
 
         return run
 
+    @staticmethod
+    def methods(kind: Any) -> dict[str, Callable[..., Any]]:
+        """`train`, which the head follows: outside training it is of torch's class, for which others look."""
+
+        def train(self: Any, mode: bool = True) -> Any:
+            result = kind.train(self, mode)
+            substitute = self.__dict__.get(SUBSTITUTE)
+            if substitute is not None:
+                substitute.head.follow(mode)
+            return result
+
+        return {"train": train}
+
     def install(self) -> None:
         """Put the model's forward, its head's and its loss in place."""
         super().install()
-        self.head.install()
+        self.head.follow(self.module.training)
         model: Any = self.module
         model.loss_function = self.loss
 
@@ -158,6 +172,13 @@ class HeadForward(PatchedForward):
         super().__init__(module)
         # While a step is traced: its rows and its logits.
         self.projected: list[Any] | None = None
+
+    def follow(self, training: bool) -> None:
+        """Be in place while the model trains, unless a library has made a class of the head's since."""
+        if training and type(self.module) is self.kind:
+            self.install()
+        elif not training and type(self.module) is self._patched():
+            self.remove()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Logits, later inside a training model's forward."""
@@ -260,7 +281,7 @@ def substitute(model: Any) -> CausalForward | str:
         return f"its loss is {getattr(loss, '__name__', type(loss).__name__)}, not transformers' causal one"
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
-        return f"its head is {type(head).__name__}, not torch's Linear"
+        return f"its head is {class_name(head)}, not torch's Linear"
     if has_hooks((head,)):
         return "its head has hooks"
     return CausalForward(model, head)

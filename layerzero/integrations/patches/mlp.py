@@ -16,6 +16,7 @@ from layerzero.integrations.patches import probe
 from layerzero.integrations.patches.substitute import (
     PLAIN,
     PatchedForward,
+    class_name,
     has_hooks,
     in_graph,
     is_left_alone,
@@ -203,7 +204,7 @@ def substitute(module: nn.Module) -> MlpForward | str:
     if _is_spread(module):
         return "its projections are in no module of their own"
     linears: dict[str, Any] = {name: part for name, part in module._modules.items() if _projects(part)}
-    strange = sorted({type(part).__name__ for part in linears.values() if not is_linear(part)})
+    strange = sorted({class_name(part) for part in linears.values() if not is_linear(part)})
     if strange:
         return f"its projections are {', '.join(strange)}, not torch's Linear"
     if any(parameter is not None and parameter.dim() == 3 for parameter in module._parameters.values()):

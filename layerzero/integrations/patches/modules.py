@@ -9,7 +9,14 @@ from typing import Any
 from torch import nn
 
 from layerzero.integrations.patches import disentangled, mlp, norm, rope, sdpa
-from layerzero.integrations.patches.substitute import PARTS, PatchedForward, PatchTable, Verdicts, is_taken
+from layerzero.integrations.patches.substitute import (
+    PARTS,
+    SUBSTITUTE,
+    PatchedForward,
+    PatchTable,
+    Verdicts,
+    is_taken,
+)
 
 RECORD = "_layerzero_patch"
 # Such as accelerate, which puts a module's weights where they are needed just before.
@@ -131,5 +138,15 @@ def restore(model: nn.Module, patch: Patch) -> None:
     """Give every module and configuration back what it had."""
     for substitute in reversed(patch.substitutes):
         substitute.remove()
+    for copied in _copies(model):
+        copied.remove()
     patch.restore_settings()
     del model.__dict__[RECORD]
+
+
+def _copies(model: nn.Module) -> list[PatchedForward]:
+    """Substitutes that came with copies of modules, as PEFT keeps some: those of no other patched model."""
+    others = [root for root in model.modules() if root is not model and record_of(root) is not None]
+    theirs = {part for root in others for part in root.modules()}
+    here = (part for part in model.modules() if SUBSTITUTE in part.__dict__ and part not in theirs)
+    return [part.__dict__[SUBSTITUTE] for part in here]

@@ -104,6 +104,11 @@ class PatchedForward:
         """
         raise NotImplementedError
 
+    @staticmethod
+    def methods(kind: Any) -> dict[str, Callable[..., Any]]:
+        """What a patched class of `kind` has beside its forward."""
+        return {}
+
     def _patched(self) -> Any:
         form: Any = type(self)
         return patched_class(self.kind, form, self.learnt)
@@ -119,7 +124,7 @@ class PatchedForward:
             del self.module.__dict__[SUBSTITUTE]
         if type(self.module) is self._patched():
             self.module.__class__ = self.kind
-        elif "forward" not in self.module.__dict__ and type(self.module) is not self.kind:
+        elif "forward" not in self.module.__dict__ and isinstance(self.module, self._patched()):
             self.module.__dict__["forward"] = MethodType(self.kind.forward, self.module)
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +166,8 @@ def patched_class(kind: Any, form: type[PatchedForward], learnt: tuple[Any, ...]
     # Libraries read what may be passed.
     forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    patched = type(kind.__name__, (kind,), {**names, "forward": forward, "__reduce_ex__": reduce})
+    own = {**form.methods(kind), "forward": forward, "__reduce_ex__": reduce}
+    patched = type(kind.__name__, (kind,), names | own)
     return patched
 
 
@@ -180,6 +186,12 @@ def in_graph(op: str) -> Callable[..., Any]:
 def is_taken(module: nn.Module) -> bool:
     """Whether someone has replaced a module's forward, we or another library."""
     return "forward" in module.__dict__ or SUBSTITUTE in module.__dict__
+
+
+def class_name(module: object) -> str:
+    """The name of a module's class; with its file's where that of torch's class is the same."""
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__name__}" if kind.__name__ == "Linear" else kind.__name__
 
 
 def is_left_alone(x: object) -> bool:
