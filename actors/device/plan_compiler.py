@@ -34,7 +34,6 @@ class PlanMiddleware(Protocol):
 
     def wrap(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, watched; `call` itself where there is nothing to see."""
-        ...
 
 
 class PlanCompiler:
