@@ -129,8 +129,4 @@ def _clean_text(text: str, secrets: tuple[str, ...]) -> str:
     text = _URL_USERINFO.sub(HIDDEN + "@", text)
     text = _SCHEME.sub(lambda match: f"{match.group(1)} {HIDDEN}", text)
     text = _HUB_TOKEN.sub(HIDDEN, text)
-    return _ASSIGNED.sub(_hide_assigned, text)
-
-
-def _hide_assigned(match: re.Match[str]) -> str:
-    return f"{match.group(1)}{match.group(2)}{HIDDEN}"
+    return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)
