@@ -275,7 +275,7 @@ class IsolatedWorker:
         return self._request(kernel, lambda life: self._outputs(life, frame, args), self._patience_s)
 
     def _request(self, kernel: str | None, ask: Callable[[WorkerProcess], T], patience_s: float) -> T:
-        """What `ask` gets from the process, which answers nobody else meanwhile; raises as `run`."""
+        """What `ask` gets from the process, which answers no other request meanwhile; raises as `run`."""
         if not self._lock.acquire(timeout=patience_s):  # as while it loads another kernel
             message = f"the process of {self.name!r} had other work for {self._timeout_s:g} s"
             raise WorkerError(message, Reason.WORKER_HUNG)

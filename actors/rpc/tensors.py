@@ -108,13 +108,15 @@ class RemoteTensorStore:
         return len(self._tensors)
 
 
-@dataclass(eq=False, repr=False, slots=True)
 class TensorPayload:
     """A tensor as bytes on its way between processes: one copy, no pickled code, no stranger's rows."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    data: Any
+    __slots__ = ("data", "dtype", "shape")
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], data: Any) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.data = data
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorPayload, (self.dtype, self.shape, self.data)

@@ -279,6 +279,8 @@ class RunningTimeline:
 
     __slots__ = ("__weakref__", "_lock", "timeline")
 
+    timeline: Timeline | None
+
     def __init__(self) -> None:
         self.after_fork()
         renew_after_fork(self)
@@ -308,7 +310,7 @@ class RunningTimeline:
     def after_fork(self) -> None:
         """In a forked child: what runs is the parent's."""
         self._lock = threading.Lock()
-        self.timeline: Timeline | None = None
+        self.timeline = None
 
 
 RUNNING: Final = RunningTimeline()
