@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from layerzero._util import log
@@ -27,25 +28,19 @@ if TYPE_CHECKING:
 _DELAY_S = 0.1
 
 
+@dataclass(eq=False)
 class KernelLoader:
     """The background thread of one device; a kernel is loaded once at a time, and then `changed()` called."""
 
-    def __init__(
-        self,
-        hardware: Hardware,
-        registry: Registry,
-        counters: Counters,
-        clock: Callable[[], float],
-        changed: Callable[[], object],
-        settings: Callable[[], Settings],
-    ) -> None:
-        self._registry = registry
-        self._counters = counters
-        self._clock = clock
-        self._changed = changed
-        self._settings = settings
-        self._hardware = hardware
-        self._thread = Worker(f"layerzero-warm-{hardware.device}")
+    _hardware: Hardware
+    _registry: Registry
+    _counters: Counters
+    _clock: Callable[[], float]
+    _changed: Callable[[], object]
+    _settings: Callable[[], Settings]
+
+    def __post_init__(self) -> None:
+        self._thread = Worker(f"layerzero-warm-{self._hardware.device}")
         self.reset_after_fork()
 
     def reset_after_fork(self) -> None:

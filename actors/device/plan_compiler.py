@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from layerzero._util import foreign
@@ -34,29 +35,23 @@ class PlanMiddleware(Protocol):
 
     def wrap(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, watched; `call` itself where there is nothing to see."""
-        ...
 
 
+@dataclass(eq=False)
 class PlanCompiler:
     """Compiles the plans of one device; `middlewares` wrap every plan, `on_decided` gets each call's spec."""
 
-    def __init__(
-        self,
-        calls: KernelCalls,
-        health: Health,
-        loader: KernelLoader,
-        recovery: Recovery,
-        counters: Counters,
-    ) -> None:
-        self._calls = calls
-        self._health = health
-        self._loader = loader
-        self._recovery = recovery
-        self._counters = counters
-        self.middlewares: tuple[PlanMiddleware, ...] = ()
-        self.events = SelectionEvents(counters)
+    _calls: KernelCalls
+    _health: Health
+    _loader: KernelLoader
+    _recovery: Recovery
+    _counters: Counters
+    middlewares: tuple[PlanMiddleware, ...] = ()
+    on_decided: Callable[[CallSpec], object] | None = None
+
+    def __post_init__(self) -> None:
+        self.events = SelectionEvents(self._counters)
         self._guarded: RecentCache[tuple[str, int], Callable[..., Any]] = RecentCache(_GUARDED)
-        self.on_decided: Callable[[CallSpec], object] | None = None
 
     def compile(self, op: Op, selection: Selection) -> Plan:
         """The plan of a selection; loads the kernel if it is not, and starts what is chosen when warm.

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -42,6 +43,7 @@ from layerzero.selection.dispatch import DispatchState
 from layerzero.spec.errors import ConfigurationError, ConsistencyError, DeviceLostError, PolicyValidationError
 from layerzero.spec.reasons import Reason
 
+T = TypeVar("T")
 SENT_BEFORE_S = 0.1  # what a follower finds within it lay on its line
 
 
@@ -115,7 +117,7 @@ class RankGroup:
         profile = profile_of(self.device, self.rank)
         self._hardware_class = profile.hardware_class
         self._store.set(f"{prefix}/profile/{self.rank}", msgspec.json.encode(profile))
-        profiles = [self._profile(prefix, rank) for rank in range(self.ranks)]
+        profiles = self._of_ranks(f"{prefix}/profile", f"join the rank group of {self.ranks}", RankProfile)
         self.same_hardware_as_rank0 = profiles[0].hardware_class == profile.hardware_class
         self._raise_if_closed()
         self.channel = self._open_channel(f"{prefix}/address")
@@ -141,14 +143,16 @@ class RankGroup:
             raise DeviceLostError("rank 0 did not open its channel in time", retryable=True)
         return FollowerChannel(self.rank, address, self.timeout_s, self.timeout_s, config.token)
 
-    def _profile(self, prefix: str, rank: int) -> RankProfile:
-        data = self._store.get(f"{prefix}/profile/{rank}", self.timeout_s)
-        if data is None:
-            raise DeviceLostError(
-                f"rank {rank} did not join the rank group of {self.ranks} within {self.timeout_s:g} s",
-                retryable=True,
-            )
-        return msgspec.json.decode(data, type=RankProfile)
+    def _of_ranks(self, prefix: str, task: str, kind: type[T]) -> list[T]:
+        """What each rank has stored. Raises: DeviceLostError: one did not do its `task` in time."""
+        values: list[T] = []
+        for rank in range(self.ranks):
+            data = self._store.get(f"{prefix}/{rank}", self.timeout_s)
+            if data is None:
+                late = f"rank {rank} did not {task} within {self.timeout_s:g} s"
+                raise DeviceLostError(late, retryable=True)
+            values.append(msgspec.json.decode(data, type=kind))
+        return values
 
     def need_same(self, values: Mapping[str, str]) -> None:
         """Compare `values` with every rank's, in the store: no collective is used.
@@ -158,15 +162,7 @@ class RankGroup:
         self._comparisons += 1
         prefix = f"rank_group/{self.epoch}/same/{self._comparisons}"
         self._store.set(f"{prefix}/{self.rank}", msgspec.json.encode(values))
-        values_by_rank: list[dict[str, str]] = []
-        for rank in range(self.ranks):
-            encoded = self._store.get(f"{prefix}/{rank}", self.timeout_s)
-            if encoded is None:
-                raise DeviceLostError(
-                    f"rank {rank} did not say its {', '.join(values)} within {self.timeout_s:g} s",
-                    retryable=True,
-                )
-            values_by_rank.append(msgspec.json.decode(encoded))
+        values_by_rank = self._of_ranks(prefix, f"say its {', '.join(values)}", dict[str, Any])
         for name in dict.fromkeys(name for one in values_by_rank for name in one):
             votes = {rank: str(one.get(name)) for rank, one in enumerate(values_by_rank)}
             others = [rank for rank, vote in votes.items() if vote != votes[0]]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -36,6 +37,7 @@ MAX_STARTS = 5  # that fail one after another
 STEADY_S = 60.0  # one that ends earlier begins anew after a pause, which grows
 Died = Callable[[str | None, Reason, str], object]
 Unloaded = Callable[[str, str], object]
+T = TypeVar("T")
 
 
 class IsolatedWorker:
@@ -253,22 +255,13 @@ class IsolatedWorker:
         return self._ask_slowly(None, frames.DESCRIBE + plugin.encode())
 
     def _ask_slowly(self, kernel: str | None, message: bytes) -> bytes:
-        with self._lock:
-            life = self._alive()
-            try:
-                life.limit(START_S)
-                reply = life.ask(message)
-                life.limit(self._timeout_s)
-                error: NoAnswerError | None = None
-            except NoAnswerError as caught:
-                error = caught
-                self._life = None
-            except BaseException:
-                self._interrupted()
-                raise
-        if error is not None:
-            raise self._lost(life, kernel, error) from error  # pyright: ignore[reportPossiblyUnboundVariable]
-        return self._need_done(reply)  # pyright: ignore[reportPossiblyUnboundVariable]
+        def ask(life: WorkerProcess) -> bytes:
+            life.limit(START_S)
+            reply = life.ask(message)
+            life.limit(self._timeout_s)
+            return self._need_done(reply)
+
+        return self._request(kernel, ask, -1)
 
     def run(self, kernel: str, frame: frames.Frame, args: Args) -> list[Tensor]:
         """Run a loaded kernel on tensors; its outputs, in memory of their own.
@@ -279,15 +272,16 @@ class IsolatedWorker:
             if (order := self._failed_loads.pop(kernel, None)) is not None:
                 threading.Thread(target=self._load_again, args=(order,), daemon=True).start()
             raise WorkerError(f"{kernel} is being loaded in a process of {self.name!r}", Reason.WORKER_FAILED)
-        if not self._lock.acquire(timeout=self._patience_s):  # as while it loads another kernel
+        return self._request(kernel, lambda life: self._outputs(life, frame, args), self._patience_s)
+
+    def _request(self, kernel: str | None, ask: Callable[[WorkerProcess], T], patience_s: float) -> T:
+        """What `ask` gets from the process, which answers no other request meanwhile; raises as `run`."""
+        if not self._lock.acquire(timeout=patience_s):  # as while it loads another kernel
             message = f"the process of {self.name!r} had other work for {self._timeout_s:g} s"
             raise WorkerError(message, Reason.WORKER_HUNG)
         try:
             life = self._alive()
-            reply = self._answered(life, frame, args)
-            if reply == frames.DONE:
-                return self._outputs(life, frame)
-            error: NoAnswerError | None = None
+            return ask(life)
         except NoAnswerError as caught:
             error = caught
             self._life = None
@@ -296,12 +290,10 @@ class IsolatedWorker:
             raise
         finally:
             self._lock.release()
-        if error is None:
-            raise fault_error(self.name, reply, self._unavailable)  # pyright: ignore[reportPossiblyUnboundVariable]
         raise self._lost(life, kernel, error) from error  # pyright: ignore[reportPossiblyUnboundVariable]
 
-    def _answered(self, life: WorkerProcess, frame: frames.Frame, args: Args) -> bytes:
-        """What a life says to a call, whose tensors are in shared memory by then."""
+    def _outputs(self, life: WorkerProcess, frame: frames.Frame, args: Args) -> list[Tensor]:
+        """The outputs of a call. Raises: Exception: the fault that it is answered with."""
         arenas = life.arenas
         for device, needed in frame.bytes_on.items():
             arena = arenas.get(device)
@@ -314,10 +306,7 @@ class IsolatedWorker:
             arenas[device].write(offset, values[position])
         for device in frame.cards:
             arenas[device].before_send()
-        return life.call(frame)
-
-    def _outputs(self, life: WorkerProcess, frame: frames.Frame) -> list[Tensor]:
-        arenas = life.arenas
+        self._need_done(life.call(frame))
         for device in frame.cards:
             arenas[device].after_reply()
         results = [

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import torch
 
+from layerzero._util.libraries import signal_name
 from layerzero.actors.isolation import frames
 from layerzero.actors.isolation.arena import Arena, HostArena
 from layerzero.actors.isolation.receiver import Receiver
@@ -223,10 +224,7 @@ def ending(status: int) -> str:
     """How a process ended, in words."""
     if status >= 0:
         return f"exit status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
+    name = signal_name(-status)
     return f"{name}, as the system sends when memory runs out" if name == "SIGKILL" else name
 
 

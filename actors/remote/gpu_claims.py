@@ -6,24 +6,17 @@ change. So a device holds locks on files named after its GPU, which end with its
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import re
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from layerzero._util.files import own_folder
+from layerzero._util.files import fcntl, own_folder
 from layerzero.spec.errors import ConfigurationError
 from layerzero.spec.reasons import Reason
-
-fcntl: Any = None  # Windows has none
-with contextlib.suppress(ImportError):
-    fcntl = importlib.import_module("fcntl")
 
 RELEASE_S = 5.0  # what a process that ends may take to let its GPU go
 _LOOK_S = 0.05

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ _ADVICE = (
 )
 
 
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class RemoteTensor:
     """A handle of a tensor on a device of the pool; passed to `run` there, the code gets the tensor.
 
@@ -23,14 +25,11 @@ class RemoteTensor:
     The tensor is freed with the last handle of the process that shipped it.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "incarnation", "key", "shape")
-
-    def __init__(self, key: str, device: str, incarnation: str, shape: tuple[int, ...], dtype: str) -> None:
-        self.key = key
-        self.device = device
-        self.incarnation = incarnation
-        self.shape = shape
-        self.dtype = dtype
+    key: str
+    device: str
+    incarnation: str
+    shape: tuple[int, ...]
+    dtype: str
 
     def on_collected(self, free: Callable[[str], None]) -> RemoteTensor:
         """Call `free(key)` when this handle is collected."""

@@ -31,8 +31,8 @@ class ClockTimer:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-            due_at = self._due_at()
-            if due_at is not None and not self._stopped:
+            due_at = None if self._stopped else self._due_at()
+            if due_at is not None:
                 self._timer = self._clock.call_later(max(0.0, due_at - self._clock.now()), self._run)
 
     def _run(self) -> None:
@@ -43,6 +43,4 @@ class ClockTimer:
         """Cancel the timer; `arm` does nothing from now on."""
         with self._lock:
             self._stopped = True
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            self.arm()

@@ -22,11 +22,7 @@ STILL_RUNNING = "exit.thread_still_running"
 _threads: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
 
 
-def _nothing() -> None:
-    pass
-
-
-def join_at_exit(thread: threading.Thread, stop: Callable[[], object] = _nothing) -> None:
+def join_at_exit(thread: threading.Thread, stop: Callable[[], object] = lambda: None) -> None:
     """Wait for `thread` when the process ends, at most `EXIT_S` seconds for all of them together.
 
     `stop()` is called before: let it drop what has not begun.

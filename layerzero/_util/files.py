@@ -7,6 +7,7 @@ who can plant a link chooses what is overwritten.
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import stat
 import tempfile
@@ -17,6 +18,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+fcntl: Any = None  # Windows has none
+with suppress(ImportError):
+    fcntl = importlib.import_module("fcntl")
+
 _T = TypeVar("_T")
 # A reader must not wait for another process to write into a pipe at a file's path.
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -26,6 +31,12 @@ _POSIX = hasattr(os, "geteuid")
 
 # What precedes the rows of any file of ours.
 _HEAD = 1 << 18
+
+
+class StatedFormat(msgspec.Struct, frozen=True):
+    """What any file of ours says, whatever its format: which one it is."""
+
+    format: int
 
 
 class ExposedError(PermissionError):
@@ -227,6 +238,11 @@ def _read(path: Path, limit: int, flags: int, need: Callable[[Path, os.stat_resu
     return data
 
 
+def pretty_json(value: object) -> bytes:
+    """JSON that a diff reads well."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
 def decode_json(data: bytes, type: type[_T]) -> _T:
     """The value of a file's JSON.
 
@@ -253,11 +269,17 @@ def _decoded(decode: Callable[..., Any], name: str, data: bytes, type: type[_T])
     return decoded
 
 
+def damaged_name(path: Path) -> Path:
+    """A free name beside a damaged file, which is never read."""
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
+        number += 1
+    return aside
+
+
 def set_aside(path: Path) -> Path:
     """Give a damaged file a name beside it that is never read; returns that name."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
+    aside = damaged_name(path)
     with suppress(FileNotFoundError):  # another process has just done the same
         os.replace(path, aside)
     return aside

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -94,23 +95,18 @@ def examine(
 
 def _one(library: Library, imports: bool, timeout_s: float) -> LibraryStatus:
     version = installed_version(library.distribution)
-    if version is None:
-        if library.ended:
-            return LibraryStatus(
-                backend=library.backend, state="ended", detail=f"not installed; {library.ended}"
-            )
-        return LibraryStatus(backend=library.backend, state="missing", install=library.install)
+    status = partial(LibraryStatus, backend=library.backend, version=version)
     if library.ended:
-        detail = f"installed and not used; {library.ended}"
-        return LibraryStatus(backend=library.backend, state="ended", version=version, detail=detail)
+        use = "not installed" if version is None else "installed and not used"
+        return status(state="ended", detail=f"{use}; {library.ended}")
+    if version is None:
+        return status(state="missing", install=library.install)
     if not imports:
-        return LibraryStatus(backend=library.backend, state="installed", version=version)
+        return status(state="installed")
     failure = import_failure(library.module, timeout_s)
     if failure is None:
-        return LibraryStatus(backend=library.backend, state="works", version=version)
-    return LibraryStatus(
-        backend=library.backend, state="broken", version=version, detail=failure, install=library.install
-    )
+        return status(state="works")
+    return status(state="broken", detail=failure, install=library.install)
 
 
 def import_failure(module: str, timeout_s: float) -> str | None:
@@ -132,12 +128,13 @@ def import_failure(module: str, timeout_s: float) -> str | None:
     if child.returncode == 0:
         return None
     if child.returncode < 0:
-        return f"importing {module} ended the process by {_signal_name(-child.returncode)}"
+        return f"importing {module} ended the process by {signal_name(-child.returncode)}"
     lines = [line for line in child.stderr.splitlines() if line.strip()]
     return (lines[-1] if lines else f"exit status {child.returncode}")[:_SAID]
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """SIGSEGV and the like, or the number of one that this system does not know."""
     try:
         return signal.Signals(number).name
     except ValueError:

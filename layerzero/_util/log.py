@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, MutableMapping
+from functools import partial
 from typing import Any, Literal, TextIO
 
 LOGGER_NAME = "layerzero"
@@ -33,26 +34,6 @@ _ASSIGNED = re.compile(
     r"\b((?:[A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|API_KEY))|authorization)(\s*[=:]\s*)(?!\[hidden\])[^\s,;'\"]+",
     re.IGNORECASE,
 )
-
-
-def debug(event: str, /, **values: Any) -> None:
-    """Log `event` at debug level."""
-    _emit("debug", event, values)
-
-
-def info(event: str, /, **values: Any) -> None:
-    """Log `event` at info level."""
-    _emit("info", event, values)
-
-
-def warning(event: str, /, **values: Any) -> None:
-    """Log `event` at warning level."""
-    _emit("warning", event, values)
-
-
-def error(event: str, /, **values: Any) -> None:
-    """Log `event` at error level."""
-    _emit("error", event, values)
 
 
 def redact(logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -97,7 +78,7 @@ def configure(
     )
 
 
-def _emit(method: str, event: str, values: dict[str, Any]) -> None:
+def _emit(method: str, event: str, /, **values: Any) -> None:
     # Importing structlog costs more than our whole import where rich is installed: only if it is in use.
     structlog = sys.modules.get("structlog")
     if structlog is not None and structlog.is_configured():
@@ -109,6 +90,10 @@ def _emit(method: str, event: str, values: dict[str, Any]) -> None:
     if plain.isEnabledFor(level):
         clean = redact(plain, method, values)
         plain.log(level, "%s%s", event, "".join(f" {key}={value!r}" for key, value in clean.items()))
+
+
+# Each logs an event at its level: `log.info("noun.past_verb", key=value)`.
+debug, info, warning, error = (partial(_emit, level) for level in ("debug", "info", "warning", "error"))
 
 
 def _is_secret(key: object) -> bool:
@@ -144,8 +129,4 @@ def _clean_text(text: str, secrets: tuple[str, ...]) -> str:
     text = _URL_USERINFO.sub(HIDDEN + "@", text)
     text = _SCHEME.sub(lambda match: f"{match.group(1)} {HIDDEN}", text)
     text = _HUB_TOKEN.sub(HIDDEN, text)
-    return _ASSIGNED.sub(_hide_assigned, text)
-
-
-def _hide_assigned(match: re.Match[str]) -> str:
-    return f"{match.group(1)}{match.group(2)}{HIDDEN}"
+    return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)

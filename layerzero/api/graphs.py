@@ -57,7 +57,8 @@ def validate_graph_capture(
     if others is None:
         second = change_inputs(full)
     else:
-        _, second = checked_build(definition, (), {**_named(definition, args, kwargs), **others})
+        named = inspect.signature(definition.build).bind(*args, **kwargs).arguments
+        _, second = checked_build(definition, (), {**named, **others})
     device = context_device(full)
     if device.device.type != "cuda":
         raise CudaGraphUnsafeError(f"{op} needs tensors on a CUDA device to be captured, got {device.device}")
@@ -95,10 +96,6 @@ def record_finding(
         log.info(GRAPH_PROVED, kernel=kernel_id, case=case)
     device.counters.add("graph_validations", kernel=kernel_id, safe=not case_findings)
     return proof
-
-
-def _named(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(inspect.signature(op.build).bind(*args, **kwargs).arguments)
 
 
 def _candidates(selection: Selection, kernel: str | None) -> tuple[str, ...]:

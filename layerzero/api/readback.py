@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,23 +20,18 @@ from layerzero.scheduler.modes.streams import resume_modes, suspend_modes
 from layerzero.scheduler.modes.torch_modes import Modes
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class HostReadback(Coroutine[Any, Any, Tensor]):
     """A tensor on its way to the host: awaited now, later, several times one after another, or never.
 
     It is a coroutine, so that a task can be made of it.
     """
 
-    __slots__ = ("_call", "_capture_modes", "_driver", "_steps", "_tensor")
-
-    def __init__(
-        self,
-        tensor: Tensor | None,
-        call: PendingCall | None = None,
-        driver: LoopDriver | None = None,
-        capture_modes: Callable[[], Modes] | None = None,
-    ) -> None:
-        self._tensor, self._call, self._driver, self._capture_modes = tensor, call, driver, capture_modes
-        self._steps: Generator[Any, Any, Tensor] | None = None
+    _tensor: Tensor | None
+    _call: PendingCall | None = None
+    _driver: LoopDriver | None = None
+    _capture_modes: Callable[[], Modes] | None = None
+    _steps: Generator[Any, Any, Tensor] | None = None
 
     def __await__(self) -> Generator[Any, Any, Tensor]:
         """Wait for the copy. Raises: what it raised. RuntimeError: another task waits for it now."""

@@ -85,10 +85,6 @@ class Binding:
         if self._device.snapshot is not self.base:
             self.rebind()
         plan = self._planned(full)
-        return self.run(plan, full)
-
-    def run(self, plan: Plan, full: Args) -> Any:
-        """Run a plan with fallback inside the call."""
         try:
             return plan.call(*full)
         except Exception as error:

@@ -6,6 +6,7 @@ from typing import Any
 
 import anyio
 import click
+import msgspec
 
 from layerzero.cli.common import output
 from layerzero.cli.common.options import json_option
@@ -63,10 +64,7 @@ def plain(report: ConsistencyReport) -> dict[str, Any]:
             {"name": d.name, "node": d.node, "hardware": d.hardware.name, "versions": d.versions}
             for d in report.devices
         ],
-        "findings": [
-            {"check": f.check, "about": f.about, "values": f.values, "advice": f.advice}
-            for f in report.findings
-        ],
+        "findings": msgspec.to_builtins(report.findings),
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from layerzero._util.files import put_whole
+from layerzero._util.files import pretty_json, put_whole
 from layerzero.api.doctor import doctor
 from layerzero.api.solve import solve
 from layerzero.api.timeline import timeline
@@ -42,7 +42,7 @@ def write_artifacts(runtime: Runtime, folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     notes: list[str] = []
     write(folder / CAPABILITIES, export(load_builtin(runtime.settings.plugins)))
-    put_whole(folder / MATRIX, _json(msgspec.to_builtins(doctor(imports=False))))
+    put_whole(folder / MATRIX, pretty_json(doctor(imports=False)))
     _write_decisions(runtime, folder, notes)
     _snapshot(runtime, folder / SNAPSHOT, notes)
     calls = standard_calls(None, runtime.device().hardware.platform, quick=True)
@@ -62,10 +62,6 @@ def digests(folder: Path) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _json(plain: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(plain), indent=1) + b"\n"
-
-
 def _write_decisions(runtime: Runtime, folder: Path, notes: list[str]) -> None:
     """The dispatch table of what was measured, and whether it would be taken here."""
     device = runtime.device()
@@ -77,7 +73,7 @@ def _write_decisions(runtime: Runtime, folder: Path, notes: list[str]) -> None:
     active = activate(folder / TABLE, device.hardware, device.registry.of, strict=False)
     refusal = active.refusal or active.problem(runtime.policy)
     verdict = {"ok": not refusal, "problem": refusal, "buckets": len(table.buckets), "content": table.content}
-    put_whole(folder / VALIDATION, _json(verdict))
+    put_whole(folder / VALIDATION, pretty_json(verdict))
 
 
 def _snapshot(runtime: Runtime, path: Path, notes: list[str]) -> None:

@@ -15,6 +15,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from datetime import UTC, date, datetime
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
@@ -26,7 +27,7 @@ from layerzero.gates.paired_rounds import PacedCall, PairedResult, measure_besid
 from layerzero.perfdb.record import Environment
 from layerzero.perfdb.table_file import content_hash, write_table_file
 from layerzero.spec.errors import FileRefusedError
-from layerzero.spec.reasons import Reason, Rejected
+from layerzero.spec.reasons import Reason
 
 FORMAT: Final = 2
 # All groups of a call that is as long as the limit lie on one side of it once in 256 times by chance.
@@ -135,8 +136,7 @@ def _measure_steady(call: PacedCall, rounds: int, device: str) -> BaselineCall:
         if not (unrest := measured.unrest):
             return measured
     needs, cure = "rounds that agree with each other", "measure while the machine does nothing else"
-    problem = Rejected(Reason.BASELINE_UNSTEADY, str(call), needs, unrest, cure)
-    raise BaselineRefusedError.of("baseline", problem)
+    raise BaselineRefusedError.because("baseline", Reason.BASELINE_UNSTEADY, str(call), needs, unrest, cure)
 
 
 def judge_call(stored: BaselineCall, later: BaselineCall, *, slower: float, rounds: int) -> PairedResult:
@@ -176,12 +176,7 @@ def read_baseline(
         (BASELINE_UNTRUSTED), is cut or altered (BASELINE_DAMAGED), of another format (BASELINE_FORMAT), of
         another machine or torch (BASELINE_ENVIRONMENT_DIFFERS), or too old (BASELINE_STALE).
     """
-
-    def refuse(
-        reason: Reason, field: str, needs: str, got: str, cure: str | None = None
-    ) -> BaselineRefusedError:
-        return BaselineRefusedError.of(path, Rejected(reason, field, needs, got[:200], cure))
-
+    refuse = partial(BaselineRefusedError.because, path)
     try:
         data = read_given(path)
         stated = decode_json(data, dict[str, Any]).get("format")

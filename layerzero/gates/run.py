@@ -8,9 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-import msgspec
-
-from layerzero._util.files import put_whole
+from layerzero._util.files import pretty_json, put_whole
 from layerzero._util.version import VERSION
 from layerzero.gates.artifacts import digests, write_artifacts
 from layerzero.gates.outcome import GateReport, StageOutcome, check_waivers, excuse, unused_waivers
@@ -63,9 +61,7 @@ def run_gate(
     )
     if folder is not None:
         for outcome in outcomes:
-            name = REPORT_NAME.format(stage=outcome.stage)
-            put_whole(folder / name, msgspec.json.format(msgspec.json.encode(outcome), indent=1) + b"\n")
-        plain = msgspec.json.format(msgspec.json.encode(report.as_plain()), indent=1)
-        put_whole(folder / JSON_NAME, plain + b"\n")
+            put_whole(folder / REPORT_NAME.format(stage=outcome.stage), pretty_json(outcome))
+        put_whole(folder / JSON_NAME, pretty_json(report.as_plain()))
         write_page(folder / PAGE_NAME, page_of(report.as_plain()))
     return report

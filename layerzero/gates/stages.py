@@ -20,7 +20,6 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.api.doctor import doctor
 from layerzero.backends import load_builtin
 from layerzero.gates.baseline import (
-    Baseline,
     BaselineCall,
     BaselineRefusedError,
     judge_call,
@@ -48,6 +47,7 @@ from layerzero.spec.capability_overlays import problems
 from layerzero.spec.errors import ConfigurationError, FileRefusedError, LayerZeroError
 from layerzero.spec.reasons import Reason
 
+OWN_TREE = Path(__file__).resolve().parents[2]  # that this process runs
 _TAIL = 15
 # A baseline may be of another class of machines, of a format before, or too old where there is a tree; one
 # that is damaged or has another digest is refused in any case.
@@ -148,26 +148,29 @@ class StageRunner:
         return self._beside_tree(stage)
 
     def _beside_tree(self, stage: PerformanceStage, why: str = "") -> StageOutcome:
-        judged, device = _own_tree(), str(self.device.device)
+        judged, device = OWN_TREE, str(self.device.device)
         with tree_of(stage.against, self._folder, judged) as (tree, description):
-            results = [
-                confirm(
-                    partial(
-                        compare_paces,
-                        call,
-                        tree,
-                        judged,
-                        slower=stage.slower,
-                        rounds=stage.rounds,
-                        device=device,
-                    )
-                )
-                for call in stage.paced_calls
-            ]
+            compare = partial(
+                compare_paces,
+                first=tree,
+                second=judged,
+                slower=stage.slower,
+                rounds=stage.rounds,
+                device=device,
+            )
+            results = [confirm(partial(compare, call)) for call in stage.paced_calls]
         return _paced(stage, results, description + why)
 
     def _beside_baseline(self, stage: PerformanceStage) -> StageOutcome:
-        stored, device = self._baseline(stage), str(self.device.device)
+        """Raises: BaselineRefusedError: it may not be compared with here and today."""
+        environment, device = Environment.of_hardware(self.device.hardware), str(self.device.device)
+        stored = read_baseline(
+            self._folder / stage.baseline,
+            environment,
+            sha256=stage.sha256,
+            max_age_days=stage.max_age_days,
+            today=datetime.now(UTC).date(),
+        )
         only = set(stage.paced_calls)
         if missing := only - {each.call for each in stored.paced}:
             names = ", ".join(sorted(map(str, missing)))
@@ -178,16 +181,6 @@ class StageRunner:
             if not only or each.call in only
         ]
         return _paced(stage, results, f"the baseline {stage.baseline} of {stored.date}")
-
-    def _baseline(self, stage: PerformanceStage) -> Baseline:
-        """Raises: BaselineRefusedError: it may not be compared with here and today."""
-        return read_baseline(
-            self._folder / stage.baseline,
-            Environment.of_hardware(self.device.hardware),
-            sha256=stage.sha256,
-            max_age_days=stage.max_age_days,
-            today=datetime.now(UTC).date(),
-        )
 
     def matrix(self, stage: MatrixStage) -> StageOutcome:
         """The environment has what the release promises."""
@@ -240,9 +233,15 @@ class StageRunner:
         words = [sys.executable if word == "{python}" else word for word in stage.command]
         try:
             child = subprocess.Popen(
-                words, cwd=self._folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-            )  # fmt: skip
+                words,
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
         except OSError as error:
             return StageOutcome("", 1, 0.0, (Finding("command", f"{words[0]}: {error.strerror}"),))
         try:
@@ -295,11 +294,6 @@ def confirm(measure: Callable[[], PairedResult]) -> PairedResult:
 def _against_stored(stored: BaselineCall, stage: PerformanceStage, device: str) -> PairedResult:
     measured = measure_call(stored.call, rounds=stage.rounds, device=device)
     return judge_call(stored, measured, slower=stage.slower, rounds=stage.rounds)
-
-
-def _own_tree() -> Path:
-    """The tree that this process runs."""
-    return Path(__file__).resolve().parents[2]
 
 
 def _paced(stage: PerformanceStage, results: list[PairedResult], beside: str) -> StageOutcome:

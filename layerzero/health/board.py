@@ -48,7 +48,6 @@ class Health:
         self._settings = settings
         self._clock = clock
         self._wall = wall
-        self._store = store
         self._device = device
         self._environment = environment
         self._changed = changed

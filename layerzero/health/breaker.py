@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -85,6 +86,7 @@ class Probe:
             self.release()
 
 
+@dataclass(eq=False)
 class Breaker:
     """The state machine of one kernel; safe from any thread, and it reads no clock but the one given.
 
@@ -94,18 +96,12 @@ class Breaker:
     probation, or None.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        kernel: str = "",
-        changed: Callable[[Transition], None] | None = None,
-    ) -> None:
-        self.kernel = kernel
-        self._settings = settings
-        self._clock = clock
-        self._changed = changed
+    _settings: Settings
+    _clock: Callable[[], float] = time.monotonic
+    kernel: str = ""
+    changed: Callable[[Transition], None] | None = None
+
+    def __post_init__(self) -> None:
         self.state = BreakerState.CLOSED
         self._recent: deque[float] = deque()  # it opens at failures_to_open, so it holds no more
         self._why = ""
@@ -262,6 +258,6 @@ class Breaker:
             self._recent.popleft()
 
     def _notify(self, transition: Transition | None) -> Transition | None:
-        if transition is not None and self._changed is not None:
-            self._changed(transition)
+        if transition is not None and self.changed is not None:
+            self.changed(transition)
         return transition

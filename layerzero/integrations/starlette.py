@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import anyio
@@ -144,6 +145,7 @@ def _metrics(registry: Callable[[], Any | Awaitable[Any]] | None) -> Any:
     return exposition
 
 
+@dataclass(eq=False)
 class AdmissionMiddleware:
     """ASGI middleware: refuses what the application has no room for before it reads a body.
 
@@ -151,30 +153,22 @@ class AdmissionMiddleware:
     until a body is complete. Health, readiness and metrics always pass.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        max_requests: int,
-        max_body: int,
-        max_unread: int,
-        body_timeout_s: float,
-        refuse: Callable[[int, str, float | None], Response] = _refusal,
-    ) -> None:
-        self.app = app
-        self.max_requests = max_requests
-        self.max_body = max_body
-        self.max_unread = max_unread
-        self.body_timeout_s = body_timeout_s
-        self.requests = self.unread = 0
-        self._refuse = refuse
+    app: ASGIApp
+    _: KW_ONLY
+    max_requests: int
+    max_body: int
+    max_unread: int
+    body_timeout_s: float
+    refuse: Callable[[int, str, float | None], Response] = _refusal
+    requests: int = field(default=0, init=False)
+    unread: int = field(default=0, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in PROBES:
             await self.app(scope, receive, send)
             return
         if self.requests >= self.max_requests:
-            refusal = self._refuse(503, f"{self.requests} requests are under way, which is the most", 1.0)
+            refusal = self.refuse(503, f"{self.requests} requests are under way, which is the most", 1.0)
             await refusal(scope, receive, send)
             return
         self.requests += 1
@@ -210,7 +204,7 @@ class _AdmittedRequest:
         except _BodyRefused as refused:
             if not self._begun:
                 # What was announced will not be read: the connection ends with the answer.
-                response = bounds._refuse(refused.status, str(refused), refused.retry_after_s)
+                response = bounds.refuse(refused.status, str(refused), refused.retry_after_s)
                 response.headers["Connection"] = "close"
                 await response(self._scope, self._receive, self._send)
         finally:

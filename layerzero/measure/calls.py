@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from layerzero._util.files import decode_json, read_given, replace_own
+from layerzero._util.files import decode_json, pretty_json, read_given, replace_own
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
 from layerzero.perfdb.record import BenchmarkCase
@@ -134,7 +134,7 @@ class Workload(msgspec.Struct, frozen=True):
 
         Raises: FileExistsError: another kind of file is at `path`. OSError: it cannot be written.
         """
-        replace_own(Path(path), msgspec.json.format(msgspec.json.encode(self), indent=1), "calls")
+        replace_own(Path(path), pretty_json(self), "calls")
 
     @classmethod
     def load(cls, path: str | Path) -> Workload:

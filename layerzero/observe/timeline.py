@@ -22,6 +22,7 @@ import torch
 
 from layerzero._util import log
 from layerzero._util.files import need_own, replace_own
+from layerzero._util.fork_safety import renew_after_fork
 from layerzero.observe.device_times import DeviceTimes
 from layerzero.observe.trace import Trace, own_rank, process_facts
 from layerzero.ops.checks import need_int
@@ -45,7 +46,6 @@ class TimelineRecord(Protocol):
 
     def write(self, trace: Trace) -> None:
         """Add its slices and arrows to a trace."""
-        ...
 
 
 class TimedDevice(Protocol):
@@ -54,12 +54,10 @@ class TimedDevice(Protocol):
     @property
     def device(self) -> object:
         """Where it is; its text names the rows."""
-        ...
 
     @property
     def loop_drivers(self) -> Any:
         """What queues its awaited calls."""
-        ...
 
     def add_middleware(self, middleware: Any) -> None: ...
 
@@ -279,11 +277,13 @@ class Timeline:
 class RunningTimeline:
     """The timeline of this process, where one runs; None costs the opening of a device one look."""
 
-    __slots__ = ("_lock", "timeline")
+    __slots__ = ("__weakref__", "_lock", "timeline")
+
+    timeline: Timeline | None
 
     def __init__(self) -> None:
-        self.timeline: Timeline | None = None
-        self._lock = threading.Lock()
+        self.after_fork()
+        renew_after_fork(self)
 
     def begin(self, timeline: Timeline) -> None:
         """Make `timeline` the one.
@@ -314,5 +314,3 @@ class RunningTimeline:
 
 
 RUNNING: Final = RunningTimeline()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=RUNNING.after_fork)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import os
 import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from layerzero._util import files, log
+from layerzero._util.files import fcntl
 from layerzero.perfdb.record import BenchmarkCase, Environment, Measurement
 from layerzero.perfdb.rows import (
     DAMAGE,
@@ -28,10 +27,6 @@ from layerzero.perfdb.rows import (
     transaction,
     wal_is_safe,
 )
-
-fcntl: Any = None  # Windows has none
-with contextlib.suppress(ImportError):
-    fcntl = importlib.import_module("fcntl")
 
 SET_ASIDE = "perfdb.set_aside"
 REBUILT = "perfdb.rebuilt"
@@ -190,9 +185,7 @@ def _set_aside(path: Path, why: str) -> None:
                 with transaction(connection):
                     for statement, values in insertions(environment, rows):
                         connection.executemany(statement, values)
-        number = 1
-        while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
-            number += 1
+        aside = files.damaged_name(path)
         try:
             os.link(path, aside)  # so that there is a file at the path throughout
         except OSError:  # no file has two names here

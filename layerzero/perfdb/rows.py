@@ -135,7 +135,7 @@ def insertions(
         case_id, kernel_id = id_of(case_digest), id_of(f"{row.kernel}\0{row.version}".encode())
         cases.setdefault(case_id, (case_id, case_digest, msgspec.json.encode(row.case)))
         kernels.setdefault(kernel_id, (kernel_id, row.kernel, row.version))
-        values = _values(row)
+        values = (f"{row.launch}/{row.cache}", *(getattr(row, name) for name in _FIELDS))
         checksum = _checksum(environment_digest, case_digest, row.kernel, row.version, values)
         added.append((environment_id, case_id, kernel_id, *values, checksum))
     environment_row = environment_id, environment_digest, msgspec.json.encode(environment)
@@ -150,10 +150,6 @@ def insertions(
 def id_of(content: bytes) -> int:
     """A key that is equal for equal content, of 48 bits: a few bytes in each row that refers to it."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest())
-
-
-def _values(row: Measurement) -> tuple[Any, ...]:
-    return (f"{row.launch}/{row.cache}", *(getattr(row, name) for name in _FIELDS))
 
 
 def _checksum(environment: str, site: bytes, kernel: str, version: str, values: tuple[Any, ...]) -> bytes:

@@ -12,17 +12,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from layerzero._util import log
-from layerzero._util.files import decode_json, read_given, replace_own
+from layerzero._util.files import StatedFormat, decode_json, read_given, replace_own
 from layerzero.spec.errors import CacheCorruptionError
 
 T = TypeVar("T", bound=msgspec.Struct)
 Plain = dict[str, Any]
 MIGRATED = "table.migrated"
 NO_MIGRATIONS: Mapping[int, Callable[[Plain], Plain]] = MappingProxyType({})
-
-
-class _TableFormat(msgspec.Struct, frozen=True):
-    format: int
 
 
 def content_hash(rows: Sequence[msgspec.Struct]) -> str:
@@ -78,7 +74,7 @@ def decode_table(
     Raises: CacheCorruptionError.
     """
     try:
-        stated = decode_json(data, _TableFormat).format
+        stated = decode_json(data, StatedFormat).format
         if stated in migrations:
             table = _migrated(data, kind, field, [migrations[v] for v in range(stated, format)])
             log.info(MIGRATED, path=path, format=stated, now=format)

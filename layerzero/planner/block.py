@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import graphlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -69,9 +69,11 @@ class BlockOp:
         """Whether it is an op of this library."""
         return isinstance(self.target, Op)
 
-    def edges(self) -> Iterator[Edge]:
+    def edges(self) -> list[Edge]:
         """The tensors of the block that it reads."""
-        return edges_of((self.args, dict(self.kwargs)))
+        leaves: list[Any] = []
+        map_tree((self.args, self.kwargs), leaves.append)
+        return [leaf for leaf in leaves if isinstance(leaf, Edge)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Block:
         object.__setattr__(self, "outputs", outputs)
         if not self.ops or not outputs:
             missing = "outputs" if self.ops else "ops"
-            raise _error(Reason.BLOCK_EMPTY, missing, "at least one", "none")
+            raise block_error(Reason.BLOCK_EMPTY, missing, "at least one", "none")
         _need_names(self)
         object.__setattr__(self, "ops", _in_order(tuple(self.ops)))
 
@@ -125,17 +127,6 @@ class Block:
     def edges_out(self) -> tuple[Edge, ...]:
         """The outputs as edges."""
         return tuple(output if isinstance(output, Edge) else Edge(output) for output in self.outputs)
-
-
-def edges_of(tree: Any) -> Iterator[Edge]:
-    """The edges in a tree of arguments."""
-    if isinstance(tree, Edge):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for each in tree:
-            yield from edges_of(each)
-    elif isinstance(tree, Mapping):
-        yield from edges_of(list(tree.values()))
 
 
 def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -148,7 +139,8 @@ def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
     return mapped if isinstance(tree, list) else tuple(mapped)
 
 
-def _error(reason: Reason, field_name: str, needs: str, got: str) -> BlockError:
+def block_error(reason: Reason, field_name: str, needs: str, got: str) -> BlockError:
+    """What a block is refused with."""
     problem = Rejected(reason, field_name, needs, got)
     return BlockError(f"a block {problem}", problem=problem)
 
@@ -166,9 +158,9 @@ def _target_of(name: str, op: str) -> Any:
         close = difflib.get_close_matches(op, names, n=3)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         needs = f"{hint}an op of {', '.join(names)}, or aten.NAME.OVERLOAD"
-        raise _error(Reason.BLOCK_OP_UNKNOWN, f"op {name!r}", needs, repr(op))
+        raise block_error(Reason.BLOCK_OP_UNKNOWN, f"op {name!r}", needs, repr(op))
     if target._schema.is_mutable:
-        raise _error(Reason.BLOCK_OP_WRITES, f"op {name!r}", "an operator without side effects", op)
+        raise block_error(Reason.BLOCK_OP_WRITES, f"op {name!r}", "an operator without side effects", op)
     return target
 
 
@@ -177,14 +169,16 @@ def _need_names(block: Block) -> None:
     seen: set[str] = set()
     for name in (*block.inputs, *(op.name for op in block.ops)):
         if name in seen:
-            raise _error(Reason.BLOCK_NAME_TAKEN, "name", "one op or input a name", repr(name))
+            raise block_error(Reason.BLOCK_NAME_TAKEN, "name", "one op or input a name", repr(name))
         seen.add(name)
     every = ((f"op {op.name!r}", edge) for op in block.ops for edge in op.edges())
     for reader, edge in (*every, *(("outputs", edge) for edge in block.edges_out)):
         if edge.source not in seen or edge.output < 0 or (edge.output and edge.source in block.inputs):
             close = difflib.get_close_matches(edge.source, sorted(seen), n=2) or sorted(seen)
             needs = f"an edge from an op or input, such as {' or '.join(close)}"
-            raise _error(Reason.BLOCK_EDGE_MISSING, reader, needs, f"{edge.source!r} output {edge.output}")
+            raise block_error(
+                Reason.BLOCK_EDGE_MISSING, reader, needs, f"{edge.source!r} output {edge.output}"
+            )
 
 
 def _in_order(ops: tuple[BlockOp, ...]) -> tuple[BlockOp, ...]:
@@ -197,7 +191,7 @@ def _in_order(ops: tuple[BlockOp, ...]) -> tuple[BlockOp, ...]:
         graphlib.TopologicalSorter(sources).prepare()
     except graphlib.CycleError as error:
         needs = "an order in which each op can run"
-        raise _error(Reason.BLOCK_CYCLIC, "ops", needs, " -> ".join(error.args[1])) from None
+        raise block_error(Reason.BLOCK_CYCLIC, "ops", needs, " -> ".join(error.args[1])) from None
     order: dict[str, BlockOp] = {}
     waiting = list(ops)
     while waiting:

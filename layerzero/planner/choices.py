@@ -166,7 +166,6 @@ class Choices:
     # -- ops of torch, and what is chosen as it is called --------------------------------------------------
 
     def _add_op(self, place: int, placed: PlacedOp) -> None:
-        covers = frozenset({place})
         op, full = placed.op, placed.full
         if op is None or full is None:
             self._add_torch(place, placed)
@@ -175,7 +174,8 @@ class Choices:
         if op.stochastic or (op.empty is not None and op.empty(plain) is not None):
             self._add_called(place, placed)
             return
-        self._add_kernels(covers, op, full, _own_outputs(placed), "", placed.kwargs.get("backend"))
+        alone = Fusion("", frozenset({place}), op, full, _own_outputs(placed))
+        self._add_kernels(alone, placed.kwargs.get("backend"))
 
     def _add_called(self, place: int, placed: PlacedOp) -> None:
         """An op that draws numbers, or has nothing to compute: called as it is written."""
@@ -216,25 +216,18 @@ class Choices:
 
     def _add_fusion(self, fusion: Fusion) -> None:
         try:
-            self._add_kernels(fusion.covers, fusion.op, fusion.full, fusion.gives, fusion.kind, None)
+            self._add_kernels(fusion)
         except (NoKernelFoundError, ValueError, TypeError) as error:
             names = tuple(self._block.ops[place].written.name for place in sorted(fusion.covers))
             why = str(error).partition("\n")[0]
             self.refused.append(RefusedFusion(fusion.kind, names, fusion.op.name, why))
 
-    def _add_kernels(
-        self,
-        covers: frozenset[int],
-        op: Op,
-        full: Args,
-        gives: Mapping[int, OutputSlice],
-        kind: str,
-        backend: str | None,
-    ) -> None:
+    def _add_kernels(self, fusion: Fusion, backend: str | None = None) -> None:
         """An alternative for each assignment of formats to the operands, with the best kernel for it.
 
         Raises: NoKernelFoundError: there is none for the formats in which the operands come.
         """
+        op, full = fusion.op, fusion.full
         joined = (value for leaf in full if isinstance(leaf, JoinedWeights) for value in leaf.values)
         values = dict.fromkeys((*slots_of(full), *joined))
         operands = [full[place].value for place in op.operands if isinstance(full[place], Slot)]
@@ -261,7 +254,7 @@ class Choices:
                     raise
                 continue
             self._note(op, selection.trace)
-            accepted_count += self._add_best(covers, op, full, formats, gives, kind, selection, fakes)
+            accepted_count += self._add_best(fusion, formats, selection, fakes)
             if len(seen) == 1 and op.castable and not (op.uncopied_operands or op.writes or self._strict):
                 pending += [self._cast(formats, dtype) for dtype in _cast_targets(selection)]
         if not accepted_count and refusal is not None:
@@ -305,20 +298,13 @@ class Choices:
         return tuple(fill(leaf) for leaf in full)
 
     def _add_best(
-        self,
-        covers: frozenset[int],
-        op: Op,
-        full: Args,
-        formats: dict[int, TensorFormat],
-        gives: Mapping[int, OutputSlice],
-        kind: str,
-        selection: Selection,
-        fakes: Args,
+        self, fusion: Fusion, formats: dict[int, TensorFormat], selection: Selection, fakes: Args
     ) -> bool:
         """The best of the kernels that read these formats as they are; False where there is none."""
+        kind, covers, op = fusion.kind, fusion.covers, fusion.op
         is_swapped = op.layouts is not None and all(
-            format_of(fakes[place]) == swapped_format(fakes[place], formats[full[place].value].dtype)
-            for place in op.layouts.operands if isinstance(full[place], Slot)
+            format_of(fakes[place]) == swapped_format(fakes[place], formats[fusion.full[place].value].dtype)
+            for place in op.layouts.operands if isinstance(fusion.full[place], Slot)
         )  # fmt: skip
         inside = _INSIDE | {"contiguous"} if is_swapped else _INSIDE
         eligible = [c for c in selection.trace if c.eligible and _kinds(c) <= inside]
@@ -341,13 +327,15 @@ class Choices:
             fused_ops=tuple(self._block.ops[place].written.op for place in sorted(covers)) if kind else (),
         )  # fmt: skip
         with foreign.outside(), self._block.mode:
-            results = front(op)(**dict(zip(_names(op), fakes, strict=True)))
+            names = inspect.signature(op.build).parameters
+            results = front(op)(**dict(zip(names, fakes, strict=True)))
         outputs = results if isinstance(results, tuple) else (results,)
-        produced = {value: format_of(_part(outputs, take)) for value, take in gives.items()}
+        produced = {value: format_of(_part(outputs, take)) for value, take in fusion.gives.items()}
         # The kernel's own share of what counts after the policy's boost.
         whole = accepted.kernel_us + accepted.transform_us
         cost_us = accepted.total_us * accepted.kernel_us / whole if whole else accepted.total_us
-        self._add(Choice(covers, op, full, chosen, formats, gives, cost_us, kind, within_us), produced)
+        choice = Choice(covers, op, fusion.full, chosen, formats, fusion.gives, cost_us, kind, within_us)
+        self._add(choice, produced)
         return True
 
     def _add(self, choice: Choice, produced: dict[int, TensorFormat]) -> None:
@@ -367,10 +355,6 @@ class Choices:
 
 def _own_outputs(placed: PlacedOp) -> dict[int, OutputSlice]:
     return {value: OutputSlice(output) for output, value in enumerate(placed.outputs)}
-
-
-def _names(op: Op) -> tuple[str, ...]:
-    return tuple(inspect.signature(op.build).parameters)
 
 
 def _kinds(candidate: Candidate) -> set[str]:

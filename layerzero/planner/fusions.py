@@ -42,7 +42,10 @@ class OutputSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """One op in the place of `covers`: its arguments, and where each value that others read comes from."""
+    """One op in the place of `covers`: its arguments, and where each value that others read comes from.
+
+    `kind` is empty where it is the one op of `covers` itself.
+    """
 
     kind: str
     covers: frozenset[int]
@@ -68,10 +71,12 @@ class _Reading:
         place = self.producer.get(leaf.value) if isinstance(leaf, Slot) else None
         return place if place is not None and self.block.ops[place].written.op == name else None
 
-    def is_inside(self, values: tuple[int, ...], covers: frozenset[int]) -> bool:
-        """Whether only `covers` read these values."""
-        outside = set(self.block.outputs)
-        return all(self.readers.get(value, set()) <= covers and value not in outside for value in values)
+    def is_closed(self, fusion: Fusion) -> bool:
+        """Whether no op outside, and no caller, reads a value that the fused op no longer gives."""
+        values = {value for place in fusion.covers for value in self.block.ops[place].outputs}
+        hidden = values - fusion.gives.keys()
+        read_inside = all(self.readers.get(value, set()) <= fusion.covers for value in hidden)
+        return read_inside and hidden.isdisjoint(self.block.outputs)
 
     def fake(self, leaf: Any) -> Tensor:
         """A slot's tensor, without numbers."""
@@ -82,12 +87,6 @@ class _Reading:
         """Whether a slot is a tensor that the block holds, and that may be joined with others."""
         return self.can_join and isinstance(leaf, Slot) and self.block.held(leaf.value) is not None
 
-    def join(self, leaves: list[Any]) -> Slot | JoinedWeights | None:
-        """Weights one above the other; a single one as it is."""
-        if len(leaves) == 1:
-            return Slot(leaves[0].value)
-        return JoinedWeights(tuple(leaf.value for leaf in leaves))
-
     def each(self, *names: str) -> Iterator[tuple[int, PlacedOp, Args]]:
         """The ops of these names, with positions and arguments; not those that ask for a kernel by name."""
         for place, op in enumerate(self.block.ops):
@@ -96,19 +95,11 @@ class _Reading:
 
 
 def find_fusions(block: PlacedBlock, *, can_join: bool) -> list[Fusion]:
-    """Every fusion that a block allows; `can_join` says whether weights may be joined ahead.
-
-    A value that a fused op no longer gives is read by no other op.
-    """
+    """Every fusion that a block allows; `can_join` says whether weights may be joined ahead."""
     reading = _Reading(block, can_join)
     fusions = [fusion for match in _MATCHES for fusion in match(reading)]
     backends = {place for place, op in enumerate(block.ops) if "backend" in op.written.kwargs}
-    return [fusion for fusion in fusions if not fusion.covers & backends and _is_closed(reading, fusion)]
-
-
-def _is_closed(reading: _Reading, fusion: Fusion) -> bool:
-    values = (value for place in fusion.covers for value in reading.block.ops[place].outputs)
-    return reading.is_inside(tuple(value for value in values if value not in fusion.gives), fusion.covers)
+    return [fusion for fusion in fusions if not fusion.covers & backends and reading.is_closed(fusion)]
 
 
 def _sum(reading: _Reading, leaf: Any) -> int | None:
@@ -199,7 +190,7 @@ def _joined_linears(reading: _Reading) -> Iterator[Fusion]:
                 width = reading.fake(op.full[1]).shape[0]
                 gives[op.outputs[0]] = OutputSlice(0, start, width)
                 start += width
-            full = (part[0][1].full or ())[0], _joined(reading, part, 1), _joined(reading, part, 2)
+            full = (part[0][1].full or ())[0], _joined(part, 1), _joined(part, 2)
             yield Fusion("linears", frozenset(place for place, _ in part), table.get("linear"), full, gives)
 
 
@@ -218,9 +209,10 @@ def _norm_linear(reading: _Reading) -> Iterator[Fusion]:
             yield Fusion("norm+linear", covers | {norm}, table.get("rms_norm_linear"), full, gives)
 
 
-def _joined(reading: _Reading, part: tuple[tuple[int, PlacedOp], ...], argument: int) -> Any:
+def _joined(part: tuple[tuple[int, PlacedOp], ...], argument: int) -> JoinedWeights | None:
+    """An argument of several ops, one above the other; None where they have none."""
     leaves = [(op.full or ())[argument] for _, op in part]
-    return None if leaves[0] is None else reading.join(leaves)
+    return None if leaves[0] is None else JoinedWeights(tuple(leaf.value for leaf in leaves))
 
 
 def _activation(reading: _Reading, leaf: Any, kinds: Mapping[str, str], gelu: str) -> tuple[int, str] | None:
@@ -268,7 +260,7 @@ def _up_weights(reading: _Reading, gate: Any, up: Any) -> tuple[frozenset[int], 
         equal = reading.fake(one[1]).shape == reading.fake(other[1]).shape
         can_join = all(leaf is None or reading.is_held(leaf) for leaf in (*one[1:], *other[1:]))
         if alike and equal and can_join:
-            return frozenset({first, second}), one[0], _joined(reading, pair, 1), _joined(reading, pair, 2)
+            return frozenset({first, second}), one[0], _joined(pair, 1), _joined(pair, 2)
         return None
     halves = next(
         (place for name in ("aten.chunk.default", "aten.split.Tensor")

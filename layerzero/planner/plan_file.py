@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -93,19 +94,17 @@ def read_plans(path: str | os.PathLike[str], device: LocalDevice, policy: str) -
 
     Raises: PlanRefusedError: they do not, with every reason. OSError: there is no such file.
     """
-    text = read_given(path)
+    text, refused = read_given(path), partial(PlanRefusedError.because, path)
     try:
         head = decode_json(text, object)
         stated = head.get("format") if isinstance(head, dict) and "plans" in head else None
         table = decode_json(text, PlanFile) if stated == FORMAT else None
     except (ValueError, msgspec.MsgspecError) as error:
-        damage = Rejected(Reason.PLAN_DAMAGED, "file", "JSON with every field", str(error))
-        raise PlanRefusedError.of(path, damage) from error
+        raise refused(Reason.PLAN_DAMAGED, "file", "JSON with every field", str(error)) from error
     if table is None:
-        raise PlanRefusedError.of(path, Rejected(Reason.PLAN_FORMAT, "format", str(FORMAT), str(stated)))
+        raise refused(Reason.PLAN_FORMAT, "format", str(FORMAT), str(stated))
     if content_hash(table.plans) != table.content:
-        damage = Rejected(Reason.PLAN_DAMAGED, "content", table.content[:12], content_hash(table.plans)[:12])
-        raise PlanRefusedError.of(path, damage)
+        raise refused(Reason.PLAN_DAMAGED, "content", table.content[:12], content_hash(table.plans)[:12])
     problems = [
         Rejected(Reason.PLAN_ENVIRONMENT_DIFFERS, "hardware", "the machine at hand", difference)
         for difference in table.hardware.differences(Environment.of_hardware(device.hardware))
@@ -124,7 +123,7 @@ def read_plans(path: str | os.PathLike[str], device: LocalDevice, policy: str) -
 def refuse_block(path: str, block: str, plans: tuple[SavedPlan, ...]) -> PlanRefusedError:
     """The refusal of a file that has no plan for a block."""
     names = ", ".join(sorted({plan.block for plan in plans})) or "none"
-    return PlanRefusedError.of(path, Rejected(Reason.PLAN_BLOCK_DIFFERS, "block", block, names))
+    return PlanRefusedError.because(path, Reason.PLAN_BLOCK_DIFFERS, "block", block, names)
 
 
 def chosen_before(saved: SavedPlan, choices: Choices, block: PlacedBlock, path: str) -> Solution:

@@ -72,20 +72,10 @@ class _State(NamedTuple):
 
 
 class _Path(NamedTuple):
-    """The cheapest way to a state: its last step, and the way before it."""
+    """The cheapest way to a state."""
 
     cost_us: float
-    last: CoverOption | None
-    before: _Path | None
-
-    def steps(self) -> tuple[CoverOption, ...]:
-        """The alternatives from the first to the last."""
-        reverse: list[CoverOption] = []
-        path: _Path | None = self
-        while path is not None and path.last is not None:
-            reverse.append(path.last)
-            path = path.before
-        return tuple(reversed(reverse))
+    steps: tuple[CoverOption, ...]
 
 
 class _Search:
@@ -166,7 +156,7 @@ def search(problem: CoverProblem, beam: int = BEAM) -> Solution | None:
     walk = _Search(problem)
     count, exact = len(problem.after), True
     layers: list[dict[_State, _Path]] = [{} for _ in range(count + 1)]
-    layers[0][walk.start()] = _Path(0.0, None, None)
+    layers[0][walk.start()] = _Path(0.0, ())
     for layer in layers[:-1]:
         states = sorted(layer.items(), key=lambda entry: entry[1].cost_us)
         exact = exact and len(states) <= beam
@@ -178,11 +168,11 @@ def search(problem: CoverProblem, beam: int = BEAM) -> Solution | None:
                 cost_us = path.cost_us + reached[1]
                 known_path = layers[len(reached[0].done)].get(reached[0])
                 if known_path is None or cost_us < known_path.cost_us:
-                    layers[len(reached[0].done)][reached[0]] = _Path(cost_us, alternative, path)
+                    layers[len(reached[0].done)][reached[0]] = _Path(cost_us, (*path.steps, alternative))
         layer.clear()
     ends = [(path.cost_us + walk.leaving_us(state), path) for state, path in layers[-1].items()]
     ends = [entry for entry in ends if math.isfinite(entry[0])]
     if not ends:
         return None
     cost_us, cheapest = min(ends, key=lambda entry: entry[0])
-    return Solution(cheapest.steps(), cost_us, exact)
+    return Solution(cheapest.steps, cost_us, exact)

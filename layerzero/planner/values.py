@@ -13,9 +13,8 @@ from torch._subclasses import FakeTensorMode
 from layerzero._util import foreign
 from layerzero.operators import front
 from layerzero.ops.op import Args, Op
-from layerzero.planner.block import Block, BlockOp, Edge, map_tree
-from layerzero.spec.errors import BlockError
-from layerzero.spec.reasons import Reason, Rejected
+from layerzero.planner.block import Block, BlockOp, Edge, block_error, map_tree
+from layerzero.spec.reasons import Reason
 
 # Operators of torch that read memory, not numbers: their operands come as they would op by op.
 READS_MEMORY = frozenset(
@@ -111,7 +110,7 @@ class PlacedBlock:
 
     def dense(self, value: int, dtype: str) -> TensorFormat:
         """A value's format where it is dense."""
-        return dense_format(self.values[value].fake, dtype)
+        return TensorFormat(dtype, dense_strides(self.values[value].fake.shape))
 
     def swapped(self, value: int, dtype: str) -> TensorFormat:
         """A value's format where it is dense but for its second and third axis, which are swapped."""
@@ -145,15 +144,10 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def dense_format(fake: Tensor, dtype: str) -> TensorFormat:
-    """A tensor's format in another dtype, dense."""
-    return TensorFormat(dtype, dense_strides(fake.shape))
-
-
 def swapped_format(fake: Tensor, dtype: str) -> TensorFormat:
     """Dense with the second and third axis of four in the other order; dense where there are not four."""
     if fake.dim() != 4:
-        return dense_format(fake, dtype)
+        return TensorFormat(dtype, dense_strides(fake.shape))
     batch, first, second, width = dense_strides(fake.transpose(1, 2).shape)
     return TensorFormat(dtype, (batch, second, first, width))
 
@@ -172,15 +166,12 @@ def place(block: Block, args: Sequence[Tensor]) -> PlacedBlock:
         BlockError: an edge names an output that its op does not have.
     """
     if len(args) != len(block.inputs):
-        raise TypeError(f"the block needs {len(block.inputs)} tensors, {_names(block)}, got {len(args)}")
+        names = ", ".join(block.inputs)
+        raise TypeError(f"the block needs {len(block.inputs)} tensors, {names}, got {len(args)}")
     for name, value in zip(block.inputs, args, strict=True):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} needs a torch.Tensor, got {type(value).__name__}")
     return _Placing(block, args).place()
-
-
-def _names(block: Block) -> str:
-    return ", ".join(block.inputs)
 
 
 # The memory of all inputs: calls to come may give views of one tensor where this one gave several.
@@ -224,8 +215,7 @@ class _Placing:
         if value is None:
             count = sum(edge.source == other.source for other in self._by_edge)
             needs = f"one of the {count} tensors that {edge.source!r} gives"
-            problem = Rejected(Reason.BLOCK_EDGE_MISSING, reader, needs, f"output {edge.output}")
-            raise BlockError(f"a block {problem}", problem=problem)
+            raise block_error(Reason.BLOCK_EDGE_MISSING, reader, needs, f"output {edge.output}")
         return value
 
     def _slotted(self, tree: Any, reader: str) -> Any:

@@ -7,6 +7,7 @@ into the lists of texts beside them, since thousands of verdicts share a few hun
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import msgspec
 
 from layerzero._util.files import decode_json, read_given
 from layerzero.spec.errors import ReportRefusedError
-from layerzero.spec.reasons import Reason, Rejected
+from layerzero.spec.reasons import Reason
 
 FORMAT: Final = 1
 KIND: Final = "layerzero report"
@@ -159,27 +160,27 @@ def read_report(path: str | os.PathLike[str]) -> ReportDocument:
         (REPORT_DAMAGED). OSError: it cannot be read.
     """
     data = read_given(path)
-    text = data.lstrip()
+    text, name, refused = data.lstrip(), Path(path).name, partial(ReportRefusedError.because, path)
     if text.startswith(b"<"):
         _, opening, rest = data.partition(OPENING.encode())
         text, closing, _ = rest.partition(CLOSING.encode())
         if not opening:
-            raise refused_report(path, Reason.REPORT_FORMAT, "a page that lz report wrote", "another page")
+            raise refused(Reason.REPORT_FORMAT, name, "a page that lz report wrote", "another page")
         if not closing:
-            raise refused_report(path, Reason.REPORT_DAMAGED, "a whole page", f"{len(data)} bytes of one")
+            raise refused(Reason.REPORT_DAMAGED, name, "a whole page", f"{len(data)} bytes of one")
     try:
         head = decode_json(text, _Head)
     except msgspec.ValidationError as error:
-        raise refused_report(path, Reason.REPORT_FORMAT, "the record of a report", str(error)) from error
+        raise refused(Reason.REPORT_FORMAT, name, "the record of a report", str(error)) from error
     except msgspec.MsgspecError as error:
-        raise refused_report(path, Reason.REPORT_DAMAGED, "whole JSON", str(error)) from error
+        raise refused(Reason.REPORT_DAMAGED, name, "whole JSON", str(error)) from error
     if head.kind != KIND or head.format != FORMAT:
         needs = f"{KIND!r} of format {FORMAT}"
-        raise refused_report(path, Reason.REPORT_FORMAT, needs, f"{head.kind!r} of format {head.format}")
+        raise refused(Reason.REPORT_FORMAT, name, needs, f"{head.kind!r} of format {head.format}")
     try:
         return _checked(decode_json(text, ReportDocument))
     except (msgspec.MsgspecError, ValueError) as error:
-        raise refused_report(path, Reason.REPORT_DAMAGED, "a record that decodes", str(error)) from error
+        raise refused(Reason.REPORT_DAMAGED, name, "a record that decodes", str(error)) from error
 
 
 class _Head(msgspec.Struct):
@@ -199,11 +200,6 @@ def _checked(document: ReportDocument) -> ReportDocument:
             if not all(0 <= place < texts for place in places) or not -1 <= call.elsewhere < texts:
                 raise ValueError(f"{call.op} {call.call}: a sentence that is not listed")
     return document
-
-
-def refused_report(path: str | os.PathLike[str], reason: Reason, needs: str, got: str) -> ReportRefusedError:
-    """The error that says why a file is no report to work with."""
-    return ReportRefusedError.of(path, Rejected(reason, Path(path).name, needs, got[:200]))
 
 
 class StringTable:

@@ -15,9 +15,9 @@ from layerzero.graphs.proof import environment_of as proved_in
 from layerzero.measure.tuning import publish, stored_rows
 from layerzero.perfdb import Environment
 from layerzero.selection.active_table import kernels_differ
-from layerzero.spec.reasons import Reason, Rejected
+from layerzero.spec.errors import BundleRefusedError
+from layerzero.spec.reasons import Reason
 from layerzero.warmup import Manifest
-from layerzero.warmup.archive import refusal
 from layerzero.warmup.bundle import Bundle, InstalledFiles, Measurements, Records, read_bundle, write_bundle
 
 if TYPE_CHECKING:
@@ -121,8 +121,9 @@ def _need_kernels(device: LocalDevice, bundle: Bundle) -> None:
     differs = kernels_differ(table, str(bundle.path), device.hardware.platform, device.registry.of)
     if any(differs(bucket.op) for bucket in table.buckets):
         needs, got = "those that its dispatch table was solved for", "others, or of other limits"
-        problem = Rejected(Reason.BUNDLE_ENVIRONMENT_DIFFERS, "kernels", needs, got)
-        raise refusal(bundle.path, [problem])
+        raise BundleRefusedError.because(
+            bundle.path, Reason.BUNDLE_ENVIRONMENT_DIFFERS, "kernels", needs, got
+        )
 
 
 def _take_proofs(device: LocalDevice, bundle: Bundle, notes: list[str]) -> int:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -166,6 +166,7 @@ def _facts_of(kernel: Kernel) -> Hashable:
     )  # fmt: skip
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class AgreedState:
     """What the ranks of a rank group agreed on, in place of one device's own health, readiness and
     measurements.
@@ -176,23 +177,13 @@ class AgreedState:
     `blocks` are the states of blocks with a policy of their own, by its digest: they record here, too.
     """
 
-    __slots__ = ("_hash", "_kernels_run", "blocks", "cost", "kernels", "modes", "options")
-
-    def __init__(
-        self,
-        kernels: frozenset[str],
-        modes: frozenset[str] = frozenset(),
-        *,
-        cost: CostModel | None = None,
-        options: SelectionOptions = SelectionOptions(),
-    ) -> None:
-        self.kernels = kernels
-        self.options = options
-        self.modes = modes
-        self.cost = cost
-        self.blocks: RecentCache[str, DispatchState] = RecentCache(MAX_BLOCKS)
-        self._kernels_run: list[str] = []
-        self._hash = hashlib.sha256()
+    kernels: frozenset[str]
+    modes: frozenset[str] = frozenset()
+    cost: CostModel | None = None
+    options: SelectionOptions = SelectionOptions()
+    blocks: RecentCache[str, DispatchState] = field(default_factory=lambda: RecentCache(MAX_BLOCKS))
+    _kernels_run: list[str] = field(default_factory=list)
+    _hash: Any = field(default_factory=hashlib.sha256)
 
     def record_call(self, kernel: str) -> None:
         """Count one call of an op, by the kernel that it takes."""
@@ -204,4 +195,4 @@ class AgreedState:
         ran, self._kernels_run = self._kernels_run, []
         if ran:
             self._hash.update(";".join([*ran, ""]).encode())
-        return self._hash.hexdigest()[:16]
+        return str(self._hash.hexdigest()[:16])

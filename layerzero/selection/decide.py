@@ -263,14 +263,11 @@ def no_kernel_message(op: Op, request: CallSpec, trace: Sequence[Candidate], loc
     if not trace:
         return f"no candidates found for {op.name}: no kernel is registered for it on {request.platform}"
     ordered = sorted(trace, key=lambda c: (len(c.rejected), c.kernel))
-    head = f"no kernel takes this {op.name} call on {request.device} ({request.dtype}, {_sizes(request)})"
+    sizes = ", ".join(f"{name}={size}" for name, size in request.dims.items())
+    head = f"no kernel takes this {op.name} call on {request.device} ({request.dtype}, {sizes})"
     if lock is not None:
         head = f"the lock `{lock}` cannot hold: {head}"
     lines = [f"  {c.kernel}: {'; '.join(str(r) for r in c.rejected)}" for c in ordered]
     hints = [r.counterfactual for r in ordered[0].rejected if r.counterfactual]
     near = f"\nnearest: {ordered[0].kernel} takes it given {' and '.join(hints)}" if hints else ""
     return head + "\n" + "\n".join(lines) + near
-
-
-def _sizes(request: CallSpec) -> str:
-    return ", ".join(f"{name}={size}" for name, size in request.dims.items())

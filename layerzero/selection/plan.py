@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -132,15 +133,9 @@ def reference_plan(op: Op, request: CallSpec) -> Plan:
 
 def signature_of(op: Op, args: Sequence[Any]) -> Signature:
     """The signature of a call given as the op's full argument tuple."""
-    names = _parameter_names(op)
-    return op.build(**dict(zip(names, args, strict=True)))[0]
+    return op.build(**dict(zip(_parameters(op.build), args, strict=True)))[0]
 
 
-_PARAMETER_NAMES: dict[str, tuple[str, ...]] = {}
-
-
-def _parameter_names(op: Op) -> tuple[str, ...]:
-    names = _PARAMETER_NAMES.get(op.name)
-    if names is None:
-        names = _PARAMETER_NAMES[op.name] = tuple(inspect.signature(op.build).parameters)
-    return names
+@functools.cache
+def _parameters(build: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(build).parameters)

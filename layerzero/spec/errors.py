@@ -37,7 +37,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Self
 
-from layerzero.spec.reasons import Reason
+from layerzero.spec.reasons import Reason, Rejected
 
 
 class LayerZeroError(Exception):
@@ -169,6 +169,13 @@ class FileRefusedError(LayerZeroError):
         """The error whose message names the file and every problem."""
         name = os.fspath(path)
         return cls(f"{name}: {'; '.join(map(str, problems))}", path=name, problems=problems)
+
+    @classmethod
+    def because(
+        cls, path: str | os.PathLike[str], reason: Reason, field: str, needs: str, got: str, cure: str = ""
+    ) -> Self:
+        """The error of one problem, which says at most 200 characters of what it `got`."""
+        return cls.of(path, Rejected(reason, field, needs, got[:200], cure or None))
 
 
 class BundleRefusedError(FileRefusedError):

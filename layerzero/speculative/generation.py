@@ -60,8 +60,7 @@ class Drafter(SequenceState, Protocol):
     """A draft that draws by itself, because its logits are dear to fetch.
 
     `draft` adds `new_tokens` (n,) and gives `num_speculative_tokens` tokens (K,) behind them with their
-    distributions (K, V); the
-    last token does not join the sequence.
+    distributions (K, V); the last token does not join the sequence.
     """
 
     async def draft(
@@ -104,10 +103,8 @@ class DraftBatch:
     """What decides one verification: nothing else may, so that every rank of a rank group accepts alike.
 
     `new_tokens` (n,) are certain tokens that the target has not seen, `draft_tokens` (K,) follow them and
-    were drawn
-    from `draft_probs` (K, V); `bonus_known` says that the target keeps the distribution of the first
-    drafted token.
-    `sampling` is what `verify_chain` and `sample` take.
+    were drawn from `draft_probs` (K, V); `bonus_known` says that the target keeps the distribution of the
+    first drafted token. `sampling` is what `verify_chain` and `sample` take.
     """
 
     new_tokens: Tensor
@@ -176,18 +173,13 @@ class Generation:
         self.stats = SpeculationStats()
         self._draft, self._target = draft, target
         self._tokens = list(prompt)
-        self._num_speculative_tokens, self._num_remaining, self._stop_token_ids = (
-            num_speculative_tokens,
-            max_tokens,
-            frozenset(stop_token_ids),
-        )
+        self._num_speculative_tokens, self._num_remaining = num_speculative_tokens, max_tokens
+        self._stop_token_ids = frozenset(stop_token_ids)
         self._filter: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self._seed, self._overlap = seed, overlap
         self._busy = False
         self._verified = deque[int]()  # tokens of the text that no loop has read yet
-        self._bonus_probs: Tensor | None = (
-            None  # the target's distribution of the next token, where it is known
-        )
+        self._bonus_probs: Tensor | None = None  # the target's, of the next token, where they are known
         self._bonus_known = False  # the same where the target keeps it
         self._drafted_ahead: _Drafts | None = None  # what was drafted beyond the tokens that are certain
 
@@ -231,11 +223,8 @@ class Generation:
         ahead: list[_Drafts] = []
 
         async def draft_on() -> None:
-            ahead.append(
-                await self._draft_tokens(
-                    [*self._tokens, *drafts.tokens.tolist()], self._num_speculative_tokens
-                )
-            )
+            text_ahead = [*self._tokens, *drafts.tokens.tolist()]
+            ahead.append(await self._draft_tokens(text_ahead, self._num_speculative_tokens))
 
         text, num_accepted, tokens = len(self._tokens), 0, list[int]()
         last: Tensor | None = None
@@ -244,10 +233,7 @@ class Generation:
                 group.start_soon(draft_on)
             num_accepted, tokens, last = await self._verify(drafts)
             if min(tokens[: num_accepted + 1]) < 0:
-                raise ValueError(
-                    f"target needs logits with a finite largest value in each row, got others behind "
-                    f"{text + num_accepted} tokens"
-                )
+                raise _not_finite(f"{text + num_accepted} tokens")
         self.stats.num_rounds += 1
         self.stats.num_draft_tokens += len(drafts.tokens)
         self.stats.num_accepted += num_accepted
@@ -302,21 +288,17 @@ class Generation:
         rows = len(drafts.tokens) + (self._bonus_probs is None)
         logits = need_logits("target", await target.forward(token_ids), rows)
         if logits.shape[-1] != drafts.probs.shape[-1]:
-            raise ValueError(
-                f"draft needs the target's vocabulary of {logits.shape[-1]} tokens, got "
-                f"{drafts.probs.shape[-1]}"
-            )
+            got = f"{drafts.probs.shape[-1]}"
+            raise ValueError(f"draft needs the target's vocabulary of {logits.shape[-1]} tokens, got {got}")
         if logits.device.type == "cpu" and not bool(logits.amax(-1).isfinite().all()):
-            place = len(self._tokens)
-            raise ValueError(
-                f"target needs logits with a finite largest value in each row, got others behind "
-                f"{place} tokens or later"
-            )
-        p = self._token_probs(logits[-len(drafts.tokens) - 1 :])
+            raise _not_finite(f"{len(self._tokens)} tokens or later")
+        p = token_probs(logits[-len(drafts.tokens) - 1 :], **self._filter)
         return p if self._bonus_probs is None else torch.cat([self._bonus_probs.unsqueeze(0), p])
 
-    def _token_probs(self, logits: Tensor) -> Tensor:
-        return token_probs(logits, **self._filter)
+
+def _not_finite(where: str) -> ValueError:
+    needs = "logits with a finite largest value in each row"
+    return ValueError(f"target needs {needs}, got others behind {where}")
 
 
 def token_probs(logits: Tensor, *, temperature: float, top_k: int, top_p: float) -> Tensor:
@@ -378,7 +360,7 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        seed=seed if seed is not None else _new_seed(),
+        seed=seed if seed is not None else int(torch.randint(1 << 62, (), device="cpu")),
         overlap=overlap,
         stop_token_ids=_ids("stop_token_ids", stop_token_ids),
     )
@@ -388,8 +370,3 @@ def _ids(name: str, token_ids: Collection[int]) -> list[int]:
     if not isinstance(token_ids, Collection) or isinstance(token_ids, str | Tensor):
         raise TypeError(f"{name} needs token ids as ints, got {type(token_ids).__name__}")
     return [checks.need_int(name, token, low=0) for token in token_ids]
-
-
-def _new_seed() -> int:
-    drawn: Any = torch.randint(1 << 62, (), device="cpu")
-    return int(drawn)

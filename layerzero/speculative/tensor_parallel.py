@@ -1,9 +1,8 @@
 """A target that several ranks share: all of them verify, and accept alike.
 
 Rank 0 has the generation and the draft. A round's step message carries the tokens, the filters and the seed
-that
-decide, the draft's distributions follow over the ranks' collective, and each rank verifies for itself: it has
-the text, keeps its own cache, and is caught before the next collective where it accepted otherwise.
+that decide, the draft's distributions follow over the ranks' collective, and each rank verifies for itself:
+it has the text, keeps its own cache, and is caught before the next collective where it accepted otherwise.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from layerzero.actors.group.join import RankHandle
 from layerzero.spec.errors import ConsistencyError
 from layerzero.speculative.generation import DraftBatch, token_probs
 
-Head = list[
-    Any
-]  # of one request in a step message: where it begins, how many drafts, whether one is kept, draws
+# Of one request in a step message: where it begins, how many drafts, whether one is kept, draws.
+Head = list[Any]
 
 
 class RankCache(Protocol):
@@ -50,9 +48,8 @@ class TensorParallelTarget:
 
     `open(limit)` gives a rank's own cache and `close(cache)` takes it back. `forward(caches, ids, counts)`
     gives the logits (T, V) after each token of `ids` (T,), `counts` of them for each cache, which it adds to.
-    `broadcast(rows)` fills a float64 tensor (K, V) on every rank with rank 0's. `on_tokens(sequence,
-    tokens)` is
-    given on every rank the tokens of the text, in order; the last ones may be more than rank 0 asked for.
+    `broadcast(rows)` fills a float64 tensor (K, V) on every rank with rank 0's. `on_tokens(sequence, tokens)`
+    is given on every rank the tokens of the text, in order; the last ones may be more than rank 0 asked for.
     """
 
     def __init__(
@@ -124,19 +121,9 @@ class TensorParallelTarget:
         if self._rank == 0:
             torch.cat([self._drafted.pop(number) for number in sequences], out=rows)
         self._broadcast(rows)
-        verdicts = []
-        parts = zip(
-            sequences,
-            heads,
-            rank_sequences,
-            ids.split(counts),
-            logits.split(counts),
-            rows.split(places),
-            strict=True,
-        )
-        for number, head, each, tokens, seen, probs in parts:
-            verdicts.append(self._verdict(number, head, each, tokens, seen, probs))
-        return verdicts
+        parts = ids.split(counts), logits.split(counts), rows.split(places)
+        each = zip(sequences, heads, rank_sequences, *parts, strict=True)
+        return [self._verdict(*one) for one in each]
 
     def _resume(self, number: int, head: Head) -> _RankSequence:
         """The sequence, taken back to where rank 0 continues.
@@ -151,8 +138,7 @@ class TensorParallelTarget:
         if start != each.resume_length:
             raise ConsistencyError(
                 f"sequence {number} needs to continue from {each.resume_length} on rank {self._rank}, got "
-                f"{start} "
-                "from rank 0: it accepted other drafts"
+                f"{start} from rank 0: it accepted other drafts"
             )
         each.cache.length = start
         if head[3]:
@@ -180,9 +166,7 @@ class TensorParallelTarget:
         )
         num_accepted, *out_tokens = torch.cat([accepted, out[0]]).tolist()
         text = start + len(tokens) - num_drafts
-        each.resume_length = (
-            text + num_accepted
-        )  # what did not stay is forgotten when rank 0 continues from there
+        each.resume_length = text + num_accepted  # what did not stay is forgotten when rank 0 continues there
         each.last = p[-1]
         all_accepted = num_accepted == num_drafts
         self._report_tokens(number, each, out_tokens[: num_accepted + (not all_accepted)])

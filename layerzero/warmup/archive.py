@@ -16,13 +16,14 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from layerzero._util import files
 from layerzero.spec.errors import BundleRefusedError
-from layerzero.spec.reasons import Reason, Rejected
+from layerzero.spec.reasons import Reason
 
 FORMAT = 1
 HEAD = "bundle.json"
@@ -66,6 +67,7 @@ class Archive:
 
     def __init__(self, path: Path, data: bytes) -> None:
         self.path, self.sha256 = path, hashlib.sha256(data).hexdigest()
+        self._refused = partial(BundleRefusedError.because, path)
         self._size = len(data)
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as self._zip:
@@ -117,7 +119,7 @@ class Archive:
         if len(data) > MAX_HEAD_BYTES:
             raise self._refused(Reason.BUNDLE_UNSAFE, HEAD, f"at most {MAX_HEAD_BYTES} bytes", "more")
         try:
-            format_found = files.decode_json(data, _FormatOnly).format
+            format_found = files.decode_json(data, files.StatedFormat).format
             if format_found != FORMAT:
                 raise self._refused(Reason.BUNDLE_FORMAT, "format", str(FORMAT), str(format_found))
             head = files.decode_json(data, BundleHeader)
@@ -155,20 +157,8 @@ class Archive:
         if total > MAX_UNPACKED_BYTES:
             raise self._refused(Reason.BUNDLE_UNSAFE, "members", needs, f"{total} bytes")
 
-    def _refused(self, reason: Reason, field: str, needs: str, got: str) -> BundleRefusedError:
-        return refusal(self.path, [Rejected(reason, field, needs, got[:200])])
-
 
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError, ValueError)
-
-
-class _FormatOnly(msgspec.Struct, frozen=True):
-    format: int
-
-
-def refusal(path: str | os.PathLike[str], problems: list[Rejected]) -> BundleRefusedError:
-    """The error that refuses a bundle, with every problem by name."""
-    return BundleRefusedError.of(path, *problems)
 
 
 def read_archive(path: str | os.PathLike[str], *, sha256: str | None = None) -> Archive:
@@ -178,20 +168,19 @@ def read_archive(path: str | os.PathLike[str], *, sha256: str | None = None) -> 
         where none was, a file that other users can write. OSError: it cannot be read. ValueError: `sha256` is
         no digest.
     """
-    where = Path(path)
+    where, refused = Path(path), partial(BundleRefusedError.because, path)
     if sha256 is not None and not (isinstance(sha256, str) and _DIGEST.fullmatch(sha256.lower())):
         raise ValueError(f"sha256 needs 64 hexadecimal digits, got {sha256!r}")
     try:
         data = files.read_given(where, MAX_FILE_BYTES, trusted=sha256 is None)
     except files.ExposedError as error:
         needs = "no other user who can write it, or a pinned sha256"
-        problem = Rejected(Reason.BUNDLE_UNTRUSTED, "file", needs, str(error.strerror))
-        raise refusal(where, [problem]) from error
+        raise refused(Reason.BUNDLE_UNTRUSTED, "file", needs, str(error.strerror)) from error
     except ValueError as error:
         needs = f"at most {MAX_FILE_BYTES} bytes"
-        raise refusal(where, [Rejected(Reason.BUNDLE_UNSAFE, "file", needs, "more")]) from error
+        raise refused(Reason.BUNDLE_UNSAFE, "file", needs, "more") from error
     if sha256 is not None and (got := hashlib.sha256(data).hexdigest()) != sha256.lower():
-        raise refusal(where, [Rejected(Reason.BUNDLE_UNTRUSTED, "sha256", sha256.lower(), got)])
+        raise refused(Reason.BUNDLE_UNTRUSTED, "sha256", sha256.lower(), got)
     return Archive(where, data)
 
 

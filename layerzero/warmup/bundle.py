@@ -27,7 +27,7 @@ from layerzero.selection.dispatch_table import DispatchTable
 from layerzero.spec.errors import BundleRefusedError, CacheCorruptionError, ConfigurationError
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.reasons import Reason, Rejected
-from layerzero.warmup.archive import Archive, read_archive, refusal, write_archive
+from layerzero.warmup.archive import Archive, read_archive, write_archive
 from layerzero.warmup.manifest import Manifest
 from layerzero.warmup.places import compiled_here, content_for, is_group, native_names, target_of
 
@@ -148,7 +148,7 @@ class Bundle:
             if name.startswith("native/") and name.partition("/")[2] not in native_names(for_cpu=for_cpu)
         ]
         if problems:
-            raise refusal(self.path, problems)
+            raise BundleRefusedError.of(self.path, *problems)
         for member in self._compiled:
             try:
                 content_for(member.name, archive.read(member) if is_group(member.name) else b"", names)
@@ -167,7 +167,7 @@ class Bundle:
             if stated.get(name) != local.get(name)
         ]  # fmt: skip
         if problems:
-            raise refusal(self.path, problems)
+            raise BundleRefusedError.of(self.path, *problems)
 
     def _decoded(self, environment: Environment) -> Records:
         values: dict[str, Any] = {}
@@ -192,11 +192,11 @@ class Bundle:
                 Rejected(Reason.BUNDLE_ENVIRONMENT_DIFFERS, "measured on", "this machine", difference)
                 for difference in each.differences(environment)
             ]:
-                raise refusal(self.path, problems)
+                raise BundleRefusedError.of(self.path, *problems)
         return records
 
     def _damaged(self, name: str, error: Exception) -> BundleRefusedError:
-        return refusal(self.path, [Rejected(Reason.BUNDLE_DAMAGED, name, "to be decoded", str(error)[:200])])
+        return BundleRefusedError.because(self.path, Reason.BUNDLE_DAMAGED, name, "to be decoded", str(error))
 
     def install(self, *, replace: bool = False) -> InstalledFiles:
         """Put the compiled kernels into their places, each whole or not at all.

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from layerzero._util.files import decode_json, read_given, replace_own
+from layerzero._util.files import decode_json, pretty_json, read_given, replace_own
 from layerzero.measure.calls import Call, Workload
 from layerzero.measure.model_calls import PAGE, ModelConfig, decode_calls
 from layerzero.spec.errors import ConfigurationError
@@ -70,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
         Raises: FileExistsError: another kind of file is at `path`. OSError: it cannot be written.
         """
-        replace_own(Path(path), msgspec.json.format(msgspec.json.encode(self), indent=1), "critical")
+        replace_own(Path(path), pretty_json(self), "critical")
 
     @classmethod
     def load(cls, path: str | Path) -> Manifest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from layerzero.actors.device.loading import KernelLoader, dispatch_table_for
@@ -21,25 +22,19 @@ if TYPE_CHECKING:
     from layerzero.selection.plan import Plan
 
 
+@dataclass(eq=False)
 class TableUpdater:
     """Keeps `inputs.dispatch_table`: the file's own where it holds, else what is solved again of it.
 
     `changed()` is called from the background thread when a table solved again came in force.
     """
 
-    __slots__ = ("_changed", "_inputs", "_loader", "_lock", "_misses", "_policy", "_registry", "_solving")
+    _inputs: SelectionInputs
+    _registry: Registry
+    _loader: KernelLoader
+    _changed: Callable[[], object]
 
-    def __init__(
-        self,
-        inputs: SelectionInputs,
-        registry: Registry,
-        loader: KernelLoader,
-        changed: Callable[[], object],
-    ) -> None:
-        self._inputs = inputs
-        self._registry = registry
-        self._loader = loader
-        self._changed = changed
+    def __post_init__(self) -> None:
         self.reset_after_fork()
 
     def reset_after_fork(self) -> None:

@@ -81,9 +81,7 @@ class PointCluster:
         """Octaves from a call to each point, in a straight line."""
         coordinates = [position.get(axis, 0.0) for axis in self._axes]
         beyond = math.hypot(*(size for axis, size in position.items() if axis not in self._axes))
-        if beyond:
-            return [math.hypot(beyond, math.dist(coordinates, other)) for other in self._coordinates]
-        return [math.dist(coordinates, other) for other in self._coordinates]
+        return [math.hypot(beyond, math.dist(coordinates, other)) for other in self._coordinates]
 
     @cached_property
     def _covariances(self) -> Floats:
