@@ -38,15 +38,6 @@ class Shape(NamedTuple):
     masked: bool
 
 
-def shape_of(request: CallSpec) -> Shape:
-    """The shape of a call."""
-    size, asks = request.dim, request.features
-    return Shape(
-        size("B"), size("Hq"), size("Hk"), size("Sq"), size("Sk"), size("D"),
-        "softcap" in asks, bool(asks & {"mask_bool", "block_mask"}),
-    )  # fmt: skip
-
-
 class Blocks(NamedTuple):
     """Which blocks of keys each block of queries sees in part and in whole: how many, and which first."""
 
@@ -203,4 +194,6 @@ def attention(call: AttentionArgs) -> Tensor:
 
 def build(request: CallSpec) -> None:
     """Compile what a call needs."""
-    PROGRAMS.get(shape_of(request))
+    sizes = (request.dim(name) for name in ("B", "Hq", "Hk", "Sq", "Sk", "D"))
+    masked = bool(request.features & {"mask_bool", "block_mask"})
+    PROGRAMS.get(Shape(*sizes, "softcap" in request.features, masked))

@@ -48,10 +48,9 @@ class ExpertsArgs(NamedTuple):
     down_tensor_scale: Tensor | None
     block_size: int
 
-    def parts(self, end: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def parts(self, end: str) -> tuple[Tensor | None, ...]:
         """The scale, zero point and second scale of the weight `w_up` or `w_down`."""
-        up = (self.up_scale, self.up_zero_point, self.up_tensor_scale)
-        return up if end == "up" else (self.down_scale, self.down_zero_point, self.down_tensor_scale)
+        return tuple(getattr(self, name) for name in _part_names(end))
 
 
 @op_signature()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -55,22 +57,16 @@ def _check(args: Args) -> CallSpec:
     width, inner = shape
     if width == 0:
         raise ValueError(f"weight needs at least 1 row, got shape {tuple(weight.shape)}")
-    if x.shape[-1] != inner:
-        raise ValueError(f"x needs a last axis of {inner} like weight's (C, K), got {x.shape[-1]}")
+    checks.need_like("x", "a last axis of {}", x.shape[-1], inner, "weight's (C, K)")
     features, size = weight_features(form, shape, scale, zero_point, tensor_scale, block_size)
     features.add(inputs_feature(inputs, form))
     checks.need_vector("bias", bias, width, "weight's rows")
     features |= {"bias"} if bias is not None else set()
     others = {"weight": weight, "scale": scale, "bias": bias, "zero_point": zero_point}
     checks.need_same_device("x", x, **others, tensor_scale=tensor_scale)
-    return describe(
-        "quantized_linear",
-        [x],
-        {"N": x.numel() // inner, "C": width, "K": inner, "S": size or inner},
-        features,
-        typed=[x] if bias is None else [x, bias],
-        aligned=[weight],
-    )
+    dims = {"N": x.numel() // inner, "C": width, "K": inner, "S": size or inner}
+    typed = [x] if bias is None else [x, bias]
+    return describe("quantized_linear", [x], dims, features, typed=typed, aligned=[weight])
 
 
 def _validate_values(args: Args) -> Args:
@@ -99,18 +95,9 @@ def rounded_rows(x: Tensor, inputs: str, weight: torch.dtype, format: str | None
     return restore(*round_to_format(x, form, granularity, size), form, granularity, size, dtype=kind)
 
 
-def quantized_linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    inputs: str,
-    format: str | None = None,
-    zero_point: Tensor | None = None,
-    tensor_scale: Tensor | None = None,
-    block_size: int = 0,
-) -> Tensor:
+def quantized_linear_reference(*args: Any) -> Tensor:
     """(x, perhaps rounded) @ (weight's numbers)^T + bias, in float32 at least."""
+    x, weight, scale, bias, inputs, format, zero_point, tensor_scale, block_size = args
     rows = rounded_rows(x, inputs, weight.dtype, format, block_size)
     wide = numbers(weight, scale, format, zero_point, tensor_scale, block_size, rows.dtype)
     shift = None if bias is None else bias.to(rows.dtype)
