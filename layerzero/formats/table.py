@@ -42,20 +42,19 @@ class Format:
         """Codes in one element of storage."""
         return 8 // self.element.bits
 
-    def need_granularity(self, granularity: str) -> str:
-        """`granularity` where the format has it.
+    def need_granularity(self, granularity: str) -> None:
+        """Refuse a granularity that the format does not have.
 
-        Raises: FormatError: it has not.
+        Raises: FormatError.
         """
         if granularity not in self.granularities:
             needs = ", ".join(self.granularities)
             raise FormatError("granularity", f"one of {needs} for {self.name}", repr(granularity), _LAYOUT)
-        return granularity
 
-    def need_group(self, width: int, group_size: int, name: str = "x") -> int:
-        """`group_size` where the format allows it and it divides `width`.
+    def need_group(self, width: int, group_size: int, name: str = "x") -> None:
+        """Refuse a `group_size` that the format does not allow, or that does not divide `width`.
 
-        Raises: FormatError: it does not.
+        Raises: FormatError.
         """
         if group_size < 1 or not (self.open_groups or group_size in self.group_sizes):
             sizes = "an int >= 1" if self.open_groups else " or ".join(map(str, self.group_sizes))
@@ -65,7 +64,6 @@ class Format:
         if width % group_size:
             needs = f"to divide {name}'s last axis of {width}"
             raise FormatError("group_size", needs, group_size, Reason.GROUP_DOES_NOT_DIVIDE)
-        return group_size
 
 
 _LAYOUT = Reason.SCALE_LAYOUT_MISMATCH

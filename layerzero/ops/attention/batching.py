@@ -144,8 +144,8 @@ def _run_ragged(calls: Sequence[Args], shapes: int, launch: LaunchFunction) -> l
     lengths_k = [args[1].shape[1] for args in calls]
     offsets = _cu_seqlens(lengths, first.q.device)
     offsets_k = offsets if lengths == lengths_k else _cu_seqlens(lengths_k, first.k.device)
-    joined = [_concat_tokens([args[position] for args in calls]) for position in range(3)]
-    merged = tuple(RaggedArgs(*joined, offsets, offsets_k, first.is_causal, first.scale))
+    q, k, v = (_concat_tokens([args[position] for args in calls]) for position in range(3))
+    merged = tuple(RaggedArgs(q, k, v, offsets, offsets_k, first.is_causal, first.scale))
     longest = max(calls, key=lambda args: args[0].shape[1] * args[1].shape[1])
     if launch.expected_us(merged, op) >= shapes * launch.expected_us(longest):
         return None

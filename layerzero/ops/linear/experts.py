@@ -142,13 +142,10 @@ def _weight(call: ExpertsArgs, end: str, features: set[str], sizes: list[int]) -
     scale, zero_point, second = call.parts(end)
     if scale is None:
         checks.need_weight(name, weight, rank=3)
-        for other, value in zip(
-            (*_part_names(end)[1:], "format"), (zero_point, second, call.format), strict=True
-        ):
+        given = {other: getattr(call, other) for other in (*_part_names(end)[1:], "format")}
+        for other, value in (given | {"block_size": call.block_size or None}).items():
             if value is not None:
                 raise ValueError(f"{other} needs {end}_scale beside it, got none")
-        if call.block_size:
-            raise ValueError(f"block_size needs {end}_scale beside it, got none")
         return tuple(weight.shape)
     form, shape = need_codes(name, weight, call.format, rank=3)
     parts = (scale, zero_point, second, call.block_size)

@@ -88,7 +88,7 @@ def route(router_logits: Tensor, top_k: int, scoring: str, renormalize: bool) ->
 def moe_reference(*args: Any) -> Tensor:
     """Expert by expert over the rows that chose it, in float32 at least."""
     x, router_logits, w_up, w_down, top_k, scoring, renormalize, activation = args
-    rows = x.reshape(-1, x.shape[-1])
+    rows: Tensor = x.reshape(-1, x.shape[-1])
     wide = rows if x.dtype == torch.float64 else rows.float()
     experts, scores = route(router_logits.reshape(len(rows), -1), top_k, scoring, renormalize)
     parts = wide.new_zeros(len(rows), top_k, rows.shape[1])

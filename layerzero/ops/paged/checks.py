@@ -34,7 +34,7 @@ def check_queries(name: str, queries: Any) -> None:
         raise TypeError(f"{name} needs one of {allowed_dtypes}, got {checks.dtype_name(queries.dtype)}")
 
 
-def check_cache(name: str, pool: Any, q: Tensor, rank: int) -> Tensor:
+def check_cache(name: str, pool: Any, q: Tensor, rank: int) -> None:
     """`pool` as pages of keys or values beside `q`: numbers or codes, of `rank` axes, no page empty."""
     checks.need_tensor(name, pool, rank=rank, floating=False)
     if pool.dtype not in POOL_DTYPES:
@@ -48,7 +48,6 @@ def check_cache(name: str, pool: Any, q: Tensor, rank: int) -> Tensor:
         raise ValueError(
             f"{name} needs pages of at least one token, head and element, got shape {tuple(pool.shape)}"
         )
-    return pool  # type: ignore[no-any-return]
 
 
 def check_pair(k_cache: Tensor, v_cache: Tensor) -> None:
@@ -138,7 +137,8 @@ def validate_block_tables(
             entry, earlier = wrong
             needs = f"page ids in [0, {pages})" if earlier is None else "each page once a sequence"
             where = f"entry {entry}" if earlier is None else f"entries {earlier} and {entry}"
-            raise ValueError(f"block_tables needs {needs}, got page {used[entry]} at row {row}, {where}")
+            got = used[entry] if earlier is None else f"page {used[entry]}"
+            raise ValueError(f"block_tables needs {needs}, got {got} at row {row}, {where}")
     return tables, lengths
 
 

@@ -13,12 +13,13 @@ from layerzero.formats.table import FORMATS, format_of
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
+from layerzero.ops.linear.linear import linear_outputs
 from layerzero.ops.op import Args, define_op
 from layerzero.ops.quantize.operands import INPUTS as INPUTS
 from layerzero.ops.quantize.operands import inputs_feature, need_codes, need_part_values, weight_features
 from layerzero.ops.quantize.quantize import numbers
 from layerzero.ops.signature import SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
 @op_signature()
@@ -121,9 +122,7 @@ QUANTIZED_LINEAR = define_op(
     build=quantized_linear,
     check=_check,
     reference=quantized_linear_reference,
-    outputs=lambda args: (
-        OutputSpec((*args[0].shape[:-1], args[1].shape[0]), checks.dtype_name(args[0].dtype)),
-    ),
+    outputs=linear_outputs,
     work=_work,
     operands=(0, 3),  # a cast must not touch the weight's codes
     uncopied_operands=(1,),

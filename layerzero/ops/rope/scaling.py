@@ -221,12 +221,9 @@ def xpos_table(
 
 
 def _rotated(head_dim: int, rotary_dim: int | None) -> int:
-    checks.need_int("head_dim", head_dim, low=2)
-    if head_dim % 2:
-        raise ValueError(f"head_dim needs an even number, got {head_dim}")
-    if rotary_dim is None:
-        return head_dim
-    checks.need_int("rotary_dim", rotary_dim, low=2, high=head_dim)
-    if rotary_dim % 2:
-        raise ValueError(f"rotary_dim needs an even number, got {rotary_dim}")
-    return rotary_dim
+    sizes = {"head_dim": head_dim, "rotary_dim": head_dim if rotary_dim is None else rotary_dim}
+    for name, size in sizes.items():
+        checks.need_int(name, size, low=2, high=None if name == "head_dim" else head_dim)
+        if size % 2:
+            raise ValueError(f"{name} needs an even number, got {size}")
+    return sizes["rotary_dim"]
