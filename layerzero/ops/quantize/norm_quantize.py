@@ -64,11 +64,11 @@ def _check(args: Args) -> CallSpec:
 
 def add_rms_norm_quantize_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The sum in x's dtype, its norm in float32 at least, then `quantize_reference` of that."""
-    x, residual, weight, eps, *rounding = args
+    x, residual, weight, eps, format, granularity, group_size = args
     total = x + residual
     wide = total if total.dtype == torch.float64 else total.float()
     normed = rms_norm_reference(wide, weight, eps)
-    return (*quantize_reference(normed, *rounding, None), total)
+    return (*quantize_reference(normed, format, granularity, group_size, None), total)
 
 
 def _outputs(args: Args) -> tuple[OutputSpec, ...]:

@@ -197,8 +197,9 @@ def _check_dequantize(args: Args) -> CallSpec:
 
 def dequantize_reference(*args: Any) -> Tensor:
     """Each code times its scales, in float32."""
-    codes, scale, dtype, *parts, block_size = args
-    return numbers(codes, scale, *parts, block_size, torch.float32).to(getattr(torch, dtype))
+    codes, scale, dtype, format, zero_point, tensor_scale, block_size = args
+    wide = numbers(codes, scale, format, zero_point, tensor_scale, block_size, torch.float32)
+    return wide.to(getattr(torch, dtype))
 
 
 def numbers(
