@@ -17,6 +17,8 @@ from layerzero.ops.op import Args, Op, define_op
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
 
+REDUCTIONS = ("mean", "sum", "none")
+
 
 @op_signature()
 def cross_entropy(
@@ -60,7 +62,8 @@ def _check(args: Args) -> CallSpec:
             "gradient for the weights of their classes"
         )
     checks.need_same_device("logits", logits, target=target, weight=weight)
-    need_loss_options(ignore_index, label_smoothing, reduction)
+    need_loss_options(ignore_index, label_smoothing)
+    checks.need_choice("reduction", reduction, REDUCTIONS)
     features = {"label_smoothing": label_smoothing > 0, "class_weights": weight is not None}
     return describe("cross_entropy", (logits, target, weight), {"N": target.numel(), "V": classes}, features)
 
@@ -88,11 +91,10 @@ def cross_entropy_reference(*args: Any) -> Tensor:
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
-def need_loss_options(ignore_index: Any, label_smoothing: Any, reduction: Any) -> None:
-    """What every loss takes beside its tensors."""
+def need_loss_options(ignore_index: Any, label_smoothing: Any) -> None:
+    """What every loss takes beside its tensors and its reduction."""
     checks.need_int("ignore_index", ignore_index)
     checks.need_number("label_smoothing", label_smoothing, low=0.0, high=1.0)
-    checks.need_choice("reduction", reduction, ("mean", "sum", "none"))
 
 
 def register_loss(
