@@ -142,8 +142,8 @@ def _weight(call: ExpertsArgs, end: str, features: set[str], sizes: list[int]) -
     scale, zero_point, second = call.parts(end)
     if scale is None:
         checks.need_weight(name, weight, rank=3)
-        given = {other: getattr(call, other) for other in (*_part_names(end)[1:], "format")}
-        for other, value in (given | {"block_size": call.block_size or None}).items():
+        others = {other: getattr(call, other) for other in (*_part_names(end)[1:], "format")}
+        for other, value in (others | {"block_size": call.block_size or None}).items():
             if value is not None:
                 raise ValueError(f"{other} needs {end}_scale beside it, got none")
         return tuple(weight.shape)
