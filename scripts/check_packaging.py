@@ -56,7 +56,7 @@ SMOKE = """
 import asyncio, pathlib, sys
 import torch
 import layerzero as lz
-from layerzero.backends.native import build
+from layerzero.backends.native import load_module
 from layerzero.spec.errors import BackendNotAvailableError
 from layerzero.native import FAST_PATH, KERNEL_NOTES, building
 
@@ -74,7 +74,7 @@ with lz.start():
 modules = [FAST_PATH.try_load(), KERNEL_NOTES.try_load()]
 for name in ("layerzero_native", "layerzero_products", "layerzero_rows"):
     try:
-        modules.append(build.library(name))
+        modules.append(load_module(name))
     except BackendNotAvailableError as error:
         assert "no-such-compiler" in str(error), error
         modules.append(None)

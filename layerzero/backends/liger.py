@@ -72,11 +72,9 @@ def _gates() -> tuple[Any, Any]:
 
 
 @loading(_gates)
-def _mlp(
-    gates: Any, x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None,
-    activation: str,
-) -> Tensor:  # fmt: skip
+def _mlp(gates: Any, *args: Any) -> Tensor:
     """torch's projections around Liger's gate: swiglu takes the projection whole, geglu its halves."""
+    x, w_up, w_down, b_up, b_down, activation = args
     silu, gelu = gates
     up = functional.linear(x, w_up, b_up)
     hidden = silu(up) if activation == "swiglu" else gelu(*up.chunk(2, -1))
@@ -84,16 +82,9 @@ def _mlp(
 
 
 @loading(lambda: _ops().LigerCrossEntropyFunction.apply)
-def _cross_entropy(
-    apply: Any,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Tensor:
+def _cross_entropy(apply: Any, *args: Any) -> Tensor:
     """`LigerCrossEntropyFunction` on a copy where it would write the gradient over the logits."""
+    logits, target, weight, ignore_index, label_smoothing, reduction = args
     rows = logits.reshape(-1, logits.shape[-1])
     if logits.requires_grad:
         rows = rows.clone()
@@ -105,17 +96,9 @@ def _cross_entropy(
 
 
 @loading(lambda: _ops().LigerFusedLinearCrossEntropyFunction.apply)
-def _linear_cross_entropy(
-    apply: Any,
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Tensor:
+def _linear_cross_entropy(apply: Any, *args: Any) -> Tensor:
     """`LigerFusedLinearCrossEntropyFunction`: logits in chunks, weight gradients summed in float32."""
+    x, weight, target, bias, ignore_index, label_smoothing, reduction = args
     result = apply(
         x.reshape(-1, x.shape[-1]), weight, target.reshape(-1).long(), bias, None, ignore_index, 0.0,
         label_smoothing, reduction, None, False, torch.float32,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,15 +54,8 @@ def _linear(fused: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tenso
 
 
 @loading(_operator)
-def _mlp(
-    fused: Callable[..., Tensor],
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    activation: str,
-) -> Tensor:
+def _mlp(fused: Callable[..., Tensor], *args: Any) -> Tensor:
+    x, w_up, w_down, b_up, b_down, activation = args
     attribute, algorithm = _FUSED[activation]
     hidden = fused(x, _apart(w_up), _dense(b_up), attribute, [], algorithm)
     return fused(hidden, _apart(w_down), _dense(b_down), "none", [], "")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from layerzero._util.libraries import extension_of
 from layerzero.formats.table import format_of
 from layerzero.ops.captures import is_capturing, keep_if_captured
-from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, keeping
+from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import free_memory
 from layerzero.spec.kernel import LAST_CHOICE, Kernel
@@ -92,49 +91,29 @@ def need_arguments(name: str, schema: Any) -> None:
         raise ImportError(f"vllm's {name} needs {', '.join(OPERATORS[name])}, got {', '.join(names)}")
 
 
-@dataclass(frozen=True)
-class MarlinCodes:
-    """Codes (C, K) in Marlin's tiles; those of int8 are counted from 0."""
-
-    bits: int
-    flip: int
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        """(K / 16, 2 C) or (K / 16, 4 C), int32."""
-        words = _words(weight, self.flip)
-        width, inner = words.shape[0], words.shape[1] * 32 // self.bits
-        perm = torch.empty(0, dtype=torch.int32, device=weight.device)
-        packed: Tensor = operators().gptq_marlin_repack(
-            words.t().contiguous(), perm, inner, width, self.bits, False
-        )
-        return packed
+def marlin_codes(weight: Tensor, bits: int, flip: int) -> Tensor:
+    """Codes (C, K) in Marlin's tiles, (K / 16, 2 C) or (K / 16, 4 C) int32; those of int8 count from 0."""
+    words = _words(weight, flip)
+    width, inner = words.shape[0], words.shape[1] * 32 // bits
+    perm = torch.empty(0, dtype=torch.int32, device=weight.device)
+    packed: Tensor = operators().gptq_marlin_repack(words.t().contiguous(), perm, inner, width, bits, False)
+    return packed
 
 
-@dataclass(frozen=True)
-class MarlinScales:
-    """Scales in the order of Marlin's threads; `width` is of those that all columns share, else 0."""
+def marlin_scales(scale: Tensor, dtype: torch.dtype, form: str, width: int, block: int) -> Tensor:
+    """Scales (G, C) in the order of Marlin's threads, in the rows' `dtype` or as powers of two.
 
-    dtype: torch.dtype
-    form: str
-    width: int
-    block: int
-
-    def __call__(self, scale: Tensor) -> Tensor:
-        """(G, C) in the rows' dtype, or as powers of two."""
-        by_group = self._by_group(scale)
-        if self.form == "mxfp4":
-            exponents = arrange(arrange(by_group.view(torch.uint8), _BY_GROUP), _BYTES)
-            return exponents.view(torch.float8_e8m0fnu)
-        factor = _EXPONENT[self.dtype] if self.form == "fp8_e4m3" else 1.0
-        rounded = in_range(by_group, self.dtype, factor)
-        return arrange(rounded, _BY_GROUP if by_group.shape[0] > 1 else _BY_COLUMN)
-
-    def _by_group(self, scale: Tensor) -> Tensor:
-        if scale.dim() == 0:
-            return scale.expand(1, self.width)
-        if self.block:
-            return scale.t().repeat_interleave(self.block, 1)[:, : self.width]
-        return scale.t()
+    `width` is of those that all columns share, else 0.
+    """
+    if scale.dim() == 0:
+        by_group = scale.expand(1, width)
+    else:
+        by_group = scale.t().repeat_interleave(block, 1)[:, :width] if block else scale.t()
+    if form == "mxfp4":
+        exponents = arrange(arrange(by_group.view(torch.uint8), _BY_GROUP), _BYTES)
+        return exponents.view(torch.float8_e8m0fnu)
+    rounded = in_range(by_group, dtype, _EXPONENT[dtype] if form == "fp8_e4m3" else 1.0)
+    return arrange(rounded, _BY_GROUP if by_group.shape[0] > 1 else _BY_COLUMN)
 
 
 def marlin_zero_points(zero_point: Tensor) -> Tensor:
@@ -144,30 +123,15 @@ def marlin_zero_points(zero_point: Tensor) -> Tensor:
     return (ordered << shifts).sum(-1, dtype=torch.int32)
 
 
-@dataclass(frozen=True)
-class MacheteCodes:
-    """Codes (C, K) as Machete's tiles have them beside rows of `dtype`."""
-
-    dtype: torch.dtype
-    kind: int
-    flip: int
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        """(K / 8, C) or (K / 4, C), int32."""
-        words = _words(weight, self.flip).t()
-        packed: Tensor = operators().machete_prepack_B(words, self.dtype, self.kind, self.dtype)
-        return packed
+def machete_codes(weight: Tensor, dtype: torch.dtype, kind: int, flip: int) -> Tensor:
+    """Codes (C, K) as Machete's tiles have them beside rows of `dtype`, (K / 8, C) or (K / 4, C) int32."""
+    packed: Tensor = operators().machete_prepack_B(_words(weight, flip).t(), dtype, kind, dtype)
+    return packed
 
 
-@dataclass(frozen=True)
-class MacheteScales:
-    """Scales by group and column."""
-
-    dtype: torch.dtype
-
-    def __call__(self, scale: Tensor) -> Tensor:
-        """(G, C) in the rows' dtype."""
-        return in_range(scale.t(), self.dtype).contiguous()
+def machete_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales by group and column, (G, C) in the rows' `dtype`."""
+    return in_range(scale.t(), dtype).contiguous()
 
 
 def in_range(scale: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
@@ -199,23 +163,23 @@ _SHARING: dict[torch.device, list[PackedWeights]] = {}
 
 
 @functools.cache
-def _kept(device: torch.device, lay_out: Callable[[Tensor], Tensor]) -> PackedWeights:
+def _kept(device: torch.device, lay_out: Callable[..., Tensor], *options: Any) -> PackedWeights:
     def settled(part: Tensor) -> Tensor:
-        panels = lay_out(part)
+        panels = lay_out(part, *options)
         if part.is_cuda:  # whichever stream reads them next
             torch.cuda.current_stream(part.device).synchronize()
         return panels
 
     limit = int(MEMORY_SHARE * free_memory(device))
-    return keeping(settled, limit, 4, _SHARING.setdefault(device, []))
+    return PackedWeights(settled, limit, 4, _SHARING.setdefault(device, []))
 
 
-def laid_out(part: Tensor, lay_out: Callable[[Tensor], Tensor]) -> Tensor:
+def laid_out(part: Tensor, lay_out: Callable[..., Tensor], *options: Any) -> Tensor:
     """What `lay_out` makes of a weight's part: once, or for this call where it is not kept."""
-    cache = _kept(part.device, lay_out)
+    cache = _kept(part.device, lay_out, *options)
     panels = cache.ready(part) if is_capturing() else cache.of(part)
     if panels is None:
-        return lay_out(part)
+        return lay_out(part, *options)
     keep_if_captured(panels)
     return panels
 
@@ -228,8 +192,8 @@ def marlin_linear(
     form, rows = format_of(weight.dtype, format), x.reshape(-1, x.shape[-1]).contiguous()
     (count, inner), width = rows.shape, weight.shape[0]
     spread = width if scale.dim() == 0 or block_size else 0
-    codes = laid_out(weight, MarlinCodes(form.element.bits, 0x80 if form.name == "int8" else 0))
-    scales = laid_out(scale, MarlinScales(x.dtype, form.name, spread, block_size))
+    codes = laid_out(weight, marlin_codes, form.element.bits, 0x80 if form.name == "int8" else 0)
+    scales = laid_out(scale, marlin_scales, x.dtype, form.name, spread, block_size)
     zeros = None if zero_point is None else laid_out(zero_point, marlin_zero_points)
     locks = torch.zeros(_processors(x.device), dtype=torch.int32, device=x.device)
     kind = _TYPES[form.name] if zeros is None else _SHIFTED_INT4
@@ -247,8 +211,8 @@ def machete_linear(
     """Rows times whole numbers of four or eight bits."""
     form, rows = format_of(weight.dtype, format), x.reshape(-1, x.shape[-1]).contiguous()
     kind, groups = _TYPES[form.name], scale.shape[1]
-    codes = laid_out(weight, MacheteCodes(x.dtype, kind, 0x80 if form.name == "int8" else 0))
-    scales = laid_out(scale, MacheteScales(x.dtype))
+    codes = laid_out(weight, machete_codes, x.dtype, kind, 0x80 if form.name == "int8" else 0)
+    scales = laid_out(scale, machete_scales, x.dtype)
     size = rows.shape[1] // groups if groups > 1 else -1
     out: Tensor = operators().machete_mm(rows, codes, kind, None, scales, None, size, None, None, None)
     return _shifted(out, bias, x)

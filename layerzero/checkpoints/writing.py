@@ -169,24 +169,17 @@ def _group_of(form: str, group_size: int | None, widths: Collection[int]) -> int
 def _stored(module: str, quantized: QuantizedTensor) -> dict[str, Tensor]:
     """The tensors of a weight as compressed-tensors names them."""
     codes, scale = quantized.codes.contiguous(), quantized.scale
+    parts = {"weight_packed" if quantized.form.packed > 1 else "weight": codes, "weight_scale": scale}
     if quantized.format == "int4":
         if quantized.shape[1] % 8:
             needs = "rows of a multiple of 8 numbers, which fill an int32"
             raise FormatError(module, needs, quantized.shape[1], Reason.PACKED_LAYOUT_MISMATCH)
-        return {
-            f"{module}.weight_packed": codes.view(torch.int32),
-            f"{module}.weight_scale": scale,
-            f"{module}.weight_shape": torch.tensor(quantized.shape),
-        }
+        parts |= {"weight_packed": codes.view(torch.int32), "weight_shape": torch.tensor(quantized.shape)}
     if quantized.tensor_scale is not None:
-        return {
-            f"{module}.weight_packed": codes,
-            f"{module}.weight_scale": scale,
-            f"{module}.weight_global_scale": (1.0 / quantized.tensor_scale).reshape(1),
-        }
+        parts["weight_global_scale"] = (1.0 / quantized.tensor_scale).reshape(1)
     if quantized.format == "mxfp4":
-        return {f"{module}.weight_packed": codes, f"{module}.weight_scale": scale.view(torch.uint8)}
-    return {f"{module}.weight": codes, f"{module}.weight_scale": scale}
+        parts["weight_scale"] = scale.view(torch.uint8)
+    return {f"{module}.{name}": part for name, part in parts.items()}
 
 
 def _described(form: str, size: int | None, chosen: Collection[str], tensors: TensorFolder) -> dict[str, Any]:

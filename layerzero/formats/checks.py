@@ -75,7 +75,7 @@ def check_grouping(form: Format, granularity: str, group_size: Any, shape: tuple
         raise FormatError("x", needs, shape[-1], Reason.PACKED_LAYOUT_MISMATCH)
 
 
-def need_scale_of(name: str, scale: Tensor, form: Format, shapes: Collection[tuple[int, ...]]) -> Tensor:
+def need_scale_of(name: str, scale: Tensor, form: Format, shapes: Collection[tuple[int, ...]]) -> None:
     """`scale` in a dtype of the format and one of `shapes`.
 
     Raises: FormatError: it is not.
@@ -87,7 +87,6 @@ def need_scale_of(name: str, scale: Tensor, form: Format, shapes: Collection[tup
     if tuple(scale.shape) not in shapes:
         needs = " or ".join(str(each) for each in dict.fromkeys(shapes)) or "that of a matrix's blocks"
         raise FormatError(name, f"shape {needs}", tuple(scale.shape), Reason.SCALE_SHAPE_MISMATCH)
-    return scale
 
 
 def _expected_shapes(scale: Tensor, form: Format, shape: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -9,16 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.formats import rounding
-from layerzero.formats.checks import (
-    check_grouping,
-    check_scale,
-    check_scale_values,
-    check_second_scale,
-    check_zero_point,
-    check_zero_point_values,
-    need_tensor,
-)
+from layerzero.formats import checks, rounding
 from layerzero.formats.elements import pack_pairs
 from layerzero.formats.errors import FormatError
 from layerzero.formats.table import FORMATS, Format, format_of
@@ -49,20 +40,20 @@ class QuantizedTensor:
     block_size: int = 0
 
     def __post_init__(self) -> None:
-        need_tensor("codes", self.codes)
+        checks.need_tensor("codes", self.codes)
         form, shape = self.form, tuple(self.shape)
-        check_scale("scale", self.scale, form, shape, self.block_size)
-        check_zero_point("zero_point", self.zero_point, form, self.scale)
-        check_second_scale("tensor_scale", self.tensor_scale, form, shape)
+        checks.check_scale("scale", self.scale, form, shape, self.block_size)
+        checks.check_zero_point("zero_point", self.zero_point, form, self.scale)
+        checks.check_second_scale("tensor_scale", self.tensor_scale, form, shape)
         for name in _TENSORS[1:]:
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != self.codes.device:
                 raise ValueError(f"{name} needs to be on {self.codes.device} like codes, got {tensor.device}")
-        check_scale_values("scale", self.scale)
+        checks.check_scale_values("scale", self.scale)
         if self.tensor_scale is not None:
-            check_scale_values("tensor_scale", self.tensor_scale)
+            checks.check_scale_values("tensor_scale", self.tensor_scale)
         if self.zero_point is not None:
-            check_zero_point_values("zero_point", self.zero_point)
+            checks.check_zero_point_values("zero_point", self.zero_point)
 
     @classmethod
     def quantize(
@@ -85,11 +76,11 @@ class QuantizedTensor:
             raise FormatError("format", needs, repr(format), Reason.QUANT_FORMAT_UNSUPPORTED)
         form = FORMATS[format]
         granularity, size = usual_scales(form, granularity, group_size)
-        shape = tuple(need_tensor("x", x).shape)
+        shape = tuple(checks.need_tensor("x", x).shape)
         if not shape or shape[-1] == 0:
             needs = "a last axis of at least 1"
             raise FormatError("x", needs, f"shape {shape}", Reason.PACKED_LAYOUT_MISMATCH)
-        check_grouping(form, granularity, size, shape)
+        checks.check_grouping(form, granularity, size, shape)
         if not bool(x.isfinite().all()):
             raise FormatError("x", "finite numbers", "NaN or infinity", Reason.SCALE_NOT_FINITE)
         block = size if granularity == "block" else 0
@@ -176,9 +167,7 @@ class QuantizedTensor:
 
         Raises: FormatError: the part cuts through what shares a scale. IndexError: too many indices.
         """
-        from layerzero.formats.slicing import part_of
-
-        return _unchecked(self, **part_of(self, index if isinstance(index, tuple) else (index,)))
+        return _unchecked(self, **_part_of(self, index if isinstance(index, tuple) else (index,)))
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -252,6 +241,58 @@ def _unchecked(like: QuantizedTensor, **changes: Any) -> QuantizedTensor:
     for field in fields(QuantizedTensor):
         object.__setattr__(part, field.name, changes.get(field.name, getattr(like, field.name)))
     return part
+
+
+def _part_of(whole: QuantizedTensor, index: tuple[Index, ...]) -> dict[str, Any]:
+    """The parts of `whole[index]`.
+
+    Raises: FormatError: it cuts through a byte, a group or a block. IndexError, TypeError: no such index.
+    """
+    shape = whole.shape
+    if len(index) > len(shape):
+        raise IndexError(f"index needs at most {len(shape)} parts, got {len(index)}")
+    if any(isinstance(part, bool) or not isinstance(part, int | slice) for part in index):
+        raise TypeError(f"index needs ints and slices, got {index!r}")
+    lead = len(shape) - 2
+    if len(index) == len(shape) and not isinstance(index[-1], slice):
+        raise FormatError("index", "a slice for the last axis", index[-1], Reason.GROUP_DOES_NOT_DIVIDE)
+    if whole.granularity == "block" and len(index) > lead and not isinstance(index[lead], slice):
+        raise FormatError("index", "a slice for rows of blocks", index[lead], Reason.GROUP_DOES_NOT_DIVIDE)
+    steps: list[Any] = [slice(None)] * len(shape)
+    steps[: len(index)] = list(index)
+    side = whole.group_size
+    codes, scales = list(steps), list(steps)
+    last = len(shape) - 1
+    codes[last] = _units(steps[last], shape[last], whole.form.packed, "codes of a byte")
+    if whole.granularity == "block":
+        scales[last - 1] = _units(steps[last - 1], shape[last - 1], side, "a block")
+    if side:
+        scales[last] = _units(steps[last], shape[last], side, f"a {whole.granularity}")
+    else:
+        scales[last] = slice(None)
+
+    def of_scale(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or tensor.dim() == 0 else tensor[tuple(scales)]
+
+    second = whole.tensor_scale
+    if second is not None and second.dim():
+        second = second[tuple(steps[:lead])]
+    return {
+        "codes": whole.codes[tuple(codes)], "scale": of_scale(whole.scale),
+        "zero_point": of_scale(whole.zero_point), "tensor_scale": second,
+    }  # fmt: skip
+
+
+def _units(part: Index, size: int, unit: int, what: str) -> slice:
+    """A slice of numbers as one of units of `unit` numbers, the last of which may be smaller."""
+    assert isinstance(part, slice)
+    start, stop, step = part.indices(size)
+    if unit == 1:
+        return part
+    if step != 1 or start % unit or (stop % unit and stop != size):
+        needs = f"step 1, and a start and an end at a multiple of {unit}, {what},"
+        raise FormatError("index", needs, f"{start}:{stop}:{step}", Reason.GROUP_DOES_NOT_DIVIDE)
+    return slice(start // unit, -(-max(stop, start) // unit))
 
 
 def _as_bytes(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -15,7 +16,6 @@ from layerzero.spec.reasons import Reason
 # What one scale is shared by: all; a row (a channel of a weight, a token of activations); `group_size`
 # neighbours of a row; a square of `group_size` rows and columns, smaller at the edges.
 GRANULARITIES = ("tensor", "row", "group", "block")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +30,31 @@ class Format:
     name: str
     element: Element
     granularities: tuple[str, ...]
-    group_sizes: tuple[int, ...]
-    open_groups: bool
-    scales: tuple[torch.dtype, ...]
-    two_level: bool
-    zero_points: bool
     source: str
+    group_sizes: tuple[int, ...] = (128, 64, 32)
+    open_groups: bool = True
+    scales: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    two_level: bool = False
+    zero_points: bool = False
 
     @property
     def packed(self) -> int:
         """Codes in one element of storage."""
         return 8 // self.element.bits
 
-    def need_granularity(self, granularity: str) -> str:
-        """`granularity` where the format has it.
+    def need_granularity(self, granularity: str) -> None:
+        """Refuse a granularity that the format does not have.
 
-        Raises: FormatError: it has not.
+        Raises: FormatError.
         """
         if granularity not in self.granularities:
             needs = ", ".join(self.granularities)
             raise FormatError("granularity", f"one of {needs} for {self.name}", repr(granularity), _LAYOUT)
-        return granularity
 
-    def need_group(self, width: int, group_size: int, name: str = "x") -> int:
-        """`group_size` where the format allows it and it divides `width`.
+    def need_group(self, width: int, group_size: int, name: str = "x") -> None:
+        """Refuse a `group_size` that the format does not allow, or that does not divide `width`.
 
-        Raises: FormatError: it does not.
+        Raises: FormatError.
         """
         if group_size < 1 or not (self.open_groups or group_size in self.group_sizes):
             sizes = "an int >= 1" if self.open_groups else " or ".join(map(str, self.group_sizes))
@@ -65,42 +64,25 @@ class Format:
         if width % group_size:
             needs = f"to divide {name}'s last axis of {width}"
             raise FormatError("group_size", needs, group_size, Reason.GROUP_DOES_NOT_DIVIDE)
-        return group_size
 
 
 _LAYOUT = Reason.SCALE_LAYOUT_MISMATCH
 
 
-def _format(
-    name: str,
-    element: str,
-    granularities: str,
-    source: str,
-    *,
-    group_sizes: tuple[int, ...] = (128, 64, 32),
-    open_groups: bool = True,
-    scales: tuple[torch.dtype, ...] = _FLOATS,
-    two_level: bool = False,
-    zero_points: bool = False,
-) -> Format:
-    return Format(
-        name, ELEMENTS[element], tuple(granularities.split()), group_sizes, open_groups, scales, two_level,
-        zero_points, source,
-    )  # fmt: skip
-
-
-_E8M0, _E4M3 = (torch.float8_e8m0fnu,), (torch.float8_e4m3fn,)
+_FP8_SCALES, _INT4_SCALES = ("row", "block", "group", "tensor"), ("group", "row")
+_FP8_SOURCE = "arXiv 2209.05433"
+_MX: dict[str, Any] = {"group_sizes": (32,), "open_groups": False, "scales": (torch.float8_e8m0fnu,)}
 _FORMATS = (
-    _format("int8", "int8", "row group tensor block", "arXiv 2208.07339"),
-    _format("fp8_e4m3", "e4m3", "row block group tensor", "arXiv 2209.05433; blocks: arXiv 2412.19437"),
-    _format("fp8_e5m2", "e5m2", "row block group tensor", "arXiv 2209.05433"),
-    _format("int4", "int4", "group row", "arXiv 2210.17323", zero_points=True),
-    _format("nf4", "nf4", "group row", "arXiv 2305.14314", group_sizes=(64, 128, 32)),
-    _format("mxfp4", "e2m1", "group", OCP, group_sizes=(32,), open_groups=False, scales=_E8M0),
-    _format("mxfp8", "e4m3", "group", OCP, group_sizes=(32,), open_groups=False, scales=_E8M0),
-    _format(
-        "nvfp4", "e2m1", "group", "docs.nvidia.com, TensorRT: NVFP4",
-        group_sizes=(16,), open_groups=False, scales=_E4M3, two_level=True,
+    Format("int8", ELEMENTS["int8"], ("row", "group", "tensor", "block"), "arXiv 2208.07339"),
+    Format("fp8_e4m3", ELEMENTS["e4m3"], _FP8_SCALES, f"{_FP8_SOURCE}; blocks: arXiv 2412.19437"),
+    Format("fp8_e5m2", ELEMENTS["e5m2"], _FP8_SCALES, _FP8_SOURCE),
+    Format("int4", ELEMENTS["int4"], _INT4_SCALES, "arXiv 2210.17323", zero_points=True),
+    Format("nf4", ELEMENTS["nf4"], _INT4_SCALES, "arXiv 2305.14314", (64, 128, 32)),
+    Format("mxfp4", ELEMENTS["e2m1"], ("group",), OCP, **_MX),
+    Format("mxfp8", ELEMENTS["e4m3"], ("group",), OCP, **_MX),
+    Format(
+        "nvfp4", ELEMENTS["e2m1"], ("group",), "docs.nvidia.com, TensorRT: NVFP4", (16,), False,
+        (torch.float8_e4m3fn,), two_level=True,
     ),
 )  # fmt: skip
 FORMATS: Mapping[str, Format] = MappingProxyType({form.name: form for form in _FORMATS})

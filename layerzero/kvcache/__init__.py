@@ -13,11 +13,11 @@ from layerzero.kvcache.block_allocator import PageAllocator as PageAllocator
 from layerzero.kvcache.block_allocator import PagesExhaustedError as PagesExhaustedError
 from layerzero.kvcache.block_tables import PagedSequence as PagedSequence
 from layerzero.kvcache.block_tables import TokenRange as TokenRange
-from layerzero.kvcache.chunked import ChunkedCache as ChunkedCache
-from layerzero.kvcache.contiguous import ContiguousCache as ContiguousCache
 from layerzero.kvcache.convert import Conversion as Conversion
 from layerzero.kvcache.convert import conversion as conversion
 from layerzero.kvcache.convert import convert as convert
+from layerzero.kvcache.dense import ChunkedCache as ChunkedCache
+from layerzero.kvcache.dense import ContiguousCache as ContiguousCache
 from layerzero.kvcache.paged_cache import PagedCache as PagedCache
 from layerzero.kvcache.prefixes import PageKeys as PageKeys
 from layerzero.kvcache.prefixes import PrefixCache as PrefixCache

@@ -145,7 +145,7 @@ class PagedCache:
     def fork(self, sequence: int) -> int:
         """A sequence over the same pages; the first that appends to the last one copies it."""
         source = self._sequences.get(sequence)
-        used = source.pages[: self._pages_for(source.length)]
+        used = source.pages[: self.pages_for(source.length)]
         self.allocator.incref(used)
         forked = self._open()
         for state, pages in ((source, source.pages), (forked, used)):
@@ -160,7 +160,7 @@ class PagedCache:
         state = self._sequences.get(sequence)
         if not 0 <= checks.need_int("tokens", tokens) <= state.length:
             raise ValueError(f"tokens needs 0 to {state.length}, what the sequence has, got {tokens}")
-        pages_needed, pages_used = self._pages_for(tokens), self._pages_for(state.length)
+        pages_needed, pages_used = self.pages_for(tokens), self.pages_for(state.length)
         shared = [page for page in state.pages[pages_needed:pages_used] if self.allocator.refcount(page) > 1]
         pages = [page for entry, page in enumerate(state.pages) if entry < pages_needed or page not in shared]
         self.allocator.forget(state.pages[tokens // self.page_size :])  # written anew from here on
@@ -248,7 +248,8 @@ class PagedCache:
                 keys, values, self.k_cache, self.v_cache, slot_mapping, self.layout, *self.scales[0]
             )
 
-    def _pages_for(self, tokens: int) -> int:
+    def pages_for(self, tokens: int) -> int:
+        """How many pages so many tokens of a sequence take."""
         return -(-tokens // self.page_size)
 
     def _ensure_capacity(
@@ -261,7 +262,7 @@ class PagedCache:
         refcounts: dict[int, int] = {}
         need: list[tuple[PagedSequence, int, int]] = []  # pages to add; the shared page's entry, or -1
         for state, count in growth:
-            page_count = max(0, self._pages_for(state.length + count) - len(state.pages))
+            page_count = max(0, self.pages_for(state.length + count) - len(state.pages))
             entry, shared = state.length // self.page_size, -1
             if count and state.length % self.page_size:
                 page = state.pages[entry]
@@ -326,7 +327,7 @@ class PagedCache:
         states = [self._sequences.get(sequence) for sequence in sequences]
         seq_lens = [state.length for state in states]
         with torch.inference_mode(False):
-            width = self._pages_for(max(seq_lens, default=0))
+            width = self.pages_for(max(seq_lens, default=0))
             block_tables = self._block_tables.gather([state.row for state in states], width)
             seq_lens_tensor = torch.tensor(seq_lens, dtype=dtype, device="cpu")
         on_device = partial(host_copies.to_device_with_host_copy, device=self.spec.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,8 +104,7 @@ class KVCacheSpec:
                 raise ValueError(
                     f"{name} needs not to require grad, or torch.no_grad(): a cache is written in place"
                 )
-        if keys.shape[0] != values.shape[0]:
-            raise ValueError(f"values needs {keys.shape[0]} tokens like keys, got {values.shape[0]}")
+        checks.need_like("values", "{} tokens", values.shape[0], keys.shape[0], "keys")
         return int(keys.shape[0])
 
 
@@ -174,9 +173,15 @@ class Sequences(Generic[T]):
         Raises: FreedSequenceError: it was freed. UnknownSequenceError: there never was one.
         """
         state = self._live.get(sequence)
-        if state is None:
-            self._raise_not_live(sequence)
-        return state
+        if state is not None:
+            return state
+        if isinstance(sequence, int) and 0 <= sequence < self.next:
+            raise FreedSequenceError(
+                f"sequence {sequence} needs to be live, got one that was freed", sequence=sequence
+            )
+        raise UnknownSequenceError(
+            f"sequence needs one that this cache gave, got {sequence!r}", sequence=sequence
+        )
 
     def get_many(self, sequences: Iterable[int]) -> list[T]:
         """The states of live sequences; the same errors as `get`."""
@@ -199,48 +204,3 @@ class Sequences(Generic[T]):
     def numbers(self) -> list[int]:
         """Every live number."""
         return list(self._live)
-
-    def _raise_not_live(self, sequence: int) -> NoReturn:
-        if isinstance(sequence, int) and 0 <= sequence < self.next:
-            raise FreedSequenceError(
-                f"sequence {sequence} needs to be live, got one that was freed", sequence=sequence
-            )
-        raise UnknownSequenceError(
-            f"sequence needs one that this cache gave, got {sequence!r}", sequence=sequence
-        )
-
-
-class DenseSequence(Protocol):
-    """What a dense cache keeps of a sequence: how many tokens it has, and where they are."""
-
-    length: int
-
-
-D = TypeVar("D", bound=DenseSequence)
-
-
-class DenseCache(Generic[D]):
-    """What caches have in common that keep each sequence's tokens in memory of its own."""
-
-    __slots__ = ("_sequences", "spec", "version")
-
-    def __init__(self, spec: KVCacheSpec) -> None:
-        if spec.is_coded:
-            needs, got = "None for a cache without pages", str(spec.pool_dtype).removeprefix("torch.")
-            raise FormatError("pool_dtype", needs, got, Reason.KV_DTYPE_MISMATCH)
-        self.spec = spec
-        self.version = 0
-        self._sequences: Sequences[D] = Sequences()
-
-    def _add(self, state: D) -> int:
-        self.version += 1
-        return self._sequences.add(state)
-
-    def length(self, sequence: int) -> int:
-        """The sequence's tokens."""
-        return self._sequences.get(sequence).length
-
-    def free(self, sequence: int) -> None:
-        """Forget the sequence; memory that forks share or views use stays alive."""
-        self._sequences.pop(sequence)
-        self.version += 1

@@ -153,13 +153,14 @@ class PagedRequests:
             raise ValueError(f"tokens needs more than the {sequence.length} that are computed already")
         if sequence.length + count > sequence.capacity and not self._try_grow(request, sequence, count):
             return None
-        self._charge(request, len(tokens))
+        self._served[request.client] += max(0, len(tokens) - request._charged)
+        request._charged = max(len(tokens), request._charged)
         return sequence.extend(count)
 
     def _try_grow(self, request: PagedRequest, sequence: PagedSequence, count: int) -> bool:
         """Pages for `count` more tokens, from younger requests where none is free."""
         end = sequence.length + count
-        missing = self._pages_for(end) - len(sequence.pages)
+        missing = self.cache.pages_for(end) - len(sequence.pages)
         while self._may_go(request):
             if missing <= self.cache.allocator.free_pages:
                 self.cache.reserve(sequence.number, end)
@@ -167,9 +168,6 @@ class PagedRequests:
             if not self._take_from_idle(request) and not self._take_from_youngest(request):
                 break
         return False
-
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.cache.page_size)
 
     def _try_begin(self, request: PagedRequest, tokens: Sequence[int]) -> bool:
         """Give a request that holds no pages those for all of its tokens, where they are free."""
@@ -179,7 +177,7 @@ class PagedRequests:
             return False
         while True:
             unused = sum(not allocator.refcount(page) for page in pages)
-            missing = self._pages_for(len(tokens)) - len(pages) + unused
+            missing = self.cache.pages_for(len(tokens)) - len(pages) + unused
             spare = bool(self._running)  # a request that runs may need a page soon
             if missing + spare <= allocator.free_pages:
                 break
@@ -267,10 +265,6 @@ class PagedRequests:
     def _may_go(self, request: PagedRequest) -> bool:
         turn = self._turn(request)
         return all(other is request or turn < self._turn(other) for other in self._waiting)
-
-    def _charge(self, request: PagedRequest, tokens: int) -> None:
-        self._served[request.client] += max(0, tokens - request._charged)
-        request._charged = max(tokens, request._charged)
 
     async def _wait(self, request: PagedRequest, tokens: Sequence[int], limit: int) -> TokenRange:
         """The range of a request that waits, once it may go; then the next one looks."""

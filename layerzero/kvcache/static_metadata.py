@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -104,9 +105,7 @@ class StaticPrefillMetadata:
         self._padding_page = pages[0]
         # Positions, slots, lengths, offsets, last rows, each on sixteen bytes, then the tables.
         counts = (rows, rows, sequences + 1, sequences + 2, sequences)
-        self._begins = [0]
-        for count in counts:
-            self._begins.append(self._begins[-1] + count + -count % 4)
+        self._begins = [0, *accumulate(count + -count % 4 for count in counts)]
         numbers = torch.zeros(self._begins[-1] + (sequences + 1) * width, dtype=torch.int32)
         with torch.inference_mode(False):
             self._static = numbers.to(cache.device, copy=True)
@@ -118,9 +117,7 @@ class StaticPrefillMetadata:
         positions = [place for span in ranges for place in range(span.start, span.end)]
         slots = self._cache.slot_mapping(ranges)
         missing, unused = rows - len(positions), self.sequences - count
-        ends = [0]
-        for span in ranges:
-            ends.append(ends[-1] + span.count)
+        ends = [0, *accumulate(span.count for span in ranges)]
         numbers = array("i")
         for begin, values in zip(
             self._begins,

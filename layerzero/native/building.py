@@ -73,20 +73,15 @@ class Source:
             yield f"{self.name}.{level}.so", flags
 
 
-def _source(name: str, path: str, flags: tuple[str, ...]) -> tuple[str, Source]:
-    return name, Source(name, PACKAGE / path, flags)
-
-
-SOURCES: Final = dict(
-    (
-        _source("layerzero_hot", "native/hot.cpp", PORTABLE),
-        _source("layerzero_noting", "native/noting.cpp", PORTABLE),
-        _source("layerzero_native", "backends/native/attention.cpp", VECTORS),
-        _source("layerzero_products", "backends/native/products.cpp", VECTORS),
-        _source("layerzero_quantized", "backends/native/quantized.cpp", CHOSEN),
-        _source("layerzero_rows", "backends/native/rows.cpp", VECTORS),
-    )
+_SOURCES = (
+    Source("layerzero_hot", PACKAGE / "native/hot.cpp", PORTABLE),
+    Source("layerzero_noting", PACKAGE / "native/noting.cpp", PORTABLE),
+    Source("layerzero_native", PACKAGE / "backends/native/attention.cpp", VECTORS),
+    Source("layerzero_products", PACKAGE / "backends/native/products.cpp", VECTORS),
+    Source("layerzero_quantized", PACKAGE / "backends/native/quantized.cpp", CHOSEN),
+    Source("layerzero_rows", PACKAGE / "backends/native/rows.cpp", VECTORS),
 )
+SOURCES: Final = {source.name: source for source in _SOURCES}
 
 
 def compiler() -> str | None:

@@ -6,7 +6,8 @@ runs, and keeps nothing of the forward pass but the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -128,15 +129,9 @@ def gradient_shapes(grads: list[Tensor], *rest: Any) -> list[Tensor]:
     return [value.new_empty(value.shape) for value, asks in zip(tensors, needs_grad, strict=True) if asks]
 
 
-class _autograd_on:
+@contextmanager
+def _autograd_on() -> Generator[None]:
     """Autograd's keys, which a dispatch below them has put aside."""
-
-    def __enter__(self) -> None:
-        keys = (_C.DispatchKey.AutogradFunctionality, _C.DispatchKey.ADInplaceOrView)
-        self._guards = [_C._SetExcludeDispatchKeyGuard(key, False) for key in keys]
-        for guard in self._guards:
-            guard.__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(*exception)
+    keys, include = _C.DispatchKey, _C._SetExcludeDispatchKeyGuard
+    with include(keys.AutogradFunctionality, False), include(keys.ADInplaceOrView, False):
+        yield

@@ -126,15 +126,10 @@ def _draws(schema: OperatorSchema, args: Args) -> bool:
 
 def autocast(op: Op, operator: Callable[..., Any], device: str) -> Callable[..., Any]:
     """The operator under `torch.autocast`: its floating operands cast once, then without autocast."""
+    is_lowered, fixed = op.name in _LOWERED, torch.float32 if op.name in WIDENED else None
 
     def cast(*args: Any) -> Any:
-        dtype = (
-            torch.get_autocast_dtype(device)
-            if op.name in _LOWERED
-            else torch.float32
-            if op.name in WIDENED
-            else None
-        )
+        dtype = torch.get_autocast_dtype(device) if is_lowered else fixed
         with torch.autocast(device, enabled=False):
             return operator(*(_cast(value, dtype, device) for value in args))
 

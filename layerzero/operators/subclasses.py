@@ -33,7 +33,8 @@ def compose(op: Op, full: Args, run: Run) -> Any:
             call = AttentionArgs._make(full)
             if call.q.is_nested:
                 return _jagged(call, run)
-            if _are_distributed(call):
+            distributed = sys.modules.get("torch.distributed.tensor")
+            if distributed is not None and isinstance(call.q, distributed.DTensor):
                 return _local(call, run)
         return op.reference(*full)
     except (NotImplementedError, AttributeError, RuntimeError) as error:
@@ -43,12 +44,11 @@ def compose(op: Op, full: Args, run: Run) -> Any:
         ) from error
 
 
-def _jagged(call: AttentionArgs, run: Run) -> Tensor:
+def _jagged(call: Any, run: Run) -> Tensor:
     """Attention within each of the sequences of jagged tensors (B, H, j, D), or (B, j, H, D) with BSHD."""
     _need_plain(call, "jagged tensors", frozenset({"is_causal", "scale", "window", "softcap"}))
     tokens = head_axes(call.layout)[1]
-    q: Any = call.q
-    k: Any = call.k
+    q, k = call.q, call.k
     values: dict[str, Tensor] = {}
     for name in ("q", "k", "v"):
         operand = getattr(call, name)
@@ -73,20 +73,13 @@ def _jagged(call: AttentionArgs, run: Run) -> Tensor:
     return nested.transpose(1, 2) if tokens == 2 else nested
 
 
-def _are_distributed(call: AttentionArgs) -> bool:
-    distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and isinstance(call.q, distributed.DTensor)
-
-
-def _local(call: AttentionArgs, run: Run) -> Tensor:
+def _local(call: Any, run: Run) -> Tensor:
     """Each rank's attention over the sequences and heads that it holds, as a distributed tensor of theirs."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     allowed = (0, head_axes(call.layout)[0])
     _need_plain(call, "distributed tensors", frozenset({"is_causal", "scale", "window", "softcap", "layout"}))
-    q: Any = call.q
-    k: Any = call.k
-    v: Any = call.v
+    q = call.q
     placements = q.placements
     for name in ("q", "k", "v"):
         operand = getattr(call, name)
@@ -100,9 +93,9 @@ def _local(call: AttentionArgs, run: Run) -> Tensor:
                 f"{name} needs to be replicated or sharded along axis {allowed[0]} or {allowed[1]}, like q, "
                 f"got {operand.placements}"
             )
-    local = call._replace(q=q.to_local(), k=k.to_local(), v=v.to_local())
+    local = call._replace(q=q.to_local(), k=call.k.to_local(), v=call.v.to_local())
     out = run("attention", local._asdict())
-    sizes = torch.Size((*q.shape[:3], v.shape[3]))
+    sizes = torch.Size((*q.shape[:3], call.v.shape[3]))
     strides = torch.empty(sizes, device="meta").stride()
     return DTensor.from_local(out.contiguous(), q.device_mesh, placements, shape=sizes, stride=strides)
 

@@ -74,6 +74,22 @@ def split_outputs(out: Any, counts: Sequence[int]) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenBatching(Batching):
+    """What rules have in common whose first `tensors` arguments have rows of tokens, which are joined."""
+
+    tensors: int
+
+    def compatibility(self, args: Args) -> Hashable | None:
+        """Dtype, device and row shape of each."""
+        return tuple((t.dtype, t.device, t.shape[1:]) for t in args[: self.tensors])
+
+    def batch_cost(self, args: Args) -> tuple[int, int]:
+        """(tokens, bytes of their rows): what is copied."""
+        rows: int = args[0].shape[0]
+        return rows, sum(t.numel() * t.element_size() for t in args[: self.tensors])
+
+
+@dataclass(frozen=True, slots=True)
 class RowBatching(Batching):
     """Calls over rows: `row_operands` are the operands whose leading axes are rows, the rest must be the
     same.

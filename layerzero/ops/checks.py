@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero._util import foreign
+from layerzero.formats.elements import dtype_name as dtype_name
 from layerzero.formats.errors import FormatError
 from layerzero.native import FAST_PATH
 from layerzero.spec.reasons import Reason
 
 MAX_ALIGNMENT = 64
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`"float32"` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def dtype_bytes(name: str) -> int:
@@ -55,9 +51,9 @@ def need_tensor(
     return value
 
 
-def need_rows(name: str, value: Any) -> Tensor:
+def need_rows(name: str, value: Any, *, rank: int | None = None) -> Tensor:
     """`value` as floating point rows (..., C) with C of at least 1."""
-    tensor = need_tensor(name, value)
+    tensor = need_tensor(name, value, rank=rank)
     if tensor.dim() == 0 or tensor.shape[-1] == 0:
         raise ValueError(f"{name} needs a last axis of at least 1, got shape {tuple(tensor.shape)}")
     return tensor
@@ -87,8 +83,7 @@ def need_product(x: Tensor, weight: Any, bias: Any, axes: str, rows: int = 0) ->
     width, inner = weight.shape
     if width < rows:
         raise ValueError(f"weight needs at least {rows} row, got shape {tuple(weight.shape)}")
-    if x.shape[-1] != inner:
-        raise ValueError(f"x needs a last axis of {inner} like weight's {axes}, got {x.shape[-1]}")
+    need_like("x", "a last axis of {}", x.shape[-1], inner, f"weight's {axes}")
     need_vector("bias", bias, width, "weight's rows")
     need_same_device("x", x, weight=weight, bias=bias)
     return width, inner
@@ -98,6 +93,12 @@ def need_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str = "")
     """`tensor` has that shape; `why` says what it follows from."""
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} needs shape {tuple(shape)}{why}, got {tuple(tensor.shape)}")
+
+
+def need_like(name: str, needs: str, got: object, expected: object, like: str) -> None:
+    """An argument has the size that another one has, `like`; `needs` is the text around it, as "{} rows"."""
+    if got != expected:
+        raise ValueError(f"{name} needs {needs.format(expected)} like {like}, got {got}")
 
 
 def need_index(name: str, value: Any, *, rank: int | tuple[int, ...] | None = None) -> Tensor:
@@ -168,6 +169,18 @@ def ids_in_range(name: str, ids: Tensor, limit: int, what: str, *, ignore: int |
     return private_ids
 
 
+def wrong_place(values: Sequence[int], limit: int) -> tuple[int, int | None] | None:
+    """The first place of a number outside [0, limit), or of one that was there, with its place; or None."""
+    if not values or (min(values) >= 0 and max(values) < limit and len(set(values)) == len(values)):
+        return None
+    seen: dict[int, int] = {}
+    for place, value in enumerate(values):
+        if not 0 <= value < limit or value in seen:
+            return place, seen.get(value)
+        seen[value] = place
+    return None
+
+
 def need_same_device(first_name: str, first: Tensor, **others: Tensor | None) -> None:
     """Every given tensor is on `first`'s device."""
     for name, tensor in others.items():
@@ -176,14 +189,20 @@ def need_same_device(first_name: str, first: Tensor, **others: Tensor | None) ->
 
 
 def need_number(
-    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, needs: str = ""
+    name: str,
+    value: Any,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    above: float = -math.inf,
+    needs: str = "",
 ) -> float:
-    """`value` as a finite number within [low, high]."""
+    """`value` as a finite number within [low, high] and greater than `above`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} needs a number, got {type(value).__name__}: {_short(value)}")
-    if not math.isfinite(value) or not low <= value <= high:
-        bounds = needs or f"a finite number in [{low}, {high}]"
-        raise ValueError(f"{name} needs {bounds}, got {value}")
+    if not math.isfinite(value) or not low <= value <= high or value <= above:
+        bounds = f"a finite number in [{low}, {high}]" if above == -math.inf else f"a number > {above:g}"
+        raise ValueError(f"{name} needs {needs or bounds}, got {value}")
     _need_64_bits(name, value)
     return float(value)
 
@@ -244,6 +263,12 @@ def need_bool(name: str, value: Any) -> bool:
     return value
 
 
+def need_bools(call: Any, *names: str) -> None:
+    """These fields of a record of arguments as bools."""
+    for name in names:
+        need_bool(name, getattr(call, name))
+
+
 def need_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     """`value` as one of `choices`."""
     allowed = tuple(choices)
@@ -254,11 +279,6 @@ def need_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     if value not in allowed:
         raise ValueError(f"{name} needs one of {', '.join(allowed)}, got {value!r}")
     return value
-
-
-def is_plain_contiguous(tensors: Iterable[Tensor]) -> bool:
-    """Whether every tensor is contiguous in its own shape."""
-    return all(t.is_contiguous() for t in tensors)
 
 
 def last_stride_is_one(tensors: Iterable[Tensor]) -> bool:

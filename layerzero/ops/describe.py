@@ -1,13 +1,14 @@
-"""A checked call as a `CallSpec`: what every op's `check` ends with."""
+"""A checked call as a `CallSpec`, what every op's `check` ends with, and the work of one by a formula."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
 def describe(
@@ -41,7 +42,21 @@ def describe(
         dims=dims,
         features=frozenset(features),
         layout=layout,
-        contiguous=checks.is_plain_contiguous(tensors),
+        contiguous=all(tensor.is_contiguous() for tensor in tensors),
         last_stride1=checks.last_stride_is_one(tensors),
         alignment=checks.alignment_of([*tensors, *aligned]),
     )
+
+
+def estimate(formula: Callable[..., tuple[int, int, int]]) -> Callable[[CallSpec], WorkEstimate]:
+    """The work of an op by a formula whose parameters are names of sizes.
+
+    It gives operations, elements of the call's dtype that move, and other bytes that do.
+    """
+    names = tuple(inspect.signature(formula).parameters)
+
+    def work(spec: CallSpec) -> WorkEstimate:
+        flops, elements, others = formula(*[spec.dim(name) for name in names])
+        return WorkEstimate(float(flops), float(elements * checks.dtype_bytes(spec.dtype) + others))
+
+    return work

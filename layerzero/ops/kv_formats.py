@@ -22,7 +22,6 @@ from layerzero.formats.elements import ELEMENTS, Element, encode_values
 from layerzero.formats.errors import FormatError
 from layerzero.formats.rounding import SMALLEST_SCALE
 from layerzero.ops import checks
-from layerzero.ops.describe import describe
 from layerzero.ops.signature import value_key
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.reasons import Reason
@@ -38,6 +37,9 @@ CODE_FEATURES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 GRANULARITIES = ("tensor", "head", "token")
 SCALE_FEATURES = tuple(f"kv_scale_per_{granularity}" for granularity in GRANULARITIES)
+# The names of two arguments with scales, each with that of its codes.
+Pairs = tuple[tuple[str, str], tuple[str, str]]
+POOLS: Pairs = (("k_scale", "k_cache"), ("v_scale", "v_cache"))
 
 
 def is_coded(tensor: Tensor) -> bool:
@@ -99,19 +101,18 @@ def check_scale(name: str, scale: Any, codes_name: str, codes: Tensor, heads: in
     return granularity
 
 
-def check_scales(names: tuple[str, str], scales: tuple[Any, Any], codes: tuple[Tensor, Tensor],
-                 heads: int | None, codes_names: tuple[str, str]) -> dict[str, bool]:  # fmt: skip
-    """The feature of both scales of a pair of codes; none where the pair holds numbers.
+def check_scales(call: Any, pairs: Pairs, heads: int | None) -> dict[str, bool]:
+    """The feature of the scales of both codes of a call; none where they hold numbers.
 
     Raises: FormatError: see `check_scale`; the two have other granularities.
     """
     first, second = (
-        check_scale(name, scale, codes_name, tensor, heads)
-        for name, scale, codes_name, tensor in zip(names, scales, codes_names, codes, strict=True)
+        check_scale(scale, getattr(call, scale), codes, getattr(call, codes), heads) for scale, codes in pairs
     )
     if first != second:
-        needs, got = f"scales by {first or 'nothing'} like {names[0]}", f"scales by {second or 'nothing'}"
-        raise FormatError(names[1], needs, got, Reason.SCALE_LAYOUT_MISMATCH)
+        needs = f"scales by {first or 'nothing'} like {pairs[0][0]}"
+        got = f"scales by {second or 'nothing'}"
+        raise FormatError(pairs[1][0], needs, got, Reason.SCALE_LAYOUT_MISMATCH)
     return {f"kv_scale_per_{first}": True} if first else {}
 
 
@@ -266,7 +267,7 @@ def check_operand_scales(call: Any, heads: int) -> dict[str, bool]:
             needs = f"{'codes of' if is_coded(k) else 'dtype'} {stored} like k"
             got = checks.dtype_name(operand.dtype)
             raise FormatError(name, needs, got, Reason.KV_DTYPE_MISMATCH, kind=TypeError)
-    features = check_scales(OPERAND_SCALES[1:], (call.k_scale, call.v_scale), (k, v), heads, ("k", "v"))
+    features = check_scales(call, (("k_scale", "k"), ("v_scale", "v")), heads)
     granularity = check_scale("q_scale", call.q_scale, "q", q, heads)
     if not granularity:
         return features | {f"kv_{stored}": True}
@@ -275,17 +276,6 @@ def check_operand_scales(call: Any, heads: int) -> dict[str, bool]:
             "q_scale", "the granularity of k_scale", f"scales by {granularity}", Reason.SCALE_LAYOUT_MISMATCH
         )
     return features  # the dtype of the request is that of all three
-
-
-def describe_coded(
-    op: str, call: Any, dims: Mapping[str, int], features: Mapping[str, bool], *, layout: str = "",
-    typed: Sequence[Tensor] = (),
-) -> CallSpec:  # fmt: skip
-    """The spec of a call with codes: its dtype is the queries', beside those of `typed`."""
-    dtype = checks.dtype_name(call.q.dtype)
-    dtypes = (dtype, *(checks.dtype_name(tensor.dtype) for tensor in typed))
-    spec = describe(op, (call.q, call.k, call.v), dims, features, layout=layout, dtype=dtype)
-    return spec.replace(dtypes=dtypes)
 
 
 def need_valid_operand_scales(scales: Sequence[Any]) -> None:

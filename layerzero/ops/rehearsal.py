@@ -33,13 +33,12 @@ def dummy_args(spec: CallSpec, device: torch.device) -> Args:
         "paged_attention": _paged_args,
         "mla_attention": _mla_args,
     }
-    operands, named = make[spec.op](spec, device)
-    features = spec.features
-    flags: dict[str, Any] = {"is_causal": "causal" in features, "return_lse": "lse" in features}
+    named, features = make[spec.op](spec, device), spec.features
+    named |= {"is_causal": "causal" in features, "return_lse": "lse" in features}
     if spec.op != "mla_attention":
-        flags["softcap"] = 30.0 if "softcap" in features else None
-        flags["window"] = (64, 0 if "causal" in features else 64) if "window" in features else None
-    args: Args = table.get(spec.op).build(*operands, **flags, **named)[1]
+        named["softcap"] = 30.0 if "softcap" in features else None
+        named["window"] = (64, 0 if "causal" in features else 64) if "window" in features else None
+    args: Args = table.get(spec.op).build(**named)[1]
     return args
 
 
@@ -47,10 +46,10 @@ def _zeros(spec: CallSpec, device: torch.device, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
 
 
-def _attention_args(spec: CallSpec, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+def _attention_args(spec: CallSpec, device: torch.device) -> dict[str, Any]:
     b, hq, hk, sq, sk, d = (spec.dim(name) for name in ("B", "Hq", "Hk", "Sq", "Sk", "D"))
     q, k = _zeros(spec, device, b, sq, hq, d), _zeros(spec, device, b, sk, hk, d)
-    return [q, k, k], {"layout": "BSHD"}
+    return {"q": q, "k": k, "v": k, "layout": "BSHD"}
 
 
 def _even_cu_seqlens(total: int, parts: int, device: torch.device) -> Tensor:
@@ -59,36 +58,38 @@ def _even_cu_seqlens(total: int, parts: int, device: torch.device) -> Tensor:
     return host_copies.to_device_with_host_copy(values.to(torch.int32), device)
 
 
-def _ragged_args(spec: CallSpec, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+def _ragged_args(spec: CallSpec, device: torch.device) -> dict[str, Any]:
     tokens, keys, b = spec.dim("T"), spec.dim("S"), spec.dim("B")
     q = _zeros(spec, device, tokens, spec.dim("Hq"), spec.dim("D"))
     k = _zeros(spec, device, keys, spec.dim("Hk"), spec.dim("D"))
-    return [q, k, k, _even_cu_seqlens(tokens, b, device), _even_cu_seqlens(keys, b, device)], {}
+    offsets = {"cu_seqlens_q": _even_cu_seqlens(tokens, b, device)}
+    return {"q": q, "k": k, "v": k, **offsets, "cu_seqlens_k": _even_cu_seqlens(keys, b, device)}
 
 
-def _block_table_args(spec: CallSpec, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+def _block_table_args(spec: CallSpec, device: torch.device) -> dict[str, Any]:
     b, width = spec.dim("B"), max(spec.dim("M"), 1)
     lengths = torch.full((b,), width * spec.dim("P"), dtype=torch.int32, device="cpu")
     pages = torch.zeros((b, width), dtype=torch.int32, device="cpu")
-    named = {"cu_seqlens_q": _even_cu_seqlens(spec.dim("T"), b, device)} if "prefill" in spec.features else {}
-    return [
-        host_copies.to_device_with_host_copy(pages, device),
-        host_copies.to_device_with_host_copy(lengths, device),
-    ], named
+    named = {"block_tables": pages, "seq_lens": lengths}
+    named = {name: host_copies.to_device_with_host_copy(part, device) for name, part in named.items()}
+    if "prefill" in spec.features:
+        named["cu_seqlens_q"] = _even_cu_seqlens(spec.dim("T"), b, device)
+    return named
 
 
-def _paged_args(spec: CallSpec, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+def _paged_args(spec: CallSpec, device: torch.device) -> dict[str, Any]:
     heads, size, d = (spec.dim(name) for name in ("Hk", "P", "D"))
     shape = (1, size, heads, d) if spec.layout == "NHD" else (1, heads, size, d)
     pool = _zeros(spec, device, *shape)
-    indices, named = _block_table_args(spec, device)
     q = _zeros(spec, device, spec.dim("T"), spec.dim("Hq"), d)
-    return [q, pool, pool.clone(), *indices], {**named, "layout": spec.layout}
+    pools = {"k_cache": pool, "v_cache": pool.clone()}
+    return {"q": q, **pools, **_block_table_args(spec, device), "layout": spec.layout}
 
 
-def _mla_args(spec: CallSpec, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+def _mla_args(spec: CallSpec, device: torch.device) -> dict[str, Any]:
     tokens, heads, c, r = (spec.dim(name) for name in ("T", "Hq", "C", "R"))
-    pools = [_zeros(spec, device, 1, spec.dim("P"), width) for width in (c, r)]
-    indices, named = _block_table_args(spec, device)
-    queries = [_zeros(spec, device, tokens, heads, width) for width in (c, r)]
-    return [*queries, *pools, *indices], {**named, "scale": 1.0}
+    named = _block_table_args(spec, device) | {"scale": 1.0}
+    for query, pool, width in (("q_nope", "ckv_cache", c), ("q_pe", "kpe_cache", r)):
+        named[query] = _zeros(spec, device, tokens, heads, width)
+        named[pool] = _zeros(spec, device, 1, spec.dim("P"), width)
+    return named

@@ -184,14 +184,12 @@ def test_metadata_that_does_not_fit_is_refused_before_a_read(change: dict[int, T
 
 
 @pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """The builder with an empty cache folder of its own."""
-    from layerzero.backends.native import build
-
+def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Modules are built into an empty cache folder of their own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build.library.cache_clear()
-    yield build
-    build.library.cache_clear()
+    native.load_module.cache_clear()
+    yield
+    native.load_module.cache_clear()
 
 
 def verdict() -> tuple[Reason, str]:
@@ -203,7 +201,7 @@ def verdict() -> tuple[Reason, str]:
     return blocked.reason, blocked.got
 
 
-def test_without_a_compiler_the_kernel_is_missing(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_kernel_is_missing(build: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason says what to install."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     reason, got = verdict()
@@ -212,7 +210,7 @@ def test_without_a_compiler_the_kernel_is_missing(build: Any, monkeypatch: pytes
 
 @needs_compiler
 def test_a_source_that_does_not_compile_blocks_the_kernel(
-    build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    build: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The compiler's first error is in the reason, and nothing half made stays behind."""
     broken = tmp_path / "broken.cpp"
@@ -224,7 +222,7 @@ def test_a_source_that_does_not_compile_blocks_the_kernel(
     assert [p.name for p in (tmp_path / "layerzero" / "native").iterdir()] == ["lock"]
 
 
-def test_a_folder_that_others_can_write_is_not_trusted(build: Any, tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_is_not_trusted(build: None, tmp_path: Path) -> None:
     """Code is loaded from there."""
     folder = tmp_path / "layerzero" / "native"
     folder.mkdir(parents=True)

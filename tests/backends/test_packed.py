@@ -49,7 +49,7 @@ def right(kernel: Kernel, *args: object) -> Tensor:
 
 def kept_of(limit: int = 1 << 30) -> kept_weights.PackedWeights:
     native = load_module(products.LIBRARY)
-    return kept_weights.PackedWeights(native.pack, limit, native.equal)
+    return kept_weights.PackedWeights(native.pack, limit, 4, [], native.equal)
 
 
 HALF = (torch.bfloat16, torch.float16)
@@ -258,7 +258,7 @@ def test_a_weight_is_laid_out_once_for_a_hundred_calls() -> None:
         panels: Tensor = lay_out(weight)
         return panels
 
-    kept = kept_weights.PackedWeights(counted, 1 << 30, load_module(products.LIBRARY).equal)
+    kept = kept_weights.PackedWeights(counted, 1 << 30, 4, [], load_module(products.LIBRARY).equal)
     weight = torch.randn(64, 64)
     first = kept.of(weight)
     assert all(kept.of(weight[:]) is first for _ in range(100))

@@ -221,7 +221,7 @@ def test_a_weight_that_is_not_kept_gives_the_same_bits(
 def test_all_that_is_kept_has_one_limit() -> None:
     """Codes of every kind and scales are counted together."""
     sharing: list[PackedWeights] = []
-    first, second = (PackedWeights(torch.clone, 100, torch.equal, 1, sharing) for _ in range(2))
+    first, second = (PackedWeights(torch.clone, 100, 1, sharing, torch.equal) for _ in range(2))
     weights = [torch.ones(60, dtype=torch.uint8) for _ in range(2)]
     assert first.of(weights[0]) is not None
     assert second.of(weights[1]) is None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from layerzero.backends.native import load_module
 from layerzero.measure.calls import call, tensor
 from layerzero.warmup import Manifest
 from tests.cli.command import Lz
@@ -53,10 +54,10 @@ def test_what_would_have_to_be_compiled_is_not_ready(lz: Lz, tmp_path: Path, man
             ),
         )
     ).save(path)
-    native = pytest.importorskip("layerzero.backends.native.build", reason="the native kernel is for Unix")
+    pytest.importorskip("layerzero.native.compiling", reason="the native kernel is for Unix")
     if shutil.which("g++") is None:
         pytest.skip("no compiler here: the native kernel is missing, so nothing would be compiled")
-    native.library.cache_clear()
+    load_module.cache_clear()
     result = lz("ready", str(path), "--device", "cpu")
     assert result.exit_code == 1 and "would be started" in result.output
     assert not list((tmp_path / "layerzero").rglob("*.so"))

@@ -1,6 +1,6 @@
 """Attention over pages and ragged sequences, and appending to pages: C++ compiled on the user's machine.
 
-`attention.cpp` and `append.h` are the kernels, `build` compiles them. Compiling takes up to a minute and is
+`attention.cpp` and `append.h` are the kernels. Compiling takes up to a minute and is
 done once, in the background or by warming up; until then, and wherever there is no compiler, the other
 kernels serve.
 """
@@ -20,15 +20,16 @@ from layerzero.ops.op import Args
 from layerzero.spec.kernel import Kernel, loading
 
 
+@functools.cache
 def load_module(name: str = "layerzero_native") -> Any:
-    """A module of this folder, compiling it first where this user has not yet; takes up to a minute.
+    """A module of this folder, compiled first where neither the wheel nor this user has it: up to a minute.
 
     Raises: BackendNotAvailableError: no compiler, a compile error, or a cache folder that others can write.
     """
-    # Imported here: the module needs what only Unix has.
-    from layerzero.backends.native import build
+    # Imported here: it needs what only Unix has.
+    from layerzero.native import compiling
 
-    return build.library(name)
+    return compiling.library(name).get()
 
 
 @loading(lambda: load_module().paged)
@@ -102,17 +103,15 @@ def refuse(op: str, args: Args) -> None:
     raise AssertionError("the kernel refused metadata that the op's guard accepts")
 
 
+# What all kernels of this folder have in common.
+compiled = functools.partial(Kernel.of, platforms="cpu", gradient=False, tie_break_order=20, slow_import=True)
 _kernel = functools.partial(
-    Kernel.of,
+    compiled,
     measured="estimate, ordered by benchmarks/paged.py on an AMD EPYC",
     source="by construction; run against float64 loops and bitwise in batches on an AMD EPYC with AVX-512",
-    platforms="cpu",
     dtypes="float32 bfloat16 float16",
     last_stride1=True,
-    gradient=False,
     batch_invariant=True,
-    tie_break_order=20,
-    slow_import=True,
 )
 _EFFICIENCY = (0.4, 0.7, 8.0)
 _MIXED = "kv_float32 kv_bfloat16 kv_float16 prefill"

@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from layerzero.backends.native import load_module
+from layerzero.backends.native import compiled, load_module
 from layerzero.backends.native.products import ACTIVATIONS, LIBRARY, in_panels
 from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes
 from layerzero.ops.linear.mlp import GATES, PLAIN, activate
@@ -26,9 +25,7 @@ from layerzero.spec.kernel import Kernel
 def packed_weights() -> PackedWeights:
     """The panels of this process."""
     native = load_module(LIBRARY)
-    panels = PackedWeights(native.pack, int(MEMORY_SHARE * available_bytes()), native.equal)
-    register_optimizer_step_post_hook(panels.on_optimizer_step)
-    return panels
+    return PackedWeights(native.pack, int(MEMORY_SHARE * available_bytes()), 4, [], native.equal)
 
 
 def _linear() -> Callable[..., Tensor]:
@@ -109,17 +106,13 @@ def _copy_bytes(request: CallSpec, in_width: int, out_width: int) -> int:
 
 
 _kernel = functools.partial(
-    Kernel.of,
+    compiled,
     measured="an estimate: before torch's from two rows on, beside it for one, on an AMD EPYC with AVX2",
     source="by construction; run against float64 on an AMD EPYC with AVX2",
-    platforms="cpu",
     cpu_vendors="amd",
     isa="avx2 fma",
     dtypes="float32 bfloat16 float16",
-    gradient=False,
     autocast=False,
-    tie_break_order=20,
-    slow_import=True,
 )
 _ACTIVATED = " ".join(f"act_{name}" for name in (*GATES, *PLAIN))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.native import load_module
+from layerzero.backends.native import compiled, load_module
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel, loading
 
@@ -31,15 +31,8 @@ def _linear(native: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 @loading(lambda: load_module(LIBRARY).mlp)
-def _mlp(
-    native: Any,
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    activation: str,
-) -> Tensor:
+def _mlp(native: Any, *args: Any) -> Tensor:
+    x, w_up, w_down, b_up, b_down, activation = args
     out = torch.empty_like(x)
     width = x.shape[-1]
     which = ACTIVATIONS.index(activation)
@@ -62,18 +55,14 @@ def _mlp_room(request: CallSpec) -> int:
 # Laying a weight out costs as much as reading it slowly: little beside hundreds of rows, much beside a few.
 _MEASURED = "an estimate: {} torch's from a few hundred rows on, behind it below, on an AMD EPYC with AVX2"
 _kernel = functools.partial(
-    Kernel.of,
+    compiled,
     source="by construction; run against float64 and bitwise in batches on an AMD EPYC with AVX2",
-    platforms="cpu",
     cpu_vendors="amd",
     isa="avx2 fma",
     dtypes="float32",
     contiguous=True,
-    gradient=False,
     autocast=False,
     batch_invariant=True,
-    tie_break_order=20,
-    slow_import=True,
 )
 
 KERNELS: tuple[Kernel, ...] = (

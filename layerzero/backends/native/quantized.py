@@ -7,7 +7,7 @@ follow changes that torch counts, and of the codes that a call reads one byte a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.native import load_module
+from layerzero.backends.native import compiled, load_module
 from layerzero.formats.table import format_of
 from layerzero.ops.linear.experts import ExpertsArgs, all_choices
-from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes, keeping
+from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes
 from layerzero.ops.linear.mlp import GATES
+from layerzero.ops.quantize.operands import EXPERT_FEATURES, FORMAT_FEATURES, INPUT_FEATURES, PART_FEATURES
 from layerzero.ops.quantize.quantized_linear import rounded_rows
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import BackendNotAvailableError
@@ -84,11 +85,11 @@ def kept_weights() -> _Kept:
     sharing: list[PackedWeights] = []
 
     return _Kept(
-        keeping(lambda weight: pack(weight, False, False), limit, 1, sharing),
-        keeping(lambda weight: pack(weight, True, True), limit, 1, sharing),
-        keeping(lambda weight: pack(weight, True, False), limit, 1, sharing),
-        keeping(lay_out_scales, limit, 4, sharing),
-        keeping(lay_out_blocks, limit, 64, sharing),
+        PackedWeights(lambda weight: pack(weight, False, False), limit, 1, sharing),
+        PackedWeights(lambda weight: pack(weight, True, True), limit, 1, sharing),
+        PackedWeights(lambda weight: pack(weight, True, False), limit, 1, sharing),
+        PackedWeights(lay_out_scales, limit, 4, sharing),
+        PackedWeights(lay_out_blocks, limit, 64, sharing),
     )
 
 
@@ -127,24 +128,18 @@ def laid_out(
     Where a weight is not kept its matrices are laid out for this call alone: a row has the same bits.
     """
     cache, form = kept_weights(), format_of(weight.dtype, format)
-    parts = cache.blocks if block_size else cache.scales
-    spread = _kept_or_made(parts, scale)
+    spread = (cache.blocks if block_size else cache.scales).of_or_made(scale)
     groups = spread.shape[-2]
     return NativeWeight(
         codes=_codes_of(weight, form.packed == 1, matrices),
         scale=spread,
-        zero=None if zero_point is None else _kept_or_made(cache.scales, zero_point),
+        zero=None if zero_point is None else cache.scales.of_or_made(zero_point),
         columns=weight.shape[-2],
         kind=KINDS[form.name],
         group=block_size if block_size else weight.shape[-1] * form.packed // groups,
         scale_every=block_size // 16 if block_size else int(scale.dim() > 0),
         factors=[1.0] if tensor_scale is None else tensor_scale.reshape(-1).tolist(),
     )
-
-
-def _kept_or_made(cache: PackedWeights, part: Tensor) -> Tensor:
-    panels = cache.of(part)
-    return cache.lay_out(part) if panels is None else panels
 
 
 def _codes_of(weight: Tensor, wide: bool, matrices: Sequence[int]) -> Tensor | dict[int, Tensor]:
@@ -162,21 +157,14 @@ def whole_inputs(inputs: str, form: str, block_size: int) -> bool:
     return inputs == "int8" or (inputs == "dynamic" and form == "int8" and not block_size)
 
 
-def _quantized_linear() -> Callable[..., Any]:
-    library()
-
-    def quantized_linear(
-        x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, inputs: str, format: str | None,
-        zero_point: Tensor | None, tensor_scale: Tensor | None, block_size: int,
-    ) -> Tensor:  # fmt: skip
-        packed = laid_out(weight, scale, format, zero_point, tensor_scale, block_size)
-        name = format_of(weight.dtype, format).name
-        whole = whole_inputs(inputs, name, block_size)
-        rows = x if whole or inputs == "float" else rounded_rows(x, inputs, weight.dtype, format, block_size)
-        out = packed.multiply(rows.reshape(-1, x.shape[-1]), bias, whole)
-        return out.to(x.dtype).view(*x.shape[:-1], packed.columns)
-
-    return quantized_linear
+@loading(library)
+def _quantized_linear(_: Any, x: Tensor, *args: Any) -> Tensor:
+    weight, scale, bias, inputs, format, zero_point, tensor_scale, block_size = args
+    packed = laid_out(weight, scale, format, zero_point, tensor_scale, block_size)
+    whole = whole_inputs(inputs, format_of(weight.dtype, format).name, block_size)
+    rows = x if whole or inputs == "float" else rounded_rows(x, inputs, weight.dtype, format, block_size)
+    out = packed.multiply(rows.reshape(-1, x.shape[-1]), bias, whole)
+    return out.to(x.dtype).view(*x.shape[:-1], packed.columns)
 
 
 @loading(library, ExpertsArgs)
@@ -229,35 +217,26 @@ def _linear_workspace(request: CallSpec) -> int:
     return columns * (inner + 8 * groups) + rows * (8 * inner + 4 * columns) + 64 * inner
 
 
-_FOUR_BITS = "quant_int4 quant_nf4 quant_mxfp4 quant_nvfp4"
-_EIGHT_BITS = "quant_int8 quant_fp8_e4m3 quant_fp8_e5m2 quant_mxfp8"
-_PARTS = "scale_per_tensor scale_per_row scale_per_group scale_per_block scale_16bit zero_point tensor_scale"
-_INPUTS = "inputs_float inputs_quantized inputs_int8 inputs_fp8_e4m3"
-_LIMITS = ("S % 8 == 0 when scale_per_group", "S % 16 == 0 when scale_per_block")
+_QUANTIZED = f"{FORMAT_FEATURES} {PART_FEATURES} {INPUT_FEATURES}"
 _kernel = functools.partial(
-    Kernel.of,
+    compiled,
     measured="an estimate: ordered by benchmarks/results/quantized_cpu.json",
     source="by construction; run against float64 and bitwise in batches on an Intel Xeon, every level",
-    platforms="cpu",
     isa="avx2 fma",
     dtypes="float32 bfloat16 float16",
     mixed_dtypes=True,
-    gradient=False,
     autocast=False,
     batch_invariant=True,
-    tie_break_order=20,
-    slow_import=True,
-    limits=_LIMITS,
+    limits=("S % 8 == 0 when scale_per_group", "S % 16 == 0 when scale_per_block"),
 )
 
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "native.quantized_linear.codes", _quantized_linear, (0.6, 0.6, 15.0),
-        features=f"{_FOUR_BITS} {_EIGHT_BITS} {_PARTS} {_INPUTS} bias", workspace_bytes=_linear_workspace,
+        features=f"{_QUANTIZED} bias", workspace_bytes=_linear_workspace,
     ),
     _kernel(
         "native.fused_experts.codes", _fused_experts, (0.5, 0.5, 60.0),
-        features=f"{_FOUR_BITS} {_EIGHT_BITS} {_PARTS} {_INPUTS} gate_second weighed_inputs local_experts "
-        "shared_experts act_swiglu act_geglu act_geglu_tanh act_reglu",
+        features=f"{_QUANTIZED} {EXPERT_FEATURES}",
     ),
 )  # fmt: skip

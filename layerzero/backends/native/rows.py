@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.native import load_module, refuse
+from layerzero.backends.native import compiled, load_module, refuse
 from layerzero.spec.kernel import Kernel, loading
 
 
@@ -65,17 +65,13 @@ def _rope_append(native: Any, *args: Any) -> Tensor:
 
 
 _kernel = functools.partial(
-    Kernel.of,
+    compiled,
     efficiency=(0.2, 0.5, 4.0),
     measured="an estimate, a few microseconds a call where torch's parts take several times that, on an AMD "
     "EPYC",
     source="by construction; run against float64 and bitwise in batches on an AMD EPYC with AVX2",
-    platforms="cpu",
-    gradient=False,
     autocast=False,
     batch_invariant=True,
-    tie_break_order=20,
-    slow_import=True,
 )
 _norm = functools.partial(
     _kernel, dtypes="float32 bfloat16", features="no_weight", contiguous=True, mixed_dtypes=True

@@ -6,15 +6,14 @@ import functools
 
 import torch
 
-from layerzero.formats.table import FORMATS
 from layerzero.ops.linear.experts import fused_experts_reference
 from layerzero.ops.linear.select_experts import select_experts_reference
+from layerzero.ops.quantize.operands import EXPERT_FEATURES, FORMAT_FEATURES, INPUT_FEATURES, PART_FEATURES
 from layerzero.spec.kernel import Kernel
 
 # Two products an expert in float32; reads on the host which experts were chosen.
 by_expert = torch.no_grad()(fused_experts_reference)
 
-_FORMATS = " ".join(f"quant_{name}" for name in FORMATS)
 _kernel = functools.partial(Kernel.of, gradient=False, default=True, tie_break_order=45, mixed_dtypes=True)
 
 KERNELS: tuple[Kernel, ...] = (
@@ -33,9 +32,6 @@ KERNELS: tuple[Kernel, ...] = (
         (0.3, 0.1, 60.0),
         "an estimate: each expert's weights are written and read again in float32",
         source="torch.nn.functional.linear for each expert",
-        features=f"{_FORMATS} scale_per_tensor scale_per_row scale_per_group scale_per_block scale_16bit "
-        "zero_point tensor_scale inputs_float inputs_quantized inputs_int8 inputs_fp8_e4m3 weights_plain "
-        "gate_second weighed_inputs local_experts shared_experts act_swiglu act_geglu act_geglu_tanh "
-        "act_reglu",
+        features=f"{FORMAT_FEATURES} {PART_FEATURES} {INPUT_FEATURES} {EXPERT_FEATURES} weights_plain",
     ),
 )

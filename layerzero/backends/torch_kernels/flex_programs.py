@@ -38,32 +38,16 @@ class Shape(NamedTuple):
     masked: bool
 
 
-def shape_of(request: CallSpec) -> Shape:
-    """The shape of a call."""
-    size, asks = request.dim, request.features
-    return Shape(
-        size("B"), size("Hq"), size("Hk"), size("Sq"), size("Sk"), size("D"),
-        "softcap" in asks, bool(asks & {"mask_bool", "block_mask"}),
-    )  # fmt: skip
-
-
-class Blocks(NamedTuple):
-    """Which blocks of keys each block of queries sees in part and in whole: how many, and which first."""
-
-    some: Tensor
-    some_at: Tensor
-    whole: Tensor
-    whole_at: Tensor
+# Which blocks of keys each block of queries sees, in part and in whole: how many, and which first.
+Blocks = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _blocks(visible: Tensor, whole: Tensor) -> Blocks:
     """From two (..., Sq / 128, Sk / 128) bool: blocks with anything to see, and those with all."""
     part = (visible & ~whole).int()
     full = (visible & whole).int()
-    return Blocks(
-        part.sum(-1).int(), part.argsort(dim=-1, descending=True, stable=True).int(),
-        full.sum(-1).int(), full.argsort(dim=-1, descending=True, stable=True).int(),
-    )  # fmt: skip
+    some, whole_first = (each.argsort(dim=-1, descending=True, stable=True).int() for each in (part, full))
+    return part.sum(-1).int(), some, full.sum(-1).int(), whole_first
 
 
 @functools.lru_cache(maxsize=256)
@@ -90,7 +74,7 @@ def _masked_blocks(mask: Tensor, band: tuple[int, int, int, int]) -> Blocks:
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor, Tensor, Tensor, Tensor], ends: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, ends: Tensor,
     numbers: Tensor, slopes: Tensor, mask: Tensor | None, softcap: bool,
 ) -> Tensor:  # fmt: skip
     """`flex_attention` with everything that changes between calls of one shape in tensors.
@@ -178,7 +162,7 @@ def attention_of(
     spread = q.new_zeros(q.shape[:2]) if slopes is None else slopes.float().expand(q.shape[:2]).contiguous()
     pair = [q.shape[3] ** -0.5 if scale is None else scale, softcap or 1.0]
     numbers = torch.tensor(pair, dtype=torch.float32, device="cpu")
-    return program(q, k, v, tuple(blocks), ends, numbers, spread, mask, softcap is not None)
+    return program(q, k, v, blocks, ends, numbers, spread, mask, softcap is not None)
 
 
 PROGRAMS = Programs()
@@ -203,4 +187,7 @@ def attention(call: AttentionArgs) -> Tensor:
 
 def build(request: CallSpec) -> None:
     """Compile what a call needs."""
-    PROGRAMS.get(shape_of(request))
+    size = request.dim
+    sizes = (size("B"), size("Hq"), size("Hk"), size("Sq"), size("Sk"), size("D"))
+    masked = bool(request.features & {"mask_bool", "block_mask"})
+    PROGRAMS.get(Shape(*sizes, "softcap" in request.features, masked))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from layerzero.spec.kernel import Kernel
 _FEATURES = "act_swiglu act_geglu act_geglu_tanh act_reglu scores_sigmoid scores_raw"
 
 
-def by_expert(
-    x: Tensor, router_logits: Tensor, w_up: Tensor, w_down: Tensor, top_k: int, scoring: str,
-    renormalize: bool, activation: str,
-) -> Tensor:  # fmt: skip
+def by_expert(x: Tensor, router_logits: Tensor, w_up: Tensor, w_down: Tensor, *routing: Any) -> Tensor:
     """Two products an expert, in the operands' dtype; reads on the host which experts were chosen."""
-    sent = _sent(x, router_logits, w_up.shape[0], top_k, scoring, renormalize)
+    *choice, activation = routing
+    sent = _sent(x, router_logits, w_up.shape[0], *choice)
     parts = torch.cat(
         [
             functional.linear(activate(functional.linear(part, w_up[e]), activation), w_down[e])
@@ -31,12 +29,10 @@ def by_expert(
     return sent.weighed(parts, x)
 
 
-def grouped_experts(
-    x: Tensor, router_logits: Tensor, w_up: Tensor, w_down: Tensor, top_k: int, scoring: str,
-    renormalize: bool, activation: str,
-) -> Tensor:  # fmt: skip
+def grouped_experts(x: Tensor, router_logits: Tensor, w_up: Tensor, w_down: Tensor, *routing: Any) -> Tensor:
     """`torch.nn.functional.grouped_mm` twice, over rows in the order of their experts; reads nothing back."""
-    sent = _sent(x, router_logits, w_up.shape[0], top_k, scoring, renormalize)
+    *choice, activation = routing
+    sent = _sent(x, router_logits, w_up.shape[0], *choice)
     ends = sent.counts.cumsum(0).int()
     up = functional.grouped_mm(sent.rows, w_up.transpose(1, 2), offs=ends)
     hidden = activate(up, activation)

@@ -87,18 +87,10 @@ def append_kv(
     return slot_mapping
 
 
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Tensor:
+def linear_cross_entropy(*args: Any) -> Tensor:
     """The projection in the operands' dtype, then the loss: all logits are written and read."""
-    logits = linear(x, weight, bias)
-    return cross_entropy_reference(logits, target, None, ignore_index, label_smoothing, reduction)
+    x, weight, target, bias, *options = args
+    return cross_entropy_reference(linear(x, weight, bias), target, None, *options)
 
 
 def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -10,17 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.formats import unpack_pairs
-from layerzero.formats.table import FORMATS
 from layerzero.ops.linear.linear import contiguous_if_odd
 from layerzero.ops.quantize import kept_codes
+from layerzero.ops.quantize.operands import FORMAT_FEATURES, INPUT_FEATURES, PART_FEATURES, SCALE_FEATURES
 from layerzero.ops.quantize.quantize import FORMAT_OF, dequantize_reference, numbers, quantize_reference
 from layerzero.ops.quantize.quantized_linear import rounded_rows
 from layerzero.spec.kernel import Kernel
-
-_FORMATS = " ".join(f"quant_{name}" for name in FORMATS)
-_SCALES = "scale_per_tensor scale_per_row scale_per_group scale_per_block"
-_PARTS = f"{_SCALES} scale_16bit zero_point tensor_scale"
-_INPUTS = "inputs_float inputs_quantized inputs_int8 inputs_fp8_e4m3"
 
 
 def dequantized_linear(
@@ -112,17 +107,18 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "torch.quantize.native", lambda: quantize_reference, (0.05, 0.15, 22.0),
         "an estimate: six passes over the rows", source=f"torch's elementwise functions; {_HERE}",
-        features=f"{_FORMATS} {_SCALES} scale_given tensor_scale", batch_invariant=True, default=True,
+        features=f"{FORMAT_FEATURES} {SCALE_FEATURES} scale_given tensor_scale", batch_invariant=True,
+        default=True,
     ),
     _kernel(
         "torch.dequantize.native", lambda: dequantize_reference, (0.05, 0.4, 8.0),
         "an estimate: two passes over the rows", source=f"torch's elementwise functions; {_HERE}",
-        features=f"{_FORMATS} {_PARTS}", batch_invariant=True, default=True,
+        features=f"{FORMAT_FEATURES} {PART_FEATURES}", batch_invariant=True, default=True,
     ),
     _kernel(
         "torch.quantized_linear.widened", lambda: dequantized_linear, (0.55, 0.12, 12.0),
         "an estimate: the weight is written and read again in x's dtype", source=f"by construction; {_HERE}",
-        features=f"{_FORMATS} {_PARTS} {_INPUTS} bias", mixed_dtypes=True, default=True,
+        features=f"{FORMAT_FEATURES} {PART_FEATURES} {INPUT_FEATURES} bias", mixed_dtypes=True, default=True,
     ),
     _int8(
         "torch.quantized_linear.int_mm", efficiency=(0.95, 0.5, 30.0),

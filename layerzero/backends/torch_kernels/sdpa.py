@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.ops.attention import masks
+from layerzero.ops.attention.attention import cut
 from layerzero.ops.attention.lse import apply_sinks
 from layerzero.ops.batching import concat_copy
 from layerzero.spec.call_spec import CallSpec
@@ -92,19 +93,12 @@ def _with_sink(
     return q, functional.pad(k, (0, 0, 0, 1)), functional.pad(v, (0, 0, 0, 1)), whole
 
 
-def by_sequence(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, *rest: Any) -> Any:
+def by_sequence(*args: Any) -> Any:
     """`flash_cpu` of every sequence alone, from buffers of its own: the same bits in every batch."""
-    slopes = rest[5]
     outs: list[Any] = []
-    for i in range(q.shape[0]):
-        row = slice(i, i + 1)
-        mask = attn_mask
-        if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
-            mask = mask[row]
-        row_slopes = slopes[row] if slopes is not None and slopes.dim() == 2 else slopes
-        outs.append(
-            flash_cpu(q[row].clone(), k[row].clone(), v[row].clone(), mask, *rest[:5], row_slopes, *rest[6:])
-        )
+    for i in range(args[0].shape[0]):
+        q, k, v, *rest = cut(args, i, i + 1)
+        outs.append(flash_cpu(q.clone(), k.clone(), v.clone(), *rest))
     if isinstance(outs[0], tuple):
         return tuple(concat_copy(parts) for parts in zip(*outs, strict=True))
     return concat_copy(outs)

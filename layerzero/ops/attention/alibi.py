@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.describe import describe
+from layerzero.ops.attention import masks
+from layerzero.ops.describe import describe, estimate
 from layerzero.ops.op import Args, define_op
 from layerzero.ops.signature import SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec, OutputSpec
 
 
 @op_signature()
@@ -38,10 +39,8 @@ def check_alibi(args: Args) -> CallSpec:
 
 def alibi_reference(slopes: Tensor, q_len: int, k_len: int) -> Tensor:
     """-slope * |i + k_len - q_len - j|, in float32 at least."""
-    rows = torch.arange(k_len - q_len, k_len, device=slopes.device)
-    distance = (torch.arange(k_len, device=slopes.device) - rows[:, None]).abs()
-    wide = slopes if slopes.dtype == torch.float64 else slopes.float()
-    return (-wide[:, None, None] * distance.to(wide.dtype)).to(slopes.dtype)
+    wide = torch.float64 if slopes.dtype == torch.float64 else torch.float32
+    return masks.alibi_bias(slopes, q_len, k_len, wide).to(slopes.dtype)
 
 
 def alibi_slopes(
@@ -78,18 +77,13 @@ def _outputs(args: Args) -> tuple[OutputSpec, ...]:
     return (OutputSpec((slopes.shape[0], q_len, k_len), checks.dtype_name(slopes.dtype)),)
 
 
-def _work(spec: CallSpec) -> WorkEstimate:
-    size = spec.dim("Hq") * spec.dim("Sq") * spec.dim("Sk")
-    element = 8 if spec.dtype == "float64" else 4 if spec.dtype == "float32" else 2
-    return WorkEstimate(flops=2.0 * size, bytes=float(size * element))
-
-
 ALIBI = define_op(
     build=alibi,
     check=check_alibi,
     reference=alibi_reference,
     outputs=_outputs,
-    work=_work,
+    # The bias is written once.
+    work=estimate(lambda Hq, Sq, Sk: (2 * Hq * Sq * Sk, Hq * Sq * Sk, 0)),
     operands=(0,),
     exact_dims=frozenset({"Hq"}),
 )

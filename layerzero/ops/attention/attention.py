@@ -12,18 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.ops import checks, kv_formats
+from layerzero.ops.attention import checks as attention_checks
 from layerzero.ops.attention import masks
 from layerzero.ops.attention.arguments import AttentionArgs, ScoreMod
 from layerzero.ops.attention.batching import StackedBatching
-from layerzero.ops.attention.checks import (
-    check,
-    head_axes,
-    infer_layout,
-    modifier_signature,
-    normalized_window,
-    switched_off,
-    window_bounds,
-)
+from layerzero.ops.attention.checks import head_axes, normalized_window, window_bounds
 from layerzero.ops.decoding import OPERAND_DECODING
 from layerzero.ops.op import Args, Layouts, Split, define_op
 from layerzero.ops.signature import SignedCall, op_signature
@@ -36,13 +29,13 @@ MAX_SCORES = 1 << 24
 
 
 @op_signature(
-    default={"layout": infer_layout},
+    default={"layout": attention_checks.infer_layout},
     convert={"window": normalized_window},
     key={
-        ("sinks", "score_mod", "block_mask"): modifier_signature,
+        ("sinks", "score_mod", "block_mask"): attention_checks.modifier_signature,
         ("q_scale", "k_scale", "v_scale"): kv_formats.scales_key,
     },
-    state=switched_off,
+    state=attention_checks.switched_off,
 )
 def attention(
     q: Tensor,
@@ -310,7 +303,7 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 ATTENTION = define_op(
     build=attention,
-    check=check,
+    check=attention_checks.check,
     reference=attention_reference,
     outputs=outputs,
     work=work,

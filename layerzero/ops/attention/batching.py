@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import table
+from layerzero.ops.attention.arguments import AttentionArgs, RaggedArgs
 from layerzero.ops.batching import split_outputs
 from layerzero.ops.op import Args, Batching, Launcher, LaunchFunction
 
@@ -129,14 +130,9 @@ def _run_ragged(calls: Sequence[Args], shapes: int, launch: LaunchFunction) -> l
     Only for one sequence a call in token-major layout: there the callers' rows, views of one projection, are
     already contiguous, and so are the rows that go back to them.
     """
-    first = calls[0]
-    q, k, causal, scale, window, softcap, slopes, layout, lse = (
-        first[i] for i in (0, 1, 4, 5, 7, 8, 9, 10, 11)
-    )
-    op = table.get("ragged_attention")
-    if layout != "BSHD" or slopes is not None or lse or window is not None or softcap is not None:
-        return None
-    if first[14] is not None or first[18] is not None:
+    first, op = AttentionArgs._make(calls[0]), table.get("ragged_attention")
+    options = (first.alibi_slopes, first.window, first.softcap, first.sinks, first.k_scale)
+    if first.layout != "BSHD" or first.return_lse or any(option is not None for option in options):
         return None
     if (
         not isinstance(launch, Launcher)
@@ -146,10 +142,10 @@ def _run_ragged(calls: Sequence[Args], shapes: int, launch: LaunchFunction) -> l
         return None
     lengths = [args[0].shape[1] for args in calls]
     lengths_k = [args[1].shape[1] for args in calls]
-    offsets = _cu_seqlens(lengths, q.device)
-    offsets_k = offsets if lengths == lengths_k else _cu_seqlens(lengths_k, k.device)
-    joined = [_concat_tokens([args[position] for args in calls]) for position in range(3)]
-    merged = (*joined, offsets, offsets_k, causal, scale, None, None, False, None, None, None)
+    offsets = _cu_seqlens(lengths, first.q.device)
+    offsets_k = offsets if lengths == lengths_k else _cu_seqlens(lengths_k, first.k.device)
+    q, k, v = (_concat_tokens([args[position] for args in calls]) for position in range(3))
+    merged = tuple(RaggedArgs(q, k, v, offsets, offsets_k, first.is_causal, first.scale))
     longest = max(calls, key=lambda args: args[0].shape[1] * args[1].shape[1])
     if launch.expected_us(merged, op) >= shapes * launch.expected_us(longest):
         return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks, kv_formats
-from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs, Window
+from layerzero.ops.attention.arguments import AttentionArgs, PagedArgs, RaggedArgs
 from layerzero.ops.describe import describe
 from layerzero.ops.op import Args
 from layerzero.ops.signature import signature_of
@@ -107,17 +107,16 @@ def check(args: Args) -> CallSpec:
     """Validate a call and describe it; see `attention` for the arguments."""
     call = AttentionArgs._make(args)
     checks.need_choice("layout", call.layout, LAYOUTS)
-    for name in ("is_causal", "return_lse", "combine_mask", "rows_nonempty"):
-        checks.need_bool(name, getattr(call, name))
+    checks.need_bools(call, "is_causal", "return_lse", "combine_mask", "rows_nonempty")
     q, dims = call.q, _check_operands(call.q, call.k, call.v, call.layout)
     causal_alone = call.is_causal and not call.combine_mask
     if call.attn_mask is not None:
         _check_mask(call.attn_mask, q, dims, causal_alone)
     if call.alibi_slopes is not None:
         _check_slopes(call.alibi_slopes, q, dims)
-    checks.need_number("dropout_p", call.dropout_p, low=0.0, high=1.0, needs="a number in [0, 1)")
-    if call.dropout_p == 1.0:
-        raise ValueError("dropout_p needs a number in [0, 1), got 1.0")
+    needs = "a number in [0, 1)"
+    if checks.need_number("dropout_p", call.dropout_p, low=0.0, high=1.0, needs=needs) == 1.0:
+        raise ValueError(f"dropout_p needs {needs}, got 1.0")
     check_score_options(call.scale, call.softcap, call.window)
     if call.sinks is not None:
         checks.need_tensor("sinks", call.sinks)
@@ -130,11 +129,8 @@ def check(args: Args) -> CallSpec:
     if call.window is not None and min(call.window) >= 0:
         dims["W"] = min(sum(call.window) + 1, dims["Sk"])
     scales = kv_formats.check_operand_scales(call, head_axes(call.layout)[0])
-    if scales:
-        return kv_formats.describe_coded(
-            "attention", call, dims, _features(call, dims) | scales, layout=call.layout
-        )
-    return describe("attention", args[:3], dims, _features(call, dims), layout=call.layout)
+    features, typed = _features(call, dims) | scales, args[:1] if scales else ()
+    return describe("attention", args[:3], dims, features, layout=call.layout, typed=typed)
 
 
 def _check_operands(q: Any, k: Any, v: Any, layout: str) -> dict[str, int]:
@@ -147,11 +143,11 @@ def _check_operands(q: Any, k: Any, v: Any, layout: str) -> dict[str, int]:
         raise ValueError(f"q needs a head size of at least 1, got shape {tuple(q.shape)}")
     if v.shape[3] == 0:
         raise ValueError(f"v needs a head size of at least 1, got shape {tuple(v.shape)}")
-    _need_size("k", "batch", k.shape[0], batch, "q")
-    _need_size("v", "batch", v.shape[0], batch, "q")
-    _need_size("k", "head size", k.shape[3], width, "q")
-    _need_size("v", "heads", v.shape[heads], k.shape[heads], "k")
-    _need_size("v", "tokens", v.shape[tokens], k.shape[tokens], "k")
+    checks.need_like("k", "batch {}", k.shape[0], batch, "q")
+    checks.need_like("v", "batch {}", v.shape[0], batch, "q")
+    checks.need_like("k", "head size {}", k.shape[3], width, "q")
+    checks.need_like("v", "heads {}", v.shape[heads], k.shape[heads], "k")
+    checks.need_like("v", "tokens {}", v.shape[tokens], k.shape[tokens], "k")
     query_heads, key_heads = q.shape[heads], k.shape[heads]
     if key_heads == 0 or query_heads == 0 or query_heads % key_heads:
         raise ValueError(
@@ -162,11 +158,6 @@ def _check_operands(q: Any, k: Any, v: Any, layout: str) -> dict[str, int]:
         "B": batch, "Hq": query_heads, "Hk": key_heads, "G": query_heads // key_heads,
         "Sq": q.shape[tokens], "Sk": k.shape[tokens], "D": width, "Dv": v.shape[3],
     }  # fmt: skip
-
-
-def _need_size(name: str, what: str, got: int, need: int, like: str) -> None:
-    if got != need:
-        raise ValueError(f"{name} needs {what} {need} like {like}, got {got}")
 
 
 def _check_mask(mask: Any, q: Tensor, dims: dict[str, int], with_causal: bool) -> None:
@@ -220,8 +211,8 @@ def check_score_options(scale: Any, softcap: Any, window: Any) -> None:
     """A scale is a number, a softcap one above 0, a window a pair of ints from -1; each may be None."""
     if scale is not None:
         checks.need_number("scale", scale)
-    if softcap is not None and checks.need_number("softcap", softcap, low=0.0, needs="a number > 0") == 0.0:
-        raise ValueError(f"softcap needs a number > 0, got {softcap}")
+    if softcap is not None:
+        checks.need_number("softcap", softcap, above=0.0)
     if window is None:
         return
     if not isinstance(window, tuple) or len(window) != 2:
@@ -247,11 +238,14 @@ def _features(call: AttentionArgs, dims: Mapping[str, int]) -> dict[str, bool]:
     mask, operands = call.attn_mask, call[:3]
     needs_gradient = any(t.requires_grad for t in operands)
     has_mask = mask is not None or call.block_mask is not None
+    right = window_bounds(call.is_causal, call.window)[1]
+    # The first query's last visible key lies before the first key.
+    hides_rows = right >= 0 and dims["Sk"] - dims["Sq"] + right < 0
     return score_features(call, dims) | {
         "mask_bool": mask is not None and mask.dtype is torch.bool,
         "mask_float": mask is not None and mask.dtype is not torch.bool,
         "mask_and_causal": mask is not None and call.is_causal,
-        "empty_rows": (has_mask and not call.rows_nonempty) or _hides_rows(call.is_causal, call.window, dims),
+        "empty_rows": (has_mask and not call.rows_nonempty) or hides_rows,
         "dropout": call.dropout_p > 0,
         "alibi": call.alibi_slopes is not None,
         "sinks": call.sinks is not None,
@@ -267,9 +261,3 @@ def _features(call: AttentionArgs, dims: Mapping[str, int]) -> dict[str, bool]:
         "mask_wide": mask is not None and mask.dtype not in (torch.bool, call.q.dtype),
         **dict.fromkeys(switched_off(), True),
     }
-
-
-def _hides_rows(is_causal: bool, window: Window, dims: Mapping[str, int]) -> bool:
-    """Whether the first query's last visible key lies before the first key."""
-    right = window_bounds(is_causal, window)[1]
-    return right >= 0 and dims["Sk"] - dims["Sq"] + right < 0

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.ops.attention.arguments import Window as Window
+from layerzero.ops.attention.checks import window_bounds
 from layerzero.ops.checks import alignment_of
-
-Window = tuple[int, int] | None
 
 
 def visible_mask(sq: int, sk: int, is_causal: bool, window: Window, device: torch.device) -> Tensor | None:
@@ -17,9 +17,7 @@ def visible_mask(sq: int, sk: int, is_causal: bool, window: Window, device: torc
 
     The last query is at the last key (bottom-right); `window` is (left, right), -1 for no bound.
     """
-    left_window, right_window = window if window is not None else (-1, -1)
-    if is_causal:
-        right_window = 0 if right_window < 0 else min(right_window, 0)
+    left_window, right_window = window_bounds(is_causal, window)
     if left_window < 0 and right_window < 0:
         return None
     query_positions = torch.arange(sk - sq, sk, device=device).unsqueeze(1)
@@ -74,7 +72,7 @@ def additive_bias(
     """
     sq, sk = q.shape[2], k.shape[2]
     visible_keys = visible_mask(sq, sk, is_causal, window, q.device)
-    bias = None if slopes is None else _alibi(slopes, sq, sk, dtype)
+    bias = None if slopes is None else alibi_bias(slopes, sq, sk, dtype)
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             visible_keys = attn_mask if visible_keys is None else attn_mask & visible_keys
@@ -83,7 +81,10 @@ def additive_bias(
             bias = added if bias is None else bias + added
     if visible_keys is None:
         return bias
-    return bool_to_bias(visible_keys, dtype) if bias is None else bias.masked_fill(~visible_keys, -torch.inf)
+    if bias is not None:
+        return bias.masked_fill(~visible_keys, -torch.inf)
+    zeros = torch.zeros(visible_keys.shape, dtype=dtype, device=visible_keys.device)
+    return zeros.masked_fill_(~visible_keys, -torch.inf)
 
 
 def _loadable(mask: Tensor) -> Tensor:
@@ -91,16 +92,11 @@ def _loadable(mask: Tensor) -> Tensor:
     return mask.clone() if mask.is_cuda and alignment_of([mask]) < 16 else mask
 
 
-def _alibi(slopes: Tensor, sq: int, sk: int, dtype: torch.dtype) -> Tensor:
+def alibi_bias(slopes: Tensor, sq: int, sk: int, dtype: torch.dtype) -> Tensor:
     """-slope * distance to the diagonal, ([B,] H, Sq, Sk)."""
     query_positions = torch.arange(sk - sq, sk, device=slopes.device).unsqueeze(1)
     distance = (torch.arange(sk, device=slopes.device) - query_positions).abs().to(dtype)
     return -slopes.to(dtype)[..., None, None] * distance
-
-
-def bool_to_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """The additive bias of a boolean mask: 0 where `seen` is True, -inf elsewhere; the shape of `seen`."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 def fully_masked_rows(bias: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.describe import describe
+from layerzero.ops.describe import describe, estimate
 from layerzero.ops.op import Args, Op, define_op
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
@@ -68,18 +68,12 @@ def _check(args: Args) -> CallSpec:
     return describe("cross_entropy", (logits, target, weight), {"N": target.numel(), "V": classes}, features)
 
 
-def cross_entropy_reference(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Tensor:
+def cross_entropy_reference(*args: Any) -> Tensor:
     """`torch.nn.functional.cross_entropy` over flat rows, in float32 at least; under autocast so is the loss.
 
     In half precision torch rounds every log-probability before it sums them up.
     """
+    logits, target, weight, ignore_index, label_smoothing, reduction = args
     rows = logits.reshape(-1, logits.shape[-1])
     wide = rows if rows.dtype == torch.float64 else rows.float()
     scale = None if weight is None else weight.to(wide.dtype)
@@ -152,11 +146,8 @@ def register_loss(
     )
 
 
-def _work(spec: CallSpec) -> WorkEstimate:
-    """Maximum, exponential, sum and logarithm; logits are read once."""
-    n, v = spec.dim("N"), spec.dim("V")
-    return WorkEstimate(flops=4.0 * n * v, bytes=float(n * v * checks.dtype_bytes(spec.dtype) + 12 * n))
-
+# Maximum, exponential, sum and logarithm; logits are read once.
+_work = estimate(lambda N, V: (4 * N * V, N * V, 12 * N))
 
 CROSS_ENTROPY = register_loss(
     cross_entropy, _check, cross_entropy_reference, _work, operands=(0, 1, 2), target=1,

@@ -7,10 +7,10 @@ from torch.nn import functional as F
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.describe import describe
+from layerzero.ops.describe import describe, estimate
 from layerzero.ops.op import Args, define_op
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec, OutputSpec
 
 
 @op_signature()
@@ -34,13 +34,8 @@ def _check(args: Args) -> CallSpec:
     entries, width = weight.shape
     if padding_idx is not None:
         checks.need_int("padding_idx", padding_idx, low=-entries, high=entries - 1)
-    return describe(
-        "embedding",
-        (ids, weight),
-        {"N": ids.numel(), "V": entries, "C": width},
-        {"padding_idx": padding_idx is not None},
-        dtype=checks.dtype_name(weight.dtype),
-    )
+    dims, features = {"N": ids.numel(), "V": entries, "C": width}, {"padding_idx": padding_idx is not None}
+    return describe("embedding", args[:2], dims, features, dtype=checks.dtype_name(weight.dtype))
 
 
 def embedding_reference(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
@@ -53,18 +48,13 @@ def _validate_values(args: Args) -> Args:
     return checks.ids_in_range("ids", ids, weight.shape[0], "weight's rows"), weight, padding_idx
 
 
-def _work(spec: CallSpec) -> WorkEstimate:
-    """Rows are read and written once; ids are eight bytes at most."""
-    n, c = spec.dim("N"), spec.dim("C")
-    return WorkEstimate(flops=0.0, bytes=float(2 * n * c * checks.dtype_bytes(spec.dtype) + 8 * n))
-
-
 EMBEDDING = define_op(
     build=embedding,
     check=_check,
     reference=embedding_reference,
     outputs=lambda args: (OutputSpec((*args[0].shape, args[1].shape[1]), checks.dtype_name(args[1].dtype)),),
-    work=_work,
+    # Rows are read and written once; ids are eight bytes at most.
+    work=estimate(lambda N, C: (0, 2 * N * C, 8 * N)),
     operands=(0, 1),
     exact_dims=frozenset({"V", "C"}),
     validate_values=_validate_values,

@@ -48,10 +48,9 @@ class ExpertsArgs(NamedTuple):
     down_tensor_scale: Tensor | None
     block_size: int
 
-    def parts(self, end: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def parts(self, end: str) -> tuple[Tensor | None, ...]:
         """The scale, zero point and second scale of the weight `w_up` or `w_down`."""
-        up = (self.up_scale, self.up_zero_point, self.up_tensor_scale)
-        return up if end == "up" else (self.down_scale, self.down_zero_point, self.down_tensor_scale)
+        return tuple(getattr(self, name) for name in _part_names(end))
 
 
 @op_signature()
@@ -143,13 +142,10 @@ def _weight(call: ExpertsArgs, end: str, features: set[str], sizes: list[int]) -
     scale, zero_point, second = call.parts(end)
     if scale is None:
         checks.need_weight(name, weight, rank=3)
-        for other, value in zip(
-            (*_part_names(end)[1:], "format"), (zero_point, second, call.format), strict=True
-        ):
+        others = {other: getattr(call, other) for other in (*_part_names(end)[1:], "format")}
+        for other, value in (others | {"block_size": call.block_size or None}).items():
             if value is not None:
                 raise ValueError(f"{other} needs {end}_scale beside it, got none")
-        if call.block_size:
-            raise ValueError(f"block_size needs {end}_scale beside it, got none")
         return tuple(weight.shape)
     form, shape = need_codes(name, weight, call.format, rank=3)
     parts = (scale, zero_point, second, call.block_size)

@@ -38,9 +38,9 @@ class _PackedWeight:
 
 
 class PackedWeights:
-    """Panels of weights, `limit` bytes of them at most, `bytes_each` for an element.
+    """What `lay_out` makes of weights: panels, `limit` bytes of them at most, `bytes_each` for an element.
 
-    Those in one list of `sharing` have one limit together.
+    Those in one list of `sharing` have one limit together. `equal(panels, weight)` compares all elements.
 
     A weight is known by its address, dtype, shape and strides. Its panels are freed with its storage and made
     anew when the tensor at hand has counted a change, or an optimizer of torch's has taken a step over its
@@ -56,17 +56,18 @@ class PackedWeights:
         self,
         lay_out: Callable[[Tensor], Tensor],
         limit: int,
-        equal: Callable[[Tensor, Tensor], bool],
-        bytes_each: int = 4,
-        sharing: list[PackedWeights] | None = None,
+        bytes_each: int,
+        sharing: list[PackedWeights],
+        equal: Callable[[Tensor, Tensor], bool] | None = None,
     ) -> None:
         self.lay_out = lay_out
-        self._equal = equal
+        self._equal = equal or (lambda panels, weight: torch.equal(panels, lay_out(weight)))
         self._bytes_each = bytes_each
         self._limit = limit
         self._entries: dict[WeightKey, _PackedWeight] = {}
-        self._sharing = [] if sharing is None else sharing
+        self._sharing = sharing
         self._sharing.append(self)
+        register_optimizer_step_post_hook(self.on_optimizer_step)
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +88,11 @@ class PackedWeights:
         if entry.tensor() is not weight:
             return self._of_another(weight, entry)
         return entry.panels
+
+    def of_or_made(self, weight: Tensor) -> Tensor:
+        """The panels of `weight`, made for this call alone where it is not kept."""
+        panels = self.of(weight)
+        return self.lay_out(weight) if panels is None else panels
 
     def ready(self, weight: Tensor) -> Tensor | None:
         """The panels of `weight` where this very tensor has them unchanged; nothing is made or compared."""
@@ -134,19 +140,6 @@ class PackedWeights:
         entry = self._entries.get(place)
         if entry is not None and entry.storage is storage:
             self._entries.pop(place, None)
-
-
-def keeping(
-    lay_out: Callable[[Tensor], Tensor], limit: int, bytes_each: int, sharing: list[PackedWeights]
-) -> PackedWeights:
-    """What `lay_out` makes of weights, compared whole with another tensor's, forgotten at optimizer steps."""
-
-    def equal(panels: Tensor, weight: Tensor) -> bool:
-        return torch.equal(panels, lay_out(weight))
-
-    panels = PackedWeights(lay_out, limit, equal, bytes_each, sharing)
-    register_optimizer_step_post_hook(panels.on_optimizer_step)
-    return panels
 
 
 def available_bytes() -> int:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional as F
 
 from layerzero.ops import checks
-from layerzero.ops.describe import describe
-from layerzero.ops.linear.cross_entropy import (
-    REDUCTIONS,
-    cross_entropy_reference,
-    need_loss_options,
-    register_loss,
-)
+from layerzero.ops.describe import describe, estimate
+from layerzero.ops.linear import cross_entropy as losses
 from layerzero.ops.op import Args
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec
 
 
 @op_signature()
@@ -48,41 +45,25 @@ def _check(args: Args) -> CallSpec:
     checks.need_index("target", target)
     checks.need_shape("target", target, x.shape[:-1], " like x without its last axis")
     checks.need_same_device("x", x, target=target)
-    need_loss_options(ignore_index, label_smoothing)
-    checks.need_choice("reduction", reduction, REDUCTIONS)
-    requested = {"bias": bias is not None, "label_smoothing": label_smoothing > 0}
-    return describe(
-        "linear_cross_entropy",
-        (x, weight, target, bias),
-        {"N": target.numel(), "K": inner, "V": classes},
-        requested,
-    )
+    losses.need_loss_options(ignore_index, label_smoothing)
+    checks.need_choice("reduction", reduction, losses.REDUCTIONS)
+    dims = {"N": target.numel(), "K": inner, "V": classes}
+    features = {"bias": bias is not None, "label_smoothing": label_smoothing > 0}
+    return describe("linear_cross_entropy", args[:4], dims, features)
 
 
-def linear_cross_entropy_reference(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Tensor:
+def linear_cross_entropy_reference(*args: Any) -> Tensor:
     """`cross_entropy_reference` of the product in float32 at least."""
+    x, weight, target, bias, *options = args
     wide = x if x.dtype.itemsize == 8 else x.float()
     logits = F.linear(wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype))
-    loss = cross_entropy_reference(logits, target, None, ignore_index, label_smoothing, reduction)
-    return loss.to(x.dtype)
+    return losses.cross_entropy_reference(logits, target, None, *options).to(x.dtype)
 
 
-def _work(spec: CallSpec) -> WorkEstimate:
-    """The product, then four operations a logit; logits move not at all."""
-    n, k, v = spec.dim("N"), spec.dim("K"), spec.dim("V")
-    moved = (n * k + v * k) * checks.dtype_bytes(spec.dtype) + 12 * n
-    return WorkEstimate(flops=2.0 * n * k * v + 4.0 * n * v, bytes=float(moved))
+# The product, then four operations a logit; logits move not at all.
+_work = estimate(lambda N, K, V: (2 * N * K * V + 4 * N * V, N * K + V * K, 12 * N))
 
-
-LINEAR_CROSS_ENTROPY = register_loss(
+LINEAR_CROSS_ENTROPY = losses.register_loss(
     linear_cross_entropy, _check, linear_cross_entropy_reference, _work, operands=(0, 1, 3), target=2,
     classes=lambda args: (args[1].shape[0], "weight's rows"), exact_dims=frozenset({"K", "V"}),
 )  # fmt: skip

@@ -61,8 +61,7 @@ def _check(args: Args) -> CallSpec:
     width, hidden = x.shape[-1], w_down.shape[1]
     if hidden == 0:
         raise ValueError(f"w_down needs at least 1 column, got shape {tuple(w_down.shape)}")
-    if w_down.shape[0] != width:
-        raise ValueError(f"w_down needs {width} rows like x's last axis, got {w_down.shape[0]}")
+    checks.need_like("w_down", "{} rows", w_down.shape[0], width, "x's last axis")
     rows = 2 * hidden if activation in GATES else hidden
     meant = "(2F, C)" if activation in GATES else "(F, C)"
     checks.need_shape("w_up", w_up, (rows, width), f", {meant} for {activation}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,11 +11,11 @@ from torch.nn import functional as F
 from layerzero._util import foreign
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.describe import describe
+from layerzero.ops.describe import describe, estimate
 from layerzero.ops.linear.mlp import GATES, activate
 from layerzero.ops.op import Args, define_op, output_like
 from layerzero.ops.signature import SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec
 
 SCORINGS = ("softmax", "sigmoid")
 
@@ -62,17 +64,10 @@ def _check(args: Args) -> CallSpec:
     checks.need_shape("w_up", w_up, (experts, 2 * hidden, width), ", (E, 2F, C)")
     checks.need_int("top_k", top_k, low=1, high=experts)
     checks.need_same_device("x", x, router_logits=router_logits, w_up=w_up, w_down=w_down)
-    features = {
-        f"act_{activation}": True,
-        "scores_sigmoid": scoring == "sigmoid",
-        "scores_raw": not renormalize,
-    }
-    return describe(
-        "moe",
-        (x, w_up, w_down),
-        {"N": x.numel() // width, "C": width, "F": hidden, "E": experts, "T": top_k},
-        features,
-    )
+    dims = {"N": x.numel() // width, "C": width, "F": hidden, "E": experts, "T": top_k}
+    sigmoid, raw = scoring == "sigmoid", not renormalize
+    features = {f"act_{activation}": True, "scores_sigmoid": sigmoid, "scores_raw": raw}
+    return describe("moe", (x, w_up, w_down), dims, features)
 
 
 def route(router_logits: Tensor, top_k: int, scoring: str, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -90,18 +85,10 @@ def route(router_logits: Tensor, top_k: int, scoring: str, renormalize: bool) ->
     return experts[..., :top_k], scores
 
 
-def moe_reference(
-    x: Tensor,
-    router_logits: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    activation: str,
-) -> Tensor:
+def moe_reference(*args: Any) -> Tensor:
     """Expert by expert over the rows that chose it, in float32 at least."""
-    rows = x.reshape(-1, x.shape[-1])
+    x, router_logits, w_up, w_down, top_k, scoring, renormalize, activation = args
+    rows: Tensor = x.reshape(-1, x.shape[-1])
     wide = rows if x.dtype == torch.float64 else rows.float()
     experts, scores = route(router_logits.reshape(len(rows), -1), top_k, scoring, renormalize)
     parts = wide.new_zeros(len(rows), top_k, rows.shape[1])
@@ -119,20 +106,13 @@ def moe_reference(
     return (parts * scores.to(wide.dtype).unsqueeze(-1)).sum(1).to(x.dtype).view(x.shape)
 
 
-def _work(spec: CallSpec) -> WorkEstimate:
-    """Three products for each row and chosen expert; the weights of the experts that may be chosen move."""
-    n, c, f, t = (spec.dim(name) for name in "NCFT")
-    touched = min(spec.dim("E"), n * t)
-    moved = (2 * n * c + 3 * touched * c * f) * checks.dtype_bytes(spec.dtype)
-    return WorkEstimate(flops=6.0 * n * t * c * f, bytes=float(moved))
-
-
 MOE = define_op(
     build=moe,
     check=_check,
     reference=moe_reference,
     outputs=output_like(0),
-    work=_work,
+    # Three products for each row and chosen expert; the weights of the experts that may be chosen move.
+    work=estimate(lambda N, C, F, E, T: (6 * N * T * C * F, 2 * N * C + 3 * min(E, N * T) * C * F, 0)),
     operands=(0, 2, 3),
     exact_dims=frozenset({"C", "F", "E", "T"}),
     batching=RowBatching(row_operands=(0, 1)),

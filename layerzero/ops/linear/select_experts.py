@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.describe import describe
+from layerzero.ops.describe import describe, estimate
 from layerzero.ops.linear.moe import SCORINGS as SCORINGS
 from layerzero.ops.op import Args, define_op
 from layerzero.ops.signature import SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec, OutputSpec
 
 
 @op_signature()
@@ -66,17 +68,9 @@ def _check(args: Args) -> CallSpec:
     return describe("select_experts", [logits], dims, features, typed=typed)
 
 
-def select_experts_reference(
-    router_logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    groups: int,
-    top_groups: int,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
+def select_experts_reference(*args: Any) -> tuple[Tensor, Tensor]:
     """Sorted stably, in float32 at least."""
+    router_logits, bias, top_k, scoring, renormalize, groups, top_groups, scaling = args
     wide = router_logits if router_logits.dtype == torch.float64 else router_logits.float()
     scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
     # Without a bias the logits have the same order, and differ where scores round to one number.
@@ -101,12 +95,6 @@ def select_experts_reference(
     return experts.int(), (chosen * scaling).float()
 
 
-def _work(spec: CallSpec) -> WorkEstimate:
-    """A score and a comparison an expert."""
-    n, e, t = (spec.dim(name) for name in "NET")
-    return WorkEstimate(flops=10.0 * n * e, bytes=float(n * (e * checks.dtype_bytes(spec.dtype) + 8 * t)))
-
-
 def _outputs(args: Args) -> tuple[OutputSpec, ...]:
     shape = (*args[0].shape[:-1], args[2])
     return (OutputSpec(shape, "int32"), OutputSpec(shape, "float32"))
@@ -117,7 +105,8 @@ SELECT_EXPERTS = define_op(
     check=_check,
     reference=select_experts_reference,
     outputs=_outputs,
-    work=_work,
+    # A score and a comparison an expert.
+    work=estimate(lambda N, E, T: (10 * N * E, N * E, 8 * N * T)),
     operands=(0,),
     exact_dims=frozenset({"E", "T", "G"}),
     batching=RowBatching(),

@@ -62,14 +62,6 @@ def add_layer_norm(
     raise NotImplementedError
 
 
-def add_layer_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The sum in x's dtype, then `layer_norm_reference` of it."""
-    total = x + residual
-    return layer_norm_reference(total, weight, bias, eps), total
-
-
 ADD_LAYER_NORM = register_norm(
-    add_layer_norm, add_layer_norm_reference, vectors=("weight", "bias"), residual=True
+    add_layer_norm, layer_norm_reference, vectors=("weight", "bias"), residual=True
 )

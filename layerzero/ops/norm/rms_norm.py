@@ -48,12 +48,4 @@ def add_rms_norm(
     raise NotImplementedError
 
 
-def add_rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The sum in x's dtype, then `rms_norm_reference` of it."""
-    total = x + residual
-    return rms_norm_reference(total, weight, eps), total
-
-
-ADD_RMS_NORM = register_norm(add_rms_norm, add_rms_norm_reference, vectors=("weight",), residual=True)
+ADD_RMS_NORM = register_norm(add_rms_norm, rms_norm_reference, vectors=("weight",), residual=True)

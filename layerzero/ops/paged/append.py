@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,18 +11,12 @@ from torch import Tensor
 
 from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import AppendArgs
-from layerzero.ops.batching import concat_rows
+from layerzero.ops.batching import TokenBatching, concat_rows
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Batching, LaunchFunction, RejectedCall, define_op, output_like
+from layerzero.ops.op import Args, LaunchFunction, RejectedCall, define_op, output_like
+from layerzero.ops.paged import checks as paged
 from layerzero.ops.paged.batching import concat_index_rows
-from layerzero.ops.paged.checks import (
-    LAYOUTS,
-    cache_features,
-    check_cache,
-    check_pair,
-    page_axes,
-    validate_codes,
-)
+from layerzero.ops.paged.checks import page_axes
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
@@ -64,14 +58,11 @@ def check(args: Args) -> CallSpec:
     """Validate a call, without reading data, and describe it; see `append_kv` for the arguments."""
     call = AppendArgs._make(args)
     k, v, k_cache, v_cache, slot_mapping, layout = call[:6]
-    checks.need_choice("layout", layout, LAYOUTS)
+    checks.need_choice("layout", layout, paged.LAYOUTS)
     checks.need_tensor("k", k, rank=3)
     checks.need_tensor("v", v, rank=3)
-    if v.shape[:2] != k.shape[:2]:
-        raise ValueError(f"v needs the tokens and heads of k, {tuple(k.shape[:2])}, got {tuple(v.shape[:2])}")
-    if v.dtype != k.dtype:
-        expected_dtype, got = checks.dtype_name(k.dtype), checks.dtype_name(v.dtype)
-        raise TypeError(f"v needs dtype {expected_dtype} like k, got {got}")
+    checks.need_like("v", "tokens and heads {}", tuple(v.shape[:2]), tuple(k.shape[:2]), "k")
+    kv_formats.need_same_dtype("v", v, "k", k)
     checks.need_index("slot_mapping", slot_mapping, rank=1)
     if slot_mapping.shape[0] != k.shape[0]:
         raise ValueError(
@@ -80,29 +71,22 @@ def check(args: Args) -> CallSpec:
     checks.need_same_device("k", k, v=v, slot_mapping=slot_mapping)
     tokens, heads = page_axes(layout)
     for name, pool, rows in (("k", k_cache, k), ("v", v_cache, v)):
-        check_cache(f"{name}_cache", pool, k, 4)
+        paged.check_cache(f"{name}_cache", pool, k, 4)
         if (pool.shape[heads], pool.shape[3]) != tuple(rows.shape[1:]):
             raise ValueError(
                 f"{name}_cache needs heads and head size {tuple(rows.shape[1:])} like {name}, got "
                 f"{(pool.shape[heads], pool.shape[3])} in layout {layout}"
             )
         _need_own_memory(f"{name}_cache", pool)
-    check_pair(k_cache, v_cache)
-    features = cache_features(k, k_cache, v_cache) | kv_formats.check_scales(
-        ("k_scale", "v_scale"), call[6:8], (k_cache, v_cache), heads, ("k_cache", "v_cache")
-    )
+    paged.check_pair(k_cache, v_cache)
+    features = paged.cache_features(k, k_cache, v_cache)
+    features |= kv_formats.check_scales(call, kv_formats.POOLS, heads)
     if "kv_scale_per_token" in features:
         _need_own_memory("k_scale", call.k_scale)
         _need_own_memory("v_scale", call.v_scale)
-    return describe(
-        "append_kv",
-        [k, v],
-        dict(zip(("T", "Hk", "D"), k.shape, strict=True))
-        | {"Dv": v.shape[2], "N": k_cache.shape[0], "P": k_cache.shape[tokens]},
-        features,
-        layout=layout,
-        typed=(k, slot_mapping),
-    )
+    dims = dict(zip(("T", "Hk", "D"), k.shape, strict=True))
+    dims |= {"Dv": v.shape[2], "N": k_cache.shape[0], "P": k_cache.shape[tokens]}
+    return describe("append_kv", [k, v], dims, features, layout=layout, typed=(k, slot_mapping))
 
 
 def _need_own_memory(name: str, written: Any) -> None:
@@ -113,37 +97,23 @@ def _need_own_memory(name: str, written: Any) -> None:
 def validate_values(args: Args) -> Args:
     """Slots that the pool has, none twice, as a copy."""
     k, v, k_cache, v_cache, slot_mapping, layout, k_scale, v_scale = args
-    slot_count = slot_count_of(args)
+    slot_count = k_cache.shape[0] * k_cache.shape[page_axes(layout)[0]]  # tokens that it has room for
     private_slots: Tensor | None = checks.native_check("places_below", slot_mapping, slot_count)
     if private_slots is None:
         if not checks.can_read_values(slot_mapping):
             return args
         private_slots = checks.private_copy(slot_mapping)
         slot_ids = private_slots.tolist()
-        if slot_ids and (
-            min(slot_ids) < 0 or max(slot_ids) >= slot_count or len(set(slot_ids)) != len(slot_ids)
-        ):
-            _name_wrong_slot(slot_ids, slot_count)
+        if (wrong := checks.wrong_place(slot_ids, slot_count)) is not None:
+            place, earlier = wrong
+            needs = f"places in [0, {slot_count})" if earlier is None else "each place once"
+            where = place if earlier is None else f"{earlier} and {place}"
+            raise ValueError(f"slot_mapping needs {needs}, got {slot_ids[place]} at {where}")
     if k_scale is not None:
         if k_scale is v_scale and k_scale.dim() > 1:
             raise ValueError("v_scale needs memory of its own, for it is written, got k_scale")
-        validate_codes(("k_scale", "v_scale"), (k_scale, v_scale), ("k_cache", "v_cache"), (k_cache, v_cache))
+        paged.validate_codes(AppendArgs._make(args))
     return k, v, k_cache, v_cache, private_slots, layout, k_scale, v_scale
-
-
-def slot_count_of(args: Args) -> int:
-    """The tokens that the pool has room for."""
-    return int(args[2].shape[0] * args[2].shape[page_axes(args[5])[0]])
-
-
-def _name_wrong_slot(slot_ids: list[int], slot_count: int) -> None:
-    seen: dict[int, int] = {}
-    for index, slot in enumerate(slot_ids):
-        if not 0 <= slot < slot_count:
-            raise ValueError(f"slot_mapping needs places in [0, {slot_count}), got {slot} at {index}")
-        if slot in seen:
-            raise ValueError(f"slot_mapping needs each place once, got {slot} at {seen[slot]} and {index}")
-        seen[slot] = index
 
 
 def copy_if_aliased(rows: Tensor, *pools: Tensor) -> Tensor:
@@ -190,15 +160,14 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class AppendBatching(Batching):
+class AppendBatching(TokenBatching):
     """Appends to one pool: rows and slot_mapping are concatenated; each caller gets its own
     slot_mapping back.
 
-    `rows` are the positions of what has rows of tokens, `ids` of what has a number for each, slot_mapping
-    last.
+    `ids` are the positions of what has a number for each token, slot_mapping last.
     """
 
-    rows: tuple[int, ...] = (0, 1)
+    tensors: int = 2
     ids: tuple[int, ...] = (4,)
 
     rowwise: ClassVar[bool] = True  # rows do not touch each other
@@ -206,15 +175,7 @@ class AppendBatching(Batching):
     @property
     def concat_positions(self) -> Container[int]:
         """Rows and slot_mapping; never the pools."""
-        return (*self.rows, *self.ids)
-
-    def compatibility(self, args: Args) -> Hashable | None:
-        """Dtype, device and shape of the rows."""
-        return tuple((args[row].dtype, args[row].device, args[row].shape[1:]) for row in self.rows)
-
-    def batch_cost(self, args: Args) -> tuple[int, int]:
-        """Tokens, and the bytes of their rows."""
-        return args[0].shape[0], sum(args[row].numel() * args[row].element_size() for row in self.rows)
+        return (*range(self.tensors), *self.ids)
 
     def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         """One write of everybody's tokens; callers that claim the same place are refused, all of them."""
@@ -222,7 +183,7 @@ class AppendBatching(Batching):
         accepted = [args for caller, args in enumerate(calls) if caller not in rejected]
         merged = list(calls[0])
         if accepted:
-            for row in self.rows:
+            for row in range(self.tensors):
                 merged[row] = concat_rows([args[row] for args in accepted])
             for ids in self.ids:
                 merged[ids] = concat_index_rows([args[ids] for args in accepted])

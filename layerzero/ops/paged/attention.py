@@ -65,17 +65,13 @@ def check(args: Args) -> CallSpec:
     call = PagedArgs._make(args)
     q, k_cache, v_cache = call[:3]
     checks.need_choice("layout", call.layout, paged.LAYOUTS)
-    checks.need_bool("is_causal", call.is_causal)
-    checks.need_bool("return_lse", call.return_lse)
+    checks.need_bools(call, "is_causal", "return_lse")
     paged.check_queries("q", q)
     dims = paged.check_tables(q, call.block_tables, call.seq_lens, call.cu_seqlens_q)
     dims |= _check_pools(q, k_cache, v_cache, call.layout)
     check_score_options(call.scale, call.softcap, call.window)
     features = score_features(call, dims) | paged.cache_features(q, k_cache, v_cache)
-    features |= kv_formats.check_scales(
-        ("k_scale", "v_scale"), call[12:14], (k_cache, v_cache), paged.page_axes(call.layout)[1],
-        ("k_cache", "v_cache"),
-    )  # fmt: skip
+    features |= kv_formats.check_scales(call, kv_formats.POOLS, paged.page_axes(call.layout)[1])
     features["prefill"] = call.cu_seqlens_q is not None
     return describe(
         "paged_attention", [q], dims, features,
@@ -90,8 +86,7 @@ def _check_pools(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: str) -> di
     paged.check_cache("v_cache", v_cache, q, 4)
     tokens, heads = paged.page_axes(layout)
     paged.check_pair(k_cache, v_cache)
-    if k_cache.shape[3] != q.shape[2]:
-        raise ValueError(f"k_cache needs head size {q.shape[2]} like q, got {k_cache.shape[3]}")
+    checks.need_like("k_cache", "head size {}", k_cache.shape[3], q.shape[2], "q")
     query_heads, key_heads = q.shape[1], k_cache.shape[heads]
     if query_heads == 0 or query_heads % key_heads:
         raise ValueError(
@@ -107,7 +102,7 @@ def validate_values(args: Args) -> Args:
     """Page ids, lengths and offsets that fit, as copies."""
     k_cache, tokens = args[1], paged.page_axes(args[10])[0]
     if args[12] is not None:
-        paged.validate_codes(("k_scale", "v_scale"), args[12:14], ("k_cache", "v_cache"), args[1:3])
+        paged.validate_codes(PagedArgs._make(args))
     return paged.validate_paged_metadata(args, 3, "q", k_cache.shape[0], k_cache.shape[tokens])
 
 
@@ -118,17 +113,8 @@ def paged_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor
     """
     call = PagedArgs(*args, **named)
     validate_values(call)
-    size = call.k_cache.shape[paged.page_axes(call.layout)[0]]
-    starts = paged.query_offsets(call.q.shape[0], call.cu_seqlens_q)
-    sequences = []
-    for row, length in enumerate(call.seq_lens.tolist()):
-        pages = call.block_tables[row, : -(-length // size)]
-        k, v = (
-            paged.gather_numbers(cache, scale, pages, length, call.layout, call.q.dtype)
-            for cache, scale in ((call.k_cache, call.k_scale), (call.v_cache, call.v_scale))
-        )
-        sequences.append((call.q[starts[row] : starts[row + 1]], k, v))
-    return attend_sequences(sequences, call)
+    pools = ((call.k_cache, call.k_scale), (call.v_cache, call.v_scale))
+    return attend_sequences(paged.sequences_of(call, call.q, pools, call.layout), call)
 
 
 def work(spec: CallSpec) -> WorkEstimate:
@@ -160,5 +146,5 @@ PAGED_ATTENTION = define_op(
     **paged.results_over_queries(values=2, return_lse=11, validate=validate_values),
     wide_outputs=frozenset({1}),
     decoding=pages_decoding(queries=1, scales=12),
-    batching=PagedBatching(queries=1, pools=2),
+    batching=PagedBatching(tensors=1, pools=2),
 )

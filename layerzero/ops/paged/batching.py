@@ -5,47 +5,37 @@ Keys and values stay where they are: callers join only over one and the same poo
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerzero.ops.batching import concat_rows, split_outputs
+from layerzero.ops.batching import TokenBatching, concat_rows, split_outputs
 from layerzero.ops.host_copies import concat_with_host_copies, host_copy_of
-from layerzero.ops.op import Args, Batching, LaunchFunction
+from layerzero.ops.op import Args, LaunchFunction
 
 
 @dataclass(frozen=True, slots=True)
-class PagedBatching(Batching):
+class PagedBatching(TokenBatching):
     """Calls over one pool, prefill and decode alike.
 
-    The arguments are queries, pools, block_tables, seq_lens, cu_seqlens_q, flags: `queries` counts
-    the tensors in front whose rows are query tokens, `pools` the pools behind them.
+    The arguments are queries, pools, block_tables, seq_lens, cu_seqlens_q, flags: `tensors` counts the
+    queries, `pools` the pools behind them.
     """
 
-    queries: int
     pools: int
 
     @property
     def table(self) -> int:
         """The position of block_tables; seq_lens and cu_seqlens_q follow it."""
-        return self.queries + self.pools
+        return self.tensors + self.pools
 
     @property
     def concat_positions(self) -> Container[int]:
         """The queries, and what says where their keys are; never the pools."""
-        return {*range(self.queries), *range(self.table, self.table + 3)}
-
-    def compatibility(self, args: Args) -> Hashable | None:
-        """Dtype, device and heads of the queries."""
-        return tuple((q.dtype, q.device, q.shape[1:]) for q in args[: self.queries])
-
-    def batch_cost(self, args: Args) -> tuple[int, int]:
-        """(query tokens, bytes of the queries): what is copied; the pool is not."""
-        tokens: int = args[0].shape[0]
-        return tokens, sum(q.numel() * q.element_size() for q in args[: self.queries])
+        return {*range(self.tensors), *range(self.table, self.table + 3)}
 
     def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         """One launch over everybody's queries."""
@@ -53,10 +43,10 @@ class PagedBatching(Batching):
             return [launch(calls[0])]
         table = self.table
         counts = [args[0].shape[0] for args in calls]
-        queries = [concat_rows([args[i] for args in calls]) for i in range(self.queries)]
+        queries = [concat_rows([args[i] for args in calls]) for i in range(self.tensors)]
         merged = (
             *queries,
-            *calls[0][self.queries : table],
+            *calls[0][self.tensors : table],
             concat_with_host_copies([args[table] for args in calls], concat_block_tables, "tables"),
             concat_with_host_copies([args[table + 1] for args in calls], concat_index_rows, "lengths"),
             concat_cu_seqlens([args[table + 2] for args in calls], counts, queries[0].device),

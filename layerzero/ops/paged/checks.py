@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layerzero.formats.errors import FormatError
 from layerzero.ops import checks, kv_formats
+from layerzero.ops.attention.arguments import MlaArgs, PagedArgs
 from layerzero.ops.op import Args
 from layerzero.spec.call_spec import OutputSpec
 from layerzero.spec.reasons import Reason
@@ -33,7 +34,7 @@ def check_queries(name: str, queries: Any) -> None:
         raise TypeError(f"{name} needs one of {allowed_dtypes}, got {checks.dtype_name(queries.dtype)}")
 
 
-def check_cache(name: str, pool: Any, q: Tensor, rank: int) -> Tensor:
+def check_cache(name: str, pool: Any, q: Tensor, rank: int) -> None:
     """`pool` as pages of keys or values beside `q`: numbers or codes, of `rank` axes, no page empty."""
     checks.need_tensor(name, pool, rank=rank, floating=False)
     if pool.dtype not in POOL_DTYPES:
@@ -47,16 +48,12 @@ def check_cache(name: str, pool: Any, q: Tensor, rank: int) -> Tensor:
         raise ValueError(
             f"{name} needs pages of at least one token, head and element, got shape {tuple(pool.shape)}"
         )
-    return pool  # type: ignore[no-any-return]
 
 
 def check_pair(k_cache: Tensor, v_cache: Tensor) -> None:
     """Pools of keys and of values with the same pages, tokens and heads, of one dtype."""
-    if v_cache.shape[:3] != k_cache.shape[:3]:
-        raise ValueError(
-            f"v_cache needs the pages, tokens and heads of k_cache, {tuple(k_cache.shape[:3])}, got "
-            f"{tuple(v_cache.shape[:3])}"
-        )
+    sizes, expected = tuple(v_cache.shape[:3]), tuple(k_cache.shape[:3])
+    checks.need_like("v_cache", "pages, tokens and heads {}", sizes, expected, "k_cache")
     kv_formats.need_same_dtype("v_cache", v_cache, "k_cache", k_cache)
 
 
@@ -136,8 +133,12 @@ def validate_block_tables(
                 f"tokens a row of block_tables), got {length} at {row}"
             )
         used: list[int] = tables[row, : -(-length // page_size)].tolist()
-        if used and not (min(used) >= 0 and max(used) < pages and len(set(used)) == len(used)):
-            _name_wrong_page(row, used, pages)
+        if (wrong := checks.wrong_place(used, pages)) is not None:
+            entry, earlier = wrong
+            needs = f"page ids in [0, {pages})" if earlier is None else "each page once a sequence"
+            where = f"entry {entry}" if earlier is None else f"entries {earlier} and {entry}"
+            got = used[entry] if earlier is None else f"page {used[entry]}"
+            raise ValueError(f"block_tables needs {needs}, got {got} at row {row}, {where}")
     return tables, lengths
 
 
@@ -151,21 +152,6 @@ def validate_paged_metadata(args: Args, table: int, tokens: str, pages: int, pag
     if offsets is not None:
         offsets = validate_cu_seqlens("cu_seqlens_q", offsets, args[0].shape[0], f"the rows of {tokens}")
     return *args[:table], tables, lengths, offsets, *args[table + 3 :]
-
-
-def _name_wrong_page(row: int, used: list[int], pages: int) -> None:
-    seen: dict[int, int] = {}
-    for entry, page in enumerate(used):
-        if not 0 <= page < pages:
-            raise ValueError(
-                f"block_tables needs page ids in [0, {pages}), got {page} at row {row}, entry {entry}"
-            )
-        if page in seen:
-            raise ValueError(
-                f"block_tables needs each page once a sequence, got page {page} at row {row}, entries "
-                f"{seen[page]} and {entry}"
-            )
-        seen[page] = entry
 
 
 def cache_features(q: Tensor, *pools: Tensor) -> dict[str, bool]:
@@ -210,16 +196,25 @@ def gather_numbers(
     return kv_formats.decode(tokens, scale, 1, wide)
 
 
-def validate_codes(
-    scale_names: tuple[str, str], scales: Sequence[Any], names: tuple[str, str], pools: Sequence[Any]
-) -> None:
+def sequences_of(
+    call: PagedArgs | MlaArgs, q: Tensor, pools: Sequence[tuple[Tensor, Tensor | None]], layout: str
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Each sequence's rows of `q`, and its tokens as numbers out of two pools with their scales."""
+    starts, size = query_offsets(q.shape[0], call.cu_seqlens_q), pools[0][0].shape[page_axes(layout)[0]]
+    for row, length in enumerate(call.seq_lens.tolist()):
+        pages = call.block_tables[row, : -(-length // size)]
+        first, second = (gather_numbers(pool, scale, pages, length, layout, q.dtype) for pool, scale in pools)
+        yield q[starts[row] : starts[row + 1]], first, second
+
+
+def validate_codes(call: Any, pairs: kv_formats.Pairs = kv_formats.POOLS) -> None:
     """What is looked at with every call over codes.
 
     Raises: FormatError: a scale is no positive number, or a pool was written in another format.
     """
-    for scale_name, scale, name, pool in zip(scale_names, scales, names, pools, strict=True):
-        kv_formats.need_valid_scale(scale_name, scale)
-        kv_formats.need_format(name, pool, scale)
+    for scale, pool in pairs:
+        kv_formats.need_valid_scale(scale, getattr(call, scale))
+        kv_formats.need_format(pool, getattr(call, pool), getattr(call, scale))
 
 
 def results_over_queries(values: int, return_lse: int, validate: Callable[[Args], Args]) -> dict[str, Any]:

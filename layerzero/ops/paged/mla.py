@@ -18,7 +18,7 @@ from layerzero.ops.paged.reference import attend_sequences
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
-_POOLS, _SCALES = ("ckv_cache", "kpe_cache"), ("ckv_scale", "kpe_scale")
+_POOLS = (("ckv_scale", "ckv_cache"), ("kpe_scale", "kpe_cache"))
 
 
 @op_signature()
@@ -60,8 +60,7 @@ def check(args: Args) -> CallSpec:
     """Validate a call, without reading data, and describe it; see `mla_attention` for the arguments."""
     call = MlaArgs._make(args)
     q_nope, q_pe, ckv, kpe, tables, lens, cu, scale, is_causal, return_lse = call[:10]
-    checks.need_bool("is_causal", is_causal)
-    checks.need_bool("return_lse", return_lse)
+    checks.need_bools(call, "is_causal", "return_lse")
     checks.need_number("scale", scale)
     paged.check_queries("q_nope", q_nope)
     paged.check_queries("q_pe", q_pe)
@@ -70,27 +69,19 @@ def check(args: Args) -> CallSpec:
         raise ValueError(
             f"q_nope needs heads of at least 1, got {tuple(q_nope.shape)} and q_pe {tuple(q_pe.shape)}"
         )
-    if q_pe.shape[:2] != q_nope.shape[:2]:
-        raise ValueError(
-            f"q_pe needs (T, H) = {tuple(q_nope.shape[:2])} like q_nope, got {tuple(q_pe.shape[:2])}"
-        )
+    checks.need_like("q_pe", "(T, H) = {}", tuple(q_pe.shape[:2]), tuple(q_nope.shape[:2]), "q_nope")
     paged.check_cache("ckv_cache", ckv, q_nope, 3)
     paged.check_cache("kpe_cache", kpe, q_nope, 3)
-    if kpe.shape[:2] != ckv.shape[:2]:
-        raise ValueError(
-            f"kpe_cache needs pages {tuple(ckv.shape[:2])} like ckv_cache, got {tuple(kpe.shape[:2])}"
-        )
+    checks.need_like("kpe_cache", "pages {}", tuple(kpe.shape[:2]), tuple(ckv.shape[:2]), "ckv_cache")
     kv_formats.need_same_dtype("kpe_cache", kpe, "ckv_cache", ckv)
     for name, pool, query, like in (("ckv_cache", ckv, q_nope, "q_nope"), ("kpe_cache", kpe, q_pe, "q_pe")):
-        if pool.shape[2] != query.shape[2]:
-            raise ValueError(f"{name} needs width {query.shape[2]} like {like}, got {pool.shape[2]}")
+        checks.need_like(name, "width {}", pool.shape[2], query.shape[2], like)
     dims = paged.check_tables(q_nope, tables, lens, cu)
     dims |= {
         "Hq": q_nope.shape[1], "Hk": 1, "G": q_nope.shape[1], "C": ckv.shape[2], "R": kpe.shape[2],
         "N": ckv.shape[0], "P": ckv.shape[1],
     }  # fmt: skip
-    scales = kv_formats.check_scales(_SCALES, call[10:12], (ckv, kpe), None, _POOLS)
-    features = paged.cache_features(q_nope, ckv, kpe) | scales
+    features = paged.cache_features(q_nope, ckv, kpe) | kv_formats.check_scales(call, _POOLS, None)
     features |= {"causal": is_causal, "prefill": cu is not None, "lse": return_lse}
     features["scale_not_positive"] = scale <= 0
     typed = (q_nope, q_pe, tables, lens)
@@ -100,7 +91,7 @@ def check(args: Args) -> CallSpec:
 def validate_values(args: Args) -> Args:
     """Page ids, lengths and offsets that fit, as copies."""
     if args[10] is not None:
-        paged.validate_codes(_SCALES, args[10:12], _POOLS, args[2:4])
+        paged.validate_codes(MlaArgs._make(args), _POOLS)
     return paged.validate_paged_metadata(args, 4, "q_nope", args[2].shape[0], args[2].shape[1])
 
 
@@ -111,20 +102,12 @@ def mla_attention_reference(*args: Any, **named: Any) -> Tensor | tuple[Tensor, 
     """
     call = MlaArgs(*args, **named)
     validate_values(call)
-    size = call.ckv_cache.shape[1]
-    dtype = call.q_nope.dtype
-    queries = torch.cat([call.q_nope, call.q_pe.to(dtype)], -1)
+    queries = torch.cat([call.q_nope, call.q_pe.to(call.q_nope.dtype)], -1)
     pools = ((call.ckv_cache, call.ckv_scale), (call.kpe_cache, call.kpe_scale))
-    starts = paged.query_offsets(call.q_nope.shape[0], call.cu_seqlens_q)
-    sequences = []
-    for row, length in enumerate(call.seq_lens.tolist()):
-        pages = call.block_tables[row, : -(-length // size)]
-        ckv, kpe = (
-            paged.gather_numbers(pool, scale, pages, length, "NHD", call.q_nope.dtype)
-            for pool, scale in pools
-        )
-        key = torch.cat([ckv, kpe], -1).unsqueeze(1)
-        sequences.append((queries[starts[row] : starts[row + 1]], key, ckv.unsqueeze(1)))
+    sequences = (
+        (q, torch.cat([ckv, kpe], -1).unsqueeze(1), ckv.unsqueeze(1))
+        for q, ckv, kpe in paged.sequences_of(call, queries, pools, "NHD")
+    )
     return attend_sequences(sequences, call)
 
 
@@ -151,5 +134,5 @@ MLA_ATTENTION = define_op(
     **paged.results_over_queries(values=2, return_lse=9, validate=validate_values),
     wide_outputs=frozenset({1}),
     decoding=pages_decoding(queries=2, scales=10),
-    batching=PagedBatching(queries=2, pools=2),
+    batching=PagedBatching(tensors=2, pools=2),
 )

@@ -13,10 +13,10 @@ from layerzero.ops import checks, kv_formats
 from layerzero.ops.attention.arguments import RaggedArgs
 from layerzero.ops.attention.batching import GATHER_BYTES, GATHER_BYTES_OTHER_DEVICES
 from layerzero.ops.attention.checks import check_score_options, normalized_window, score_features
-from layerzero.ops.batching import as_view_of_base, concat_rows, split_outputs
+from layerzero.ops.batching import TokenBatching, as_view_of_base, concat_rows, split_outputs
 from layerzero.ops.decoding import OPERAND_DECODING
 from layerzero.ops.describe import describe
-from layerzero.ops.op import Args, Batching, LaunchFunction, define_op
+from layerzero.ops.op import Args, LaunchFunction, define_op
 from layerzero.ops.paged.batching import concat_cu_seqlens
 from layerzero.ops.paged.checks import check_cu_seqlens, results_over_queries, validate_cu_seqlens
 from layerzero.ops.paged.reference import attend_sequences
@@ -60,8 +60,7 @@ def check(args: Args) -> CallSpec:
     """Validate a call, without reading data, and describe it; see `ragged_attention` for the arguments."""
     call = RaggedArgs._make(args)
     q, k, v, cu, cu_k = call[:5]
-    checks.need_bool("is_causal", call.is_causal)
-    checks.need_bool("return_lse", call.return_lse)
+    checks.need_bools(call, "is_causal", "return_lse")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         checks.need_tensor(name, tensor, rank=3, floating=not kv_formats.holds_codes(tensor))
     checks.need_index("cu_seqlens_q", cu, rank=1)
@@ -75,19 +74,16 @@ def check(args: Args) -> CallSpec:
     features = score_features(call, dims)
     features["lse_grad"] = call.return_lse and any(t.requires_grad for t in (q, k, v))
     scales = kv_formats.check_operand_scales(call, 1)
-    if scales:
-        return kv_formats.describe_coded("ragged_attention", call, dims, features | scales, typed=args[3:5])
-    return describe("ragged_attention", (q, k, v), dims, features, typed=args[:5])
+    typed = (q, cu, cu_k) if scales else args[:5]
+    return describe("ragged_attention", (q, k, v), dims, features | scales, typed=typed)
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     if 0 in q.shape[1:] or 0 in k.shape[1:] or v.shape[2] == 0:
         shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
         raise ValueError(f"q, k and v need at least one head of at least one element, got {shapes}")
-    if v.shape[:2] != k.shape[:2]:
-        raise ValueError(f"v needs tokens and heads {tuple(k.shape[:2])} like k, got {tuple(v.shape[:2])}")
-    if k.shape[2] != q.shape[2]:
-        raise ValueError(f"k needs head size {q.shape[2]} like q, got {k.shape[2]}")
+    checks.need_like("v", "tokens and heads {}", tuple(v.shape[:2]), tuple(k.shape[:2]), "k")
+    checks.need_like("k", "head size {}", k.shape[2], q.shape[2], "q")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"k needs heads that divide q's {q.shape[1]}, got {k.shape[1]}")
     return {
@@ -137,8 +133,10 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class RaggedBatching(Batching):
+class RaggedBatching(TokenBatching):
     """Sequences of all callers concatenated; those that have to be copied only while they are small."""
+
+    tensors: int = 3
 
     @property
     def concat_positions(self) -> Container[int]:
@@ -149,12 +147,7 @@ class RaggedBatching(Batching):
         """Dtype, device and heads of the operands; None where scales are of a caller's own tokens."""
         if args[11] is not None and args[11].dim() > 1:
             return None
-        return tuple((t.dtype, t.device, t.shape[1:]) for t in args[:3])
-
-    def batch_cost(self, args: Args) -> tuple[int, int]:
-        """(query tokens, operand bytes)."""
-        tokens: int = args[0].shape[0]
-        return tokens, sum(t.numel() * t.element_size() for t in args[:3])
+        return TokenBatching.compatibility(self, args)  # `super()` would look for the class without slots
 
     def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         """One launch over everybody's sequences, or one each where gathering costs more than launches."""

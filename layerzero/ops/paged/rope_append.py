@@ -67,14 +67,9 @@ def _check(args: Args) -> CallSpec:
             )
     turned = check_rope((q, k, positions, cos, sin, interleaved, None))
     written = append.check(_append_args(args))
-    return describe(
-        "rope_append_kv",
-        [q, k, v],
-        {**written.dims, "Hq": turned.dim("Hq"), "R": turned.dim("R")},
-        turned.features | written.features,
-        layout=layout,
-        typed=(q, k, positions, slot_mapping),
-    )
+    dims = {**written.dims, "Hq": turned.dim("Hq"), "R": turned.dim("R")}
+    features, typed = turned.features | written.features, (q, k, positions, slot_mapping)
+    return describe("rope_append_kv", [q, k, v], dims, features, layout=layout, typed=typed)
 
 
 def _validate_values(args: Args) -> Args:
@@ -85,22 +80,11 @@ def _validate_values(args: Args) -> Args:
     return q, k, v, positions, *args[4:8], slot_mapping, *args[9:]
 
 
-def rope_append_kv_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    interleaved: bool = False,
-    layout: str = "NHD",
-) -> Tensor:
+def rope_append_kv_reference(*args: Any) -> Tensor:
     """The two ops' references, one after the other."""
+    q, k, _, positions, cos, sin, *_, interleaved, _ = args
     turned, keys = rope_reference(q, k, positions, cos, sin, interleaved)
-    append.append_kv_reference(keys, v, k_cache, v_cache, slot_mapping, layout)
+    append.append_kv_reference(keys, *_append_args(args)[1:])
     return turned
 
 
@@ -115,7 +99,7 @@ def _work(spec: CallSpec) -> WorkEstimate:
 class RopeAppendBatching(append.AppendBatching):
     """As appends: each caller gets the rows of its own queries."""
 
-    rows: tuple[int, ...] = (0, 1, 2)
+    tensors: int = 3
     ids: tuple[int, ...] = (3, 8)
 
     def results(self, calls: Sequence[Args], out: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes, keeping
+from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes
 from layerzero.spec.call_spec import CallSpec
 
 # Rows of a weight whose first byte is compared at each call.
@@ -28,20 +28,15 @@ class KeptCodes(NamedTuple):
 
     def of(self, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales laid out, made for this call alone where they are not kept."""
-        return self._codes(weight), self._or_made(self.scales, scale)
+        return self._codes(weight), self.scales.of_or_made(scale)
 
     def _codes(self, weight: Tensor) -> Tensor:
-        both = self._or_made(self.codes, weight)
+        both = self.codes.of_or_made(weight)
         panels, compared = both[: weight.numel()], both[weight.numel() :]
         if not torch.equal(compared, weight[::COMPARED, 0]):  # changed behind torch's back
             self.codes.repack(weight)
             return self._codes(weight)
         return panels
-
-    @staticmethod
-    def _or_made(cache: PackedWeights, part: Tensor) -> Tensor:
-        panels = cache.of(part)
-        return cache.lay_out(part) if panels is None else panels
 
 
 def keep(lay_out: Callable[[Tensor], Tensor], lay_out_scale: Callable[[Tensor], Tensor]) -> KeptCodes:
@@ -52,7 +47,9 @@ def keep(lay_out: Callable[[Tensor], Tensor], lay_out_scale: Callable[[Tensor], 
         panels = lay_out(weight.contiguous()).contiguous().view(torch.uint8).flatten()
         return torch.cat((panels, weight[::COMPARED, 0]))
 
-    return KeptCodes(keeping(with_compared, limit, 2, sharing), keeping(lay_out_scale, limit, 4, sharing))
+    return KeptCodes(
+        PackedWeights(with_compared, limit, 2, sharing), PackedWeights(lay_out_scale, limit, 4, sharing)
+    )
 
 
 def workspace(request: CallSpec) -> int:

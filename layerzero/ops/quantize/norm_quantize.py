@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
+from layerzero.ops.describe import estimate
 from layerzero.ops.norm.rms_norm import ADD_RMS_NORM, rms_norm_reference
 from layerzero.ops.op import Args, define_op
 from layerzero.ops.quantize.quantize import FORMATS, quantize_reference, scale_shape
 from layerzero.ops.signature import SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec, OutputSpec
 
 GRANULARITIES = ("row", "group")
 
@@ -59,16 +62,9 @@ def _check(args: Args) -> CallSpec:
     )
 
 
-def add_rms_norm_quantize_reference(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    format: str,
-    granularity: str,
-    group_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def add_rms_norm_quantize_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The sum in x's dtype, its norm in float32 at least, then `quantize_reference` of that."""
+    x, residual, weight, eps, format, granularity, group_size = args
     total = x + residual
     wide = total if total.dtype == torch.float64 else total.float()
     normed = rms_norm_reference(wide, weight, eps)
@@ -85,31 +81,15 @@ def _outputs(args: Args) -> tuple[OutputSpec, ...]:
     )
 
 
-def _empty(args: Args) -> tuple[Tensor, ...] | None:
-    x, form = args[0], FORMATS[args[4]].element
-    if x.numel():
-        return None
-    # No row has a scale; there is nothing to give back.
-    scale = x.new_ones(scale_shape(tuple(x.shape), args[5], args[6]), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=form.storage), scale, torch.empty_like(x)
-
-
-def _work(spec: CallSpec) -> WorkEstimate:
-    """Two operands are read, the sum and codes of a byte are written."""
-    n, c = spec.dim("N"), spec.dim("C")
-    size = checks.dtype_bytes(spec.dtype)
-    return WorkEstimate(flops=10.0 * n * c, bytes=float((3 * n * c + c) * size + n * c))
-
-
 ADD_RMS_NORM_QUANTIZE = define_op(
     build=add_rms_norm_quantize,
     check=_check,
     reference=add_rms_norm_quantize_reference,
     outputs=_outputs,
-    work=_work,
+    # Two operands are read, the sum and codes of a byte are written.
+    work=estimate(lambda N, C: (10 * N * C, 3 * N * C + C, N * C)),
     operands=(0, 1, 2),
     exact_dims=frozenset({"C", "S"}),
-    empty=_empty,
     castable=False,
     batching=RowBatching(row_operands=(0, 1)),
     differentiable=False,

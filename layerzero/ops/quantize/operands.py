@@ -12,12 +12,19 @@ from torch import Tensor
 
 from layerzero.formats import checks as format_checks
 from layerzero.formats.errors import FormatError
-from layerzero.formats.table import Format, format_of
+from layerzero.formats.table import FORMATS, Format, format_of
 from layerzero.ops import checks
 from layerzero.spec.reasons import Reason
 
 # How rows meet a weight: as they are; rounded to the weight's own format; or rounded by row to eight bits.
 INPUTS = ("float", "dynamic", "int8", "fp8_e4m3")
+# The features of kernels that take every format, part of a weight, way of inputs, or mixture of experts.
+FORMAT_FEATURES = " ".join(f"quant_{name}" for name in FORMATS)
+SCALE_FEATURES = "scale_per_tensor scale_per_row scale_per_group scale_per_block"
+PART_FEATURES = f"{SCALE_FEATURES} scale_16bit zero_point tensor_scale"
+INPUT_FEATURES = "inputs_float inputs_quantized inputs_int8 inputs_fp8_e4m3"
+_GATES = "act_swiglu act_geglu act_geglu_tanh act_reglu"
+EXPERT_FEATURES = f"gate_second weighed_inputs local_experts shared_experts {_GATES}"
 
 
 def need_codes(

@@ -7,7 +7,6 @@ shape of the scales says what shares one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -23,11 +22,11 @@ from layerzero.formats.table import FORMATS as ALL_FORMATS
 from layerzero.formats.table import GRANULARITIES, Format
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.describe import describe
+from layerzero.ops.describe import describe, estimate
 from layerzero.ops.op import Args, define_op
 from layerzero.ops.quantize.operands import need_codes, per_matrix, weight_features
 from layerzero.ops.signature import SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec, OutputSpec
 
 # The formats of eight bits with scales of float32, whose dtype says the format.
 FORMATS: Mapping[str, Format] = MappingProxyType(
@@ -90,20 +89,12 @@ def _check_quantize(args: Args) -> CallSpec:
     format_checks.check_grouping(form, granularity, group_size, shape)
     features = {f"quant_{name}": True, f"scale_per_{granularity}": True, "scale_given": scale is not None}
     if scale is not None:
-        need_scale("scale", scale, scale_shape(shape, granularity, group_size), form=form)
+        checks.need_tensor("scale", scale, floating=False)
+        format_checks.need_scale_of("scale", scale, form, [scale_shape(shape, granularity, group_size)])
     format_checks.check_second_scale("tensor_scale", tensor_scale, form, ())
     checks.need_same_device("x", x, scale=scale, tensor_scale=tensor_scale)
     features["tensor_scale"] = tensor_scale is not None
     return describe("quantize", [x], {"N": x.numel() // width, "C": width, "S": group_size}, features)
-
-
-def need_scale(name: str, value: Any, *shapes: tuple[int, ...], form: Format) -> Tensor:
-    """`value` as scales of a format, of one of `shapes`.
-
-    Raises: FormatError, TypeError: by name.
-    """
-    checks.need_tensor(name, value, floating=False)
-    return format_checks.need_scale_of(name, value, form, shapes)
 
 
 def quantize_reference(
@@ -151,18 +142,13 @@ def _empty(args: Args) -> tuple[Tensor, Tensor] | None:
     return codes, ones.to(form.scales[0]) if scale is None else scale
 
 
-def _work(flops: float, spec: CallSpec) -> WorkEstimate:
-    """So many operations an element; numbers move once, and codes as bytes."""
-    elements = spec.dim("N") * spec.dim("C")
-    return WorkEstimate(flops * elements, float(elements * (checks.dtype_bytes(spec.dtype) + 1)))
-
-
 QUANTIZE = define_op(
     build=quantize,
     check=_check_quantize,
     reference=quantize_reference,
     outputs=_outputs,
-    work=partial(_work, 4.0),  # a maximum, a division, a rounding
+    # A maximum, a division, a rounding; numbers move once, and codes as bytes.
+    work=estimate(lambda N, C: (4 * N * C, N * C, N * C)),
     operands=(0,),
     exact_dims=frozenset({"C", "S"}),
     empty=_empty,
@@ -209,16 +195,9 @@ def _check_dequantize(args: Args) -> CallSpec:
     return describe("dequantize", [codes], dims, features, dtype=dtype).replace(dtypes=(dtype,))
 
 
-def dequantize_reference(
-    codes: Tensor,
-    scale: Tensor,
-    dtype: str,
-    format: str | None = None,
-    zero_point: Tensor | None = None,
-    tensor_scale: Tensor | None = None,
-    block_size: int = 0,
-) -> Tensor:
+def dequantize_reference(*args: Any) -> Tensor:
     """Each code times its scales, in float32."""
+    codes, scale, dtype, format, zero_point, tensor_scale, block_size = args
     wide = numbers(codes, scale, format, zero_point, tensor_scale, block_size, torch.float32)
     return wide.to(getattr(torch, dtype))
 
@@ -254,7 +233,7 @@ DEQUANTIZE = define_op(
     check=_check_dequantize,
     reference=dequantize_reference,
     outputs=_dequantize_outputs,
-    work=partial(_work, 1.0),
+    work=estimate(lambda N, C: (N * C, N * C, N * C)),
     operands=(0,),
     exact_dims=frozenset({"C", "S"}),
     batching=RowBatching(row_operands=(0, 1, 4), accepts=_rows_alone),

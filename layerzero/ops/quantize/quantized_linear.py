@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,12 +13,13 @@ from layerzero.formats.table import FORMATS, format_of
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
+from layerzero.ops.linear.linear import linear_outputs
 from layerzero.ops.op import Args, define_op
 from layerzero.ops.quantize.operands import INPUTS as INPUTS
 from layerzero.ops.quantize.operands import inputs_feature, need_codes, need_part_values, weight_features
 from layerzero.ops.quantize.quantize import numbers
 from layerzero.ops.signature import SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec, WorkEstimate
 
 
 @op_signature()
@@ -55,22 +58,16 @@ def _check(args: Args) -> CallSpec:
     width, inner = shape
     if width == 0:
         raise ValueError(f"weight needs at least 1 row, got shape {tuple(weight.shape)}")
-    if x.shape[-1] != inner:
-        raise ValueError(f"x needs a last axis of {inner} like weight's (C, K), got {x.shape[-1]}")
+    checks.need_like("x", "a last axis of {}", x.shape[-1], inner, "weight's (C, K)")
     features, size = weight_features(form, shape, scale, zero_point, tensor_scale, block_size)
     features.add(inputs_feature(inputs, form))
     checks.need_vector("bias", bias, width, "weight's rows")
     features |= {"bias"} if bias is not None else set()
     others = {"weight": weight, "scale": scale, "bias": bias, "zero_point": zero_point}
     checks.need_same_device("x", x, **others, tensor_scale=tensor_scale)
-    return describe(
-        "quantized_linear",
-        [x],
-        {"N": x.numel() // inner, "C": width, "K": inner, "S": size or inner},
-        features,
-        typed=[x] if bias is None else [x, bias],
-        aligned=[weight],
-    )
+    dims = {"N": x.numel() // inner, "C": width, "K": inner, "S": size or inner}
+    typed = [x] if bias is None else [x, bias]
+    return describe("quantized_linear", [x], dims, features, typed=typed, aligned=[weight])
 
 
 def _validate_values(args: Args) -> Args:
@@ -99,18 +96,9 @@ def rounded_rows(x: Tensor, inputs: str, weight: torch.dtype, format: str | None
     return restore(*round_to_format(x, form, granularity, size), form, granularity, size, dtype=kind)
 
 
-def quantized_linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    inputs: str,
-    format: str | None = None,
-    zero_point: Tensor | None = None,
-    tensor_scale: Tensor | None = None,
-    block_size: int = 0,
-) -> Tensor:
+def quantized_linear_reference(*args: Any) -> Tensor:
     """(x, perhaps rounded) @ (weight's numbers)^T + bias, in float32 at least."""
+    x, weight, scale, bias, inputs, format, zero_point, tensor_scale, block_size = args
     rows = rounded_rows(x, inputs, weight.dtype, format, block_size)
     wide = numbers(weight, scale, format, zero_point, tensor_scale, block_size, rows.dtype)
     shift = None if bias is None else bias.to(rows.dtype)
@@ -134,9 +122,7 @@ QUANTIZED_LINEAR = define_op(
     build=quantized_linear,
     check=_check,
     reference=quantized_linear_reference,
-    outputs=lambda args: (
-        OutputSpec((*args[0].shape[:-1], args[1].shape[0]), checks.dtype_name(args[0].dtype)),
-    ),
+    outputs=linear_outputs,
     work=_work,
     operands=(0, 3),  # a cast must not touch the weight's codes
     uncopied_operands=(1,),

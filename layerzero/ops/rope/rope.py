@@ -12,10 +12,10 @@ from torch import Tensor
 
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
-from layerzero.ops.describe import describe
+from layerzero.ops.describe import describe, estimate
 from layerzero.ops.op import Args, define_op, output_like
 from layerzero.ops.signature import IndexTensor, SignedCall, op_signature
-from layerzero.spec.call_spec import CallSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec
 
 
 @op_signature()
@@ -52,18 +52,10 @@ def check_rope(args: Args) -> CallSpec:
     checks.need_bool("interleaved", interleaved)
     checks.need_same_device("q", q, k=k, positions=positions, cos=cos, sin=sin, xpos_scale=xpos_scale)
     width, rotated = q.shape[-1], 2 * cos.shape[1]
-    requested = {
-        "interleaved": interleaved,
-        "partial_rotary": rotated < width,
-        "xpos": xpos_scale is not None,
-    }
-    return describe(
-        "rope",
-        (q, k),
-        {"N": positions.numel(), "Hq": q.shape[-2], "Hk": k.shape[-2], "D": width, "R": rotated},
-        requested,
-        typed=(q, k, positions),
-    )
+    dims = {"N": positions.numel(), "Hq": q.shape[-2], "Hk": k.shape[-2], "D": width, "R": rotated}
+    xpos, partial = xpos_scale is not None, rotated < width
+    features = {"interleaved": interleaved, "partial_rotary": partial, "xpos": xpos}
+    return describe("rope", (q, k), dims, features, typed=(q, k, positions))
 
 
 def _check_heads(q: Any, k: Any) -> None:
@@ -74,10 +66,8 @@ def _check_heads(q: Any, k: Any) -> None:
     width = q.shape[-1]
     if width == 0 or width % 2:
         raise ValueError(f"q needs an even head size of at least 2, got {width}")
-    if k.shape[-1] != width:
-        raise ValueError(f"k needs head size {width} like q, got {k.shape[-1]}")
-    if k.shape[:-2] != q.shape[:-2]:
-        raise ValueError(f"k needs tokens {tuple(q.shape[:-2])} like q, got {tuple(k.shape[:-2])}")
+    checks.need_like("k", "head size {}", k.shape[-1], width, "q")
+    checks.need_like("k", "tokens {}", tuple(k.shape[:-2]), tuple(q.shape[:-2]), "q")
 
 
 def _check_tables(cos: Any, sin: Any, xpos_scale: Any, width: int) -> None:
@@ -137,18 +127,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, scale: Tenso
     return torch.cat((out, rest), -1) if rest.shape[-1] else out
 
 
-def _work(spec: CallSpec) -> WorkEstimate:
-    heads = spec.dim("N") * (spec.dim("Hq") + spec.dim("Hk"))
-    element = checks.dtype_bytes(spec.dtype)
-    return WorkEstimate(flops=3.0 * heads * spec.dim("R"), bytes=2.0 * heads * spec.dim("D") * element)
-
-
 ROPE = define_op(
     build=rope,
     check=check_rope,
     reference=rope_reference,
     outputs=output_like(0, 1),
-    work=_work,
+    # Heads are read and written once.
+    work=estimate(lambda N, Hq, Hk, D, R: (3 * N * (Hq + Hk) * R, 2 * N * (Hq + Hk) * D, 0)),
     operands=(0, 1),
     exact_dims=frozenset({"Hq", "Hk", "D", "R"}),
     validate_values=validate_rope_values,

@@ -180,8 +180,7 @@ def rope_tables(
     """
     width = _rotated(head_dim, rotary_dim)
     checks.need_int("positions", positions, low=1)
-    if checks.need_number("base", base, low=1.0, needs="a number > 1") == 1.0:
-        raise ValueError("base needs a number > 1, got 1.0")
+    checks.need_number("base", base, above=1.0)
     if scaling is not None and not hasattr(scaling, "inv_freq"):
         raise TypeError(
             "scaling needs None, LinearScaling, NTKScaling, DynamicNTKScaling, YarnScaling or Llama3Scaling, "
@@ -213,10 +212,8 @@ def xpos_table(
     """
     width = _rotated(head_dim, rotary_dim)
     checks.need_int("positions", positions, low=1)
-    if checks.need_number("scale_base", scale_base, low=0.0, needs="a number > 0") == 0.0:
-        raise ValueError("scale_base needs a number > 0, got 0.0")
-    if checks.need_number("gamma", gamma, low=0.0, needs="a number > 0") == 0.0:
-        raise ValueError("gamma needs a number > 0, got 0.0")
+    checks.need_number("scale_base", scale_base, above=0.0)
+    checks.need_number("gamma", gamma, above=0.0)
     pairs = torch.arange(0, width, 2, dtype=torch.float64) / width
     zeta = (pairs + gamma) / (1 + gamma)
     power = (torch.arange(positions, dtype=torch.float64) - positions // 2) / scale_base
@@ -224,12 +221,9 @@ def xpos_table(
 
 
 def _rotated(head_dim: int, rotary_dim: int | None) -> int:
-    checks.need_int("head_dim", head_dim, low=2)
-    if head_dim % 2:
-        raise ValueError(f"head_dim needs an even number, got {head_dim}")
-    if rotary_dim is None:
-        return head_dim
-    checks.need_int("rotary_dim", rotary_dim, low=2, high=head_dim)
-    if rotary_dim % 2:
-        raise ValueError(f"rotary_dim needs an even number, got {rotary_dim}")
-    return rotary_dim
+    sizes = {"head_dim": head_dim, "rotary_dim": head_dim if rotary_dim is None else rotary_dim}
+    for name, size in sizes.items():
+        checks.need_int(name, size, low=2, high=None if name == "head_dim" else head_dim)
+        if size % 2:
+            raise ValueError(f"{name} needs an even number, got {size}")
+    return sizes["rotary_dim"]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from layerzero.ops.batching import concat_rows, split_outputs
-from layerzero.ops.op import Args, Batching, LaunchFunction
+from layerzero.ops.batching import TokenBatching, concat_rows, split_outputs
+from layerzero.ops.op import Args, LaunchFunction
 from layerzero.ops.sampling.draw import as_signed_int64, column, row_seeds
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingBatching(Batching):
+class SamplingBatching(TokenBatching):
     """Rows of any callers over one vocabulary: where callers differ, their numbers become (B,) tensors.
 
     The first `tensors` arguments have a row a caller's row; `numbers` are the positions of the numbers, of
@@ -23,9 +23,9 @@ class SamplingBatching(Batching):
     keeps the stream it has alone.
     """
 
-    numbers: tuple[int, ...]
-    seed: int
     tensors: int = 1
+    numbers: tuple[int, ...] = ()
+    seed: int = 0
     fractions: frozenset[int] = frozenset()
 
     rowwise: ClassVar[bool] = True  # rows do not touch each other
@@ -34,15 +34,6 @@ class SamplingBatching(Batching):
     def concat_positions(self) -> Container[int]:
         """The tensors and the numbers; never a draft's tree."""
         return {*range(self.tensors), *self.numbers}
-
-    def compatibility(self, args: Args) -> Hashable | None:
-        """Dtype, device and row shape of each tensor."""
-        return tuple((t.dtype, t.device, t.shape[1:]) for t in args[: self.tensors])
-
-    def batch_cost(self, args: Args) -> tuple[int, int]:
-        """Rows, and the bytes of logits or probabilities."""
-        tensors = [t for t in args[: self.tensors] if t.dtype.is_floating_point]
-        return args[0].shape[0], sum(t.numel() * t.element_size() for t in tensors)
 
     def run(self, calls: Sequence[Args], launch: LaunchFunction) -> list[Any]:
         """One launch over everybody's rows."""

@@ -128,12 +128,20 @@ def new_seed() -> int | None:
 
 def by_top_k(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`sample` by the arguments of `sample_topk`, without top-p."""
-    return lambda logits, k, temperature, seed, offset: sample(logits, temperature, k, 1.0, seed, offset)
+
+    def sample_topk(logits: Tensor, k: Count, temperature: Number, *stream: Count) -> Tensor:
+        return sample(logits, temperature, k, 1.0, *stream)
+
+    return sample_topk
 
 
 def by_top_p(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`sample` by the arguments of `sample_topp`, without top-k."""
-    return lambda logits, p, temperature, seed, offset: sample(logits, temperature, 0, p, seed, offset)
+
+    def sample_topp(logits: Tensor, p: Number, temperature: Number, *stream: Count) -> Tensor:
+        return sample(logits, temperature, 0, p, *stream)
+
+    return sample_topp
 
 
 def scalar(value: Any, unused: Tensor) -> tuple[Tensor, int]:

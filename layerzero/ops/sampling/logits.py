@@ -50,7 +50,7 @@ def adjust_logits(
         >>> lz.adjust_logits(logits, history=history, prompt_lens=1, frequency_penalty=0.5)
         tensor([[1., 1., 0.]])
     """
-    checks.need_rows("logits", checks.need_tensor("logits", logits, rank=2))
+    checks.need_rows("logits", logits, rank=2)
     checks.need_each_row("repetition_penalty", repetition_penalty, logits, low=1e-3)
     checks.need_each_row("presence_penalty", presence_penalty, logits)
     checks.need_each_row("frequency_penalty", frequency_penalty, logits)
@@ -90,7 +90,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int = 0) -> tuple[Tensor
         >>> lz.token_logprobs(torch.zeros(1, 4), torch.tensor([2]))[0].exp()
         tensor([0.2500])
     """
-    checks.need_rows("logits", checks.need_tensor("logits", logits, rank=2))
+    checks.need_rows("logits", logits, rank=2)
     vocab = logits.shape[1]
     checks.need_index("tokens", tokens, rank=1)
     checks.need_count("tokens", tokens, logits)
@@ -152,7 +152,6 @@ def _without_unlikely(logits: Tensor, min_p: Number, temperature: Number) -> Ten
 
 def _ids(name: str, tokens: Tensor, logits: Tensor) -> Tensor:
     checks.need_index(name, tokens, rank=2)
-    if tokens.shape[0] != logits.shape[0]:
-        raise ValueError(f"{name} needs {logits.shape[0]} rows like logits, got {tokens.shape[0]}")
+    checks.need_like(name, "{} rows", tokens.shape[0], logits.shape[0], "logits")
     checks.need_same_device("logits", logits, **{name: tokens})
     return checks.ids_in_range(name, tokens, logits.shape[1], "the vocabulary, or -1", ignore=-1).long()

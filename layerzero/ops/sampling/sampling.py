@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.describe import describe
+from layerzero.ops.describe import describe, estimate
 from layerzero.ops.op import Args, define_op
 from layerzero.ops.sampling import draw
 from layerzero.ops.sampling.batching import SamplingBatching
 from layerzero.ops.sampling.draw import Count, Number, is_constant, new_seed
 from layerzero.ops.signature import Build, SignedCall, op_signature, type_key, value_key
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec, OutputSpec
 
 MAX_TEMPERATURE = torch.finfo(torch.float64).max
 MAX_TOP_K = (1 << 63) - 1
@@ -85,8 +85,7 @@ _TOPP: Bounds = {"p": (0, 1), "temperature": _HEAT}
 
 def _check(op: str, bounds: Bounds, args: Args) -> CallSpec:
     logits, *values = args
-    checks.need_tensor("logits", logits, rank=2)
-    checks.need_rows("logits", logits)
+    checks.need_rows("logits", logits, rank=2)
     named = dict(zip((*bounds, "seed", "offset"), values, strict=True))
     for name, value in named.items():
         if name in ("seed", "offset"):
@@ -152,31 +151,11 @@ def _require_tokens(tokens: Tensor) -> Tensor:
     return tokens
 
 
-# Operators take their result's type from these: they are functions with a signature.
-def sample_topk_reference(
-    logits: Tensor, k: Count, temperature: Number, seed: Count, offset: Count
-) -> Tensor:
-    """`sample_reference` without top-p."""
-    return draw.by_top_k(sample_reference)(logits, k, temperature, seed, offset)
-
-
-def sample_topp_reference(
-    logits: Tensor, p: Number, temperature: Number, seed: Count, offset: Count
-) -> Tensor:
-    """`sample_reference` without top-k."""
-    return draw.by_top_p(sample_reference)(logits, p, temperature, seed, offset)
-
-
-def _work(spec: CallSpec) -> WorkEstimate:
-    """Exponentials, sums and comparisons of logits that are read once."""
-    n, v = spec.dim("N"), spec.dim("V")
-    return WorkEstimate(flops=10.0 * n * v, bytes=float(n * v * checks.dtype_bytes(spec.dtype) + 8 * n))
-
-
 _define = partial(
     define_op,
     outputs=lambda args: (OutputSpec((args[0].shape[0],), "int64"),),
-    work=_work,
+    # Exponentials, sums and comparisons of logits that are read once.
+    work=estimate(lambda N, V: (10 * N * V, N * V, 8 * N)),
     operands=(0,),
     exact_dims=frozenset({"V"}),
     validate_values_per_batch=True,
@@ -194,14 +173,14 @@ SAMPLE = _define(
 SAMPLE_TOPK = _define(
     build=sample_topk,
     check=partial(_check, "sample_topk", _TOPK),
-    reference=sample_topk_reference,
+    reference=draw.by_top_k(sample_reference),
     validate_values=partial(_validate_rows, _TOPK),
     batching=SamplingBatching(numbers=(1, 2, 3, 4), seed=3, fractions=frozenset({2})),
 )
 SAMPLE_TOPP = _define(
     build=sample_topp,
     check=partial(_check, "sample_topp", _TOPP),
-    reference=sample_topp_reference,
+    reference=draw.by_top_p(sample_reference),
     validate_values=partial(_validate_rows, _TOPP),
     batching=SamplingBatching(numbers=(1, 2, 3, 4), seed=3, fractions=frozenset({1, 2})),
 )

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from layerzero.ops import checks
-from layerzero.ops.describe import describe
+from layerzero.ops.describe import describe, estimate
 from layerzero.ops.op import Args, define_op
 from layerzero.ops.sampling.batching import SamplingBatching
 from layerzero.ops.sampling.draw import GOLDEN, Count, new_seed, row_seeds, sample_from_weights, uniform
 from layerzero.ops.signature import SignedCall, op_signature, type_key
-from layerzero.spec.call_spec import CallSpec, OutputSpec, WorkEstimate
+from layerzero.spec.call_spec import CallSpec, OutputSpec
 
 MAX_DEPTH = 1 << 12
 
@@ -115,11 +115,10 @@ def _need_tree(parents: Any) -> None:
             raise ValueError(f"parents needs 0 to {node - 1} for node {node}, got {parent}")
 
 
-def _describe(op: str, args: Args, seed: Any, offset: Any) -> CallSpec:
-    draft, tokens, target = args[:3]
+def _check(op: str, args: Args) -> CallSpec:
+    draft, tokens, target, *_, seed, offset = args
     for name, probs in (("draft_probs", draft), ("target_probs", target)):
-        checks.need_tensor(name, probs, rank=3)
-        checks.need_rows(name, probs)
+        checks.need_rows(name, probs, rank=3)
     checks.need_index("draft_tokens", tokens, rank=2)
     if target.dtype != draft.dtype:
         raise TypeError(f"target_probs needs {draft.dtype} like draft_probs, got {target.dtype}")
@@ -135,20 +134,14 @@ def _describe(op: str, args: Args, seed: Any, offset: Any) -> CallSpec:
     checks.need_same_device("draft_probs", draft, draft_tokens=tokens, target_probs=target)
     checks.need_count("seed", seed, draft, beside="draft_probs")
     checks.need_count("offset", offset, draft, beside="draft_probs")
-    return describe(
-        op, [draft, target], {"N": rows, "S": places, "V": vocab}, {"seed_per_row": isinstance(seed, Tensor)}
-    )
-
-
-def _check_chain(args: Args) -> CallSpec:
-    return _describe("verify_chain", args, args[3], args[4])
+    dims, features = {"N": rows, "S": places, "V": vocab}, {"seed_per_row": isinstance(seed, Tensor)}
+    return describe(op, [draft, target], dims, features)
 
 
 def _check_tree(args: Args) -> CallSpec:
     _need_tree(args[3])
-    spec = _describe("verify_tree", args, args[4], args[5])
-    if len(args[3]) != args[0].shape[1]:
-        raise ValueError(f"parents needs {args[0].shape[1]} nodes like draft_probs, got {len(args[3])}")
+    spec = _check("verify_tree", args)
+    checks.need_like("parents", "{} nodes", len(args[3]), args[0].shape[1], "draft_probs")
     return spec
 
 
@@ -204,15 +197,9 @@ def verify_chain_reference(
     return tokens, accepted
 
 
-def verify_tree_reference(
-    draft_probs: Tensor,
-    draft_tokens: Tensor,
-    target_probs: Tensor,
-    parents: tuple[int, ...],
-    seed: Count,
-    offset: Count,
-) -> tuple[Tensor, Tensor, Tensor]:
+def verify_tree_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """One pass over the nodes, all rows side by side: a row tries a node if it is at its parent."""
+    draft_probs, draft_tokens, target_probs, parents, seed, offset = args
     rows, nodes = draft_probs.shape[:2]
     depth = tree_depth(parents)
     device = draft_probs.device
@@ -291,17 +278,10 @@ def _tree_outputs(args: Args) -> tuple[OutputSpec, ...]:
     )
 
 
-def _work(spec: CallSpec) -> WorkEstimate:
-    """Two distributions a place are read where a token is compared, one pair of them whole for the draw."""
-    n, s, v = spec.dim("N"), spec.dim("S"), spec.dim("V")
-    return WorkEstimate(
-        flops=6.0 * n * v + 4.0 * n * s, bytes=2.0 * n * v * checks.dtype_bytes(spec.dtype) + 32.0 * n * s
-    )
-
-
 _define = partial(
     define_op,
-    work=_work,
+    # Two distributions a place are read where a token is compared, one pair of them whole for the draw.
+    work=estimate(lambda N, S, V: (6 * N * V + 4 * N * S, 2 * N * V, 32 * N * S)),
     operands=(0, 2),
     exact_dims=frozenset({"V", "S"}),
     validate_values=_validate_values,
@@ -310,7 +290,7 @@ _define = partial(
 )
 VERIFY_CHAIN = _define(
     build=verify_chain,
-    check=_check_chain,
+    check=partial(_check, "verify_chain"),
     reference=verify_chain_reference,
     outputs=_chain_outputs,
     batching=SamplingBatching(numbers=(3, 4), seed=3, tensors=3),
