@@ -3,32 +3,39 @@
 
 #pragma once
 
-// An attribute that a class has a slot for: the member by which Python itself reads and writes it.
+// An attribute that a class has a slot for: where in an object of it Python itself reads and writes it.
 struct Attribute {
   PyTypeObject* type = nullptr;
-  PyMemberDef* member = nullptr;
+  const char* name = nullptr;
+  Py_ssize_t offset = 0;
 
-  void need(PyObject* object) const {
-    if (Py_TYPE(object) == type) return;
-    PyErr_Format(PyExc_TypeError, "%s needs an object of %R, got %R", member->name, type, object);
+  PyObject*& at(PyObject* object) const {
+    if (Py_TYPE(object) != type) {
+      PyErr_Format(PyExc_TypeError, "%s needs an object of %R, got %R", name, type, object);
+      throw PythonError();
+    }
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
+  }
+  // Only to look at: what runs Python's code may end it.
+  PyObject* seen(PyObject* object) const {
+    PyObject* value = at(object);
+    if (value != nullptr) return value;
+    PyErr_SetString(PyExc_AttributeError, name);
     throw PythonError();
   }
-  Ref of(PyObject* object) const {
-    need(object);
-    Ref value(PyMember_GetOne(reinterpret_cast<char*>(object), member));
-    if (!value) throw PythonError();
-    return value;
-  }
-  bool is(PyObject* object, PyObject* value) const { return of(object).get() == value; }
+  Ref of(PyObject* object) const { return Ref::to(seen(object)); }
+  bool is(PyObject* object, PyObject* value) const { return seen(object) == value; }
   long long number(PyObject* object) const {
-    const long long value = PyLong_AsLongLong(of(object).get());
+    const long long value = PyLong_AsLongLong(seen(object));
     if (value == -1 && PyErr_Occurred()) throw PythonError();
     return value;
   }
-  void set(PyObject* object, PyObject* value) const {
-    need(object);
-    if (PyMember_SetOne(reinterpret_cast<char*>(object), member, value)) throw PythonError();
+  double real(PyObject* object) const {
+    const double value = PyFloat_AsDouble(seen(object));
+    if (value == -1.0 && PyErr_Occurred()) throw PythonError();
+    return value;
   }
+  void set(PyObject* object, PyObject* value) const { const Ref before(std::exchange(at(object), Py_NewRef(value))); }
   void set(PyObject* object, long long value) const {
     Ref boxed(PyLong_FromLongLong(value));
     if (!boxed) throw PythonError();
@@ -41,7 +48,7 @@ struct FrontAttributes {
 } in_front;
 struct LaneAttributes { Attribute backlog, caps, draining, in_flight, queued, queued_bytes, stats, sweep, turn_owed, urgent; } in_lane;
 struct GroupAttributes { Attribute busy, bytes, count, lines, slots, tokens; } in_group;
-struct InlineAttributes { Attribute inflight, limit_us, max_us, stats, used_us; } in_inline;
+struct InlineAttributes { Attribute inflight, limit_us, live, max_us, stats, used_us; } in_inline;
 struct CostsAttributes { Attribute alone_us, callers, unlooked, until_anew; } in_costs;
 struct OtherAttributes {
   Attribute caller_last, caller_number, caller_slot, caps_bytes, caps_items, ran_at_once, slot_count, submitted, sweep_arrived, sweep_groups,
@@ -53,12 +60,15 @@ PyObject* tasks = nullptr;         // the dict that it reads, where it is writte
 bool find_attribute(PyObject* type, const char* name, Attribute& attribute) {
   Ref descriptor(PyObject_GetAttrString(type, name));
   if (!descriptor) return false;
-  if (Py_TYPE(descriptor.get()) != &PyMemberDescr_Type) {
+  const PyMemberDef* member = Py_TYPE(descriptor.get()) == &PyMemberDescr_Type
+                                  ? reinterpret_cast<PyMemberDescrObject*>(descriptor.get())->d_member
+                                  : nullptr;
+  if (member == nullptr || member->type != T_OBJECT_EX || member->flags != 0) {
     PyErr_Format(PyExc_TypeError, "%s needs to be a slot of %R", name, type);
     return false;
   }
   Py_INCREF(type);  // the member is its
-  attribute = {reinterpret_cast<PyTypeObject*>(type), reinterpret_cast<PyMemberDescrObject*>(descriptor.get())->d_member};
+  attribute = {reinterpret_cast<PyTypeObject*>(type), member->name, member->offset};
   return true;
 }
 
@@ -73,7 +83,7 @@ PyObject* attributes(PyObject*, PyObject* given) {
       {front, "ambient_grad", in_front.ambient_grad}, {front, "at_once", in_front.at_once}, {front, "_callers", in_front.callers},
       {front, "batcher", in_front.lane}, {front, "loop", in_front.loop}, {front, "_now_s", in_front.now},
       {front, "stepping", in_front.stepping}, {front, "inline", in_front.inline_runs},
-      {inlined, "used_us", in_inline.used_us}, {inlined, "limit_us", in_inline.limit_us}, {inlined, "max_us", in_inline.max_us},
+      {inlined, "used_us", in_inline.used_us}, {inlined, "limit_us", in_inline.limit_us}, {inlined, "max_us", in_inline.max_us}, {inlined, "live", in_inline.live},
       {front, "inline_limit_us", in_front.inline_limit}, {inlined, "inflight", in_inline.inflight}, {inlined, "stats", in_inline.stats},
       {costs, "alone_us", in_costs.alone_us}, {costs, "callers", in_costs.callers}, {costs, "unlooked", in_costs.unlooked},
       {costs, "until_anew", in_costs.until_anew}, {stats, "at_once", in_rest.ran_at_once},
