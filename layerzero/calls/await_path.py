@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Coroutine
 from types import FunctionType
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from layerzero.calls.blocking import LAST
 from layerzero.ops.checks import need_number
@@ -86,9 +86,6 @@ class Target(Protocol):
         ...
 
 
-_WAITING: Final = frozenset({"backend", "priority", "timeout", "batching"})  # keywords that concern it
-
-
 class Awaitable(NamedTuple):
     """How a target is awaited: `call` as people call it, `follow` for a pending call or plain arguments."""
 
@@ -102,14 +99,7 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
     """What awaits `target`; `validate` checks the values of calls from the cache."""
     last, queue = LAST, FAST_QUEUE
 
-    def call(*args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-        compiled = cache.call
-        if compiled is not None and (not kwargs or _WAITING.isdisjoint(kwargs)):
-            coroutine: Coroutine[Any, Any, Any] = compiled(args, kwargs)
-            return coroutine
-        return waiting(*args, **kwargs)
-
-    def waiting(
+    def call(
         *args: Any,
         backend: str | None = None,
         priority: int = 1,
@@ -117,6 +107,16 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
         batching: str | None = None,
         **kwargs: Any,
     ) -> Coroutine[Any, Any, Any]:
+        compiled = cache.call
+        if (
+            compiled is not None
+            and backend is None
+            and priority == 1
+            and timeout is None
+            and batching is None
+        ):
+            coroutine: Coroutine[Any, Any, Any] = compiled(args, kwargs)
+            return coroutine
         return follow(None, args, kwargs, backend, priority, timeout, batching)
 
     async def follow(
@@ -169,7 +169,6 @@ def awaitable_call(  # noqa: C901  a helper a step would cost every call a frame
         return result
 
     follow.__name__ = follow.__qualname__ = target.name
-    call.__signature__ = inspect.signature(waiting)  # type: ignore[attr-defined]
     return Awaitable(cast(Any, _marked(cast(FunctionType, call))), follow)
 
 
