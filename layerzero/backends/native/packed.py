@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.backends.native import load_module
 from layerzero.backends.native.products import ACTIVATIONS, LIBRARY, in_panels
+from layerzero.native import is_product
 from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes
 from layerzero.ops.linear.mlp import GATES, PLAIN, activate
 from layerzero.spec.call_spec import CallSpec
@@ -45,7 +46,20 @@ def _linear() -> Callable[..., Tensor]:
                 return out
         return functional.linear(x, weight, bias)
 
-    return linear
+    return is_product(linear, _grouped(panels))
+
+
+def _grouped(panels: PackedWeights) -> Callable[..., Tensor | None]:
+    native = load_module(LIBRARY).linear_grouped
+
+    def grouped(x: Tensor, counts: list[int], weights: list[Tensor]) -> Tensor | None:
+        packed = [panels.of(weight) for weight in weights]
+        if any(each is None for each in packed):
+            return None
+        out: Tensor | None = native(x, counts, weights, packed)
+        return out
+
+    return grouped
 
 
 def _rms_norm_linear() -> Callable[..., Any]:
