@@ -5,9 +5,11 @@
 
 // Whether the callers of this turn may go on, and no batch runs elsewhere.
 bool may_go_on(PyObject* inline_runs) {
-  if (!(in_inline.used_us.real(inline_runs) < in_inline.limit_us.real(inline_runs))) return false;
-  PyObject* inflight = in_inline.inflight.seen(inline_runs);
-  return PyList_CheckExact(inflight) && PyList_GET_SIZE(inflight) == 0;
+  Ref used = in_inline.used_us.of(inline_runs), limit = in_inline.limit_us.of(inline_runs);
+  if (!(PyFloat_AsDouble(used.get()) < PyFloat_AsDouble(limit.get()))) return false;
+  if (PyErr_Occurred()) throw PythonError();
+  Ref inflight = in_inline.inflight.of(inline_runs);
+  return PyList_CheckExact(inflight.get()) && PyList_GET_SIZE(inflight.get()) == 0;
 }
 
 // Whether the caller that submits now is one of those that share the group, or may be from now on: `InlineRuns.joins` says
@@ -35,8 +37,8 @@ bool shares(PyObject* front, PyObject* loop, PyObject* inline_runs, PyObject* ke
 // Count microseconds of work done inline since the loop's last turn. Throws: PythonError.
 void add_inline(PyObject* front, double us) {
   Ref inline_runs = in_front.inline_runs.of(front);
-  Ref sum(PyFloat_FromDouble(in_inline.used_us.real(inline_runs.get()) + us));
-  if (!sum) throw PythonError();
+  Ref sum(PyFloat_FromDouble(PyFloat_AsDouble(in_inline.used_us.of(inline_runs.get()).get()) + us));
+  if (!sum || PyErr_Occurred()) throw PythonError();
   in_inline.used_us.set(inline_runs.get(), sum.get());
 }
 
@@ -63,19 +65,18 @@ PyObject* value_by_plan(PyObject* plan, PyObject* device, PyObject* const* value
 // Throws: PythonError.
 Ref costs_at_once(PyObject* front, PyObject* loop, PyObject* key) {
   if (!has(in_front.lane, front) || !in_front.alone.is(front, Py_None)) return Ref();
-  PyObject* groups = in_front.at_once.seen(front);
-  if (PyDict_GET_SIZE(groups) == 0) return Ref();
-  Ref costs = looked_up(groups, key);
+  Ref groups = in_front.at_once.of(front);
+  if (PyDict_GET_SIZE(groups.get()) == 0) return Ref();
+  Ref costs = looked_up(groups.get(), key);
   if (!has(in_costs.unlooked, costs.get())) return Ref();
   const long long unlooked = in_costs.unlooked.number(costs.get());  // none: calls are to be timed
-  const long long until_anew = in_costs.until_anew.number(costs.get());
   Ref inline_runs = in_front.inline_runs.of(front);
-  if (unlooked == 0 || until_anew < 3 || !may_go_on(inline_runs.get()) ||
+  if (unlooked == 0 || in_costs.until_anew.number(costs.get()) < 3 || !may_go_on(inline_runs.get()) ||
       !shares(front, loop, inline_runs.get(), key, costs.get(), unlooked))
     return Ref();
-  in_costs.until_anew.set(costs.get(), until_anew - 1);
-  PyObject* stats = in_inline.stats.seen(inline_runs.get());
-  in_rest.ran_at_once.set(stats, in_rest.ran_at_once.number(stats) + 1);
+  in_costs.until_anew.set(costs.get(), in_costs.until_anew.number(costs.get()) - 1);
+  Ref stats = in_inline.stats.of(inline_runs.get());
+  in_rest.ran_at_once.set(stats.get(), in_rest.ran_at_once.number(stats.get()) + 1);
   return costs;
 }
 
@@ -84,10 +85,12 @@ Ref costs_at_once(PyObject* front, PyObject* loop, PyObject* key) {
 bool alone_runs(PyObject* front, PyObject* loop, double expected_us) {
   if (!has(in_front.lane, front)) return false;
   Ref alone = in_front.alone.of(front);
-  if (alone.get() == Py_None || !(expected_us < in_front.inline_limit.real(front))) return false;
-  PyObject* inline_runs = in_front.inline_runs.seen(front);
-  const bool room = in_inline.used_us.real(inline_runs) < in_inline.max_us.real(inline_runs);
+  if (alone.get() == Py_None || !(expected_us < PyFloat_AsDouble(in_front.inline_limit.of(front).get()))) return false;
+  Ref inline_runs = in_front.inline_runs.of(front);
+  const double used_us = PyFloat_AsDouble(in_inline.used_us.of(inline_runs.get()).get());
+  const bool room = used_us < PyFloat_AsDouble(in_inline.max_us.of(inline_runs.get()).get());
+  if (PyErr_Occurred()) throw PythonError();
   return room && task_of(loop).get() == alone.get();
 }
 
-double alone_us_of(PyObject* costs) { return in_costs.alone_us.real(costs); }
+double alone_us_of(PyObject* costs) { return PyFloat_AsDouble(in_costs.alone_us.of(costs).get()); }

@@ -3,39 +3,32 @@
 
 #pragma once
 
-// An attribute that a class has a slot for: where in an object of it Python itself reads and writes it.
+// An attribute that a class has a slot for: the member by which Python itself reads and writes it.
 struct Attribute {
   PyTypeObject* type = nullptr;
-  const char* name = nullptr;
-  Py_ssize_t offset = 0;
+  PyMemberDef* member = nullptr;
 
-  PyObject*& at(PyObject* object) const {
-    if (Py_TYPE(object) != type) {
-      PyErr_Format(PyExc_TypeError, "%s needs an object of %R, got %R", name, type, object);
-      throw PythonError();
-    }
-    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
-  }
-  // Only to look at: what runs Python's code may end it.
-  PyObject* seen(PyObject* object) const {
-    PyObject* value = at(object);
-    if (value != nullptr) return value;
-    PyErr_SetString(PyExc_AttributeError, name);
+  void need(PyObject* object) const {
+    if (Py_TYPE(object) == type) return;
+    PyErr_Format(PyExc_TypeError, "%s needs an object of %R, got %R", member->name, type, object);
     throw PythonError();
   }
-  Ref of(PyObject* object) const { return Ref::to(seen(object)); }
-  bool is(PyObject* object, PyObject* value) const { return seen(object) == value; }
+  Ref of(PyObject* object) const {
+    need(object);
+    Ref value(PyMember_GetOne(reinterpret_cast<char*>(object), member));
+    if (!value) throw PythonError();
+    return value;
+  }
+  bool is(PyObject* object, PyObject* value) const { return of(object).get() == value; }
   long long number(PyObject* object) const {
-    const long long value = PyLong_AsLongLong(seen(object));
+    const long long value = PyLong_AsLongLong(of(object).get());
     if (value == -1 && PyErr_Occurred()) throw PythonError();
     return value;
   }
-  double real(PyObject* object) const {
-    const double value = PyFloat_AsDouble(seen(object));
-    if (value == -1.0 && PyErr_Occurred()) throw PythonError();
-    return value;
+  void set(PyObject* object, PyObject* value) const {
+    need(object);
+    if (PyMember_SetOne(reinterpret_cast<char*>(object), member, value)) throw PythonError();
   }
-  void set(PyObject* object, PyObject* value) const { const Ref before(std::exchange(at(object), Py_NewRef(value))); }
   void set(PyObject* object, long long value) const {
     Ref boxed(PyLong_FromLongLong(value));
     if (!boxed) throw PythonError();
@@ -60,15 +53,12 @@ PyObject* tasks = nullptr;         // the dict that it reads, where it is writte
 bool find_attribute(PyObject* type, const char* name, Attribute& attribute) {
   Ref descriptor(PyObject_GetAttrString(type, name));
   if (!descriptor) return false;
-  const PyMemberDef* member = Py_TYPE(descriptor.get()) == &PyMemberDescr_Type
-                                  ? reinterpret_cast<PyMemberDescrObject*>(descriptor.get())->d_member
-                                  : nullptr;
-  if (member == nullptr || member->type != T_OBJECT_EX || member->flags != 0) {
+  if (Py_TYPE(descriptor.get()) != &PyMemberDescr_Type) {
     PyErr_Format(PyExc_TypeError, "%s needs to be a slot of %R", name, type);
     return false;
   }
   Py_INCREF(type);  // the member is its
-  attribute = {reinterpret_cast<PyTypeObject*>(type), member->name, member->offset};
+  attribute = {reinterpret_cast<PyTypeObject*>(type), reinterpret_cast<PyMemberDescrObject*>(descriptor.get())->d_member};
   return true;
 }
 
