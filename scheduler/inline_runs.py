@@ -27,7 +27,7 @@ class InlineRuns:
     """
 
     __slots__ = (
-        "_at_once", "_driver", "_paused", "_shares", "_shares_due", "groups", "inflight", "limit_us",
+        "_at_once", "_driver", "_paused", "_shares", "_shares_due", "groups", "inflight", "limit_us", "live",
         "max_us", "stats", "used_us",
     )  # fmt: skip
 
@@ -37,6 +37,7 @@ class InlineRuns:
         self.inflight = inflight  # the driver's batches elsewhere
         self.stats = driver.batcher.stats
         self.groups: dict[Hashable, GroupCosts] = {} if at_once is None else at_once.groups
+        self.live: set[int] = set() if at_once is None else at_once.live  # the callers that there are
         self.set_max(max_us)
         self.used_us = 0.0
         self._paused: deque[Any] = deque()  # futures of callers that had their share of this turn

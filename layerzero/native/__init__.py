@@ -178,10 +178,14 @@ def reason_of(error: Exception) -> str:
     return str(reason or Reason.KERNEL_LOAD_FAILED)
 
 
-def is_product(function: FunctionT) -> FunctionT:
+def is_product(function: FunctionT, grouped: Callable[..., Any] | bool = True) -> FunctionT:
     """Say of a kernel that it is the product of its rows and its weight and nothing more, where no other
-    operand is given: batches of several weights may run as one launch (`products.h`)."""
-    vars(function)["is_product"] = True
+    operand is given: batches of several weights may run as one launch (`products.h`).
+
+    That is torch's product, or `grouped(rows, counts, weights)`: as many of the rows (N, K) as each count
+    says times its weight (C, K), in one tensor (N, C); None where it cannot.
+    """
+    vars(function)["is_product"] = grouped
     return function
 
 

@@ -13,14 +13,18 @@ bool may_go_on(PyObject* inline_runs) {
 }
 
 // Whether the caller that submits now is one of those that share the group, or may be from now on: `InlineRuns.joins` says
-// of one that nobody knows, and where who is still there needs a look. As `AtOnce.call_ran`.
+// of one that nobody knows, and where even of those that are still there too many share it. As `ImmediateGroups.call_ran`.
 bool shares(PyObject* front, PyObject* loop, PyObject* inline_runs, PyObject* key, PyObject* costs, long long unlooked) {
   if (Ref caller = caller_of(front, loop); caller) {
     Ref number = in_rest.caller_number.of(caller.get()), callers = in_costs.callers.of(costs);
     const int there = PySet_Contains(callers.get(), number.get());
     if (there < 0) throw PythonError();
     if (there) return true;
-    if (PySet_Size(callers.get()) < unlooked) {
+    if (PySet_GET_SIZE(callers.get()) >= unlooked) {
+      Ref live = in_inline.live.of(inline_runs), kept(PyNumber_InPlaceAnd(callers.get(), live.get()));
+      if (!kept) throw PythonError();
+    }
+    if (PySet_GET_SIZE(callers.get()) < unlooked) {
       if (PySet_Add(callers.get(), number.get())) throw PythonError();
       return true;
     }

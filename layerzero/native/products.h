@@ -24,12 +24,26 @@ at::Tensor products(const at::Tensor& rows, const std::vector<int64_t>& parts, c
   return out;
 }
 
-// Whether a plan's kernel is the product alone of its rows and its weight (`layerzero.native.is_product`).
-bool multiplies(PyObject* plan) {
+// How the products of a plan's kernel run in groups (`layerzero.native.is_product`): True by torch's, else by that function;
+// empty where its kernel is no product alone of its rows and its weight.
+Ref grouped_by(PyObject* plan) {
   Ref call(PyObject_GetAttr(plan, known.call));
   Ref says(call ? PyObject_GetAttrString(call.get(), "is_product") : nullptr);
   if (!says) PyErr_Clear();
-  return says.get() == Py_True;
+  return says;
+}
+
+// The products by a kernel's own function; empty where it has none for these, or fails.
+Ref products_of(PyObject* function, PyObject* rows, const std::vector<int64_t>& parts, PyObject* weights) {
+  Ref counts(PyList_New(0));
+  for (const int64_t part : parts) {
+    Ref count(PyLong_FromLongLong(part));
+    if (!counts || !count || PyList_Append(counts.get(), count.get())) throw PythonError();
+  }
+  Ref out(PyObject_CallFunctionObjArgs(function, rows, counts.get(), weights, nullptr));
+  if (!out && !PyErr_ExceptionMatches(PyExc_Exception)) throw PythonError();
+  PyErr_Clear();
+  return out && is_tensor(out.get()) ? std::move(out) : Ref();
 }
 
 // The outcomes of a batch of several weights by one launch: rows are put together once, in the order of their weights.
@@ -43,7 +57,7 @@ PyObject* ran_as_products(BatchPlans* self, PyObject* calls, int mask, const std
   for (Py_ssize_t i = 2; i < size; ++i)
     if (PyTuple_GET_ITEM(first, i) != Py_None) return nullptr;
   std::vector<c10::TensorImpl*> weights;
-  Ref ordered(PyList_New(0));
+  Ref ordered(PyList_New(0)), owners(PyList_New(0));
   for (const auto& part : parts) {
     PyObject* call = PyList_GET_ITEM(calls, part[0]);
     c10::TensorImpl* weight = plain(PyTuple_GET_ITEM(call, 1));
@@ -51,6 +65,7 @@ PyObject* ran_as_products(BatchPlans* self, PyObject* calls, int mask, const std
         (!weights.empty() && (weight->sizes() != weights[0]->sizes() || weight->dtype() != weights[0]->dtype())))
       return nullptr;
     weights.push_back(weight);
+    if (!owners || PyList_Append(owners.get(), PyTuple_GET_ITEM(call, 1))) throw PythonError();
     for (const Py_ssize_t i : part)
       if (!ordered || PyList_Append(ordered.get(), PyList_GET_ITEM(calls, i))) throw PythonError();
   }
@@ -62,6 +77,7 @@ PyObject* ran_as_products(BatchPlans* self, PyObject* calls, int mask, const std
       rows->size(1) != weights[0]->size(1) || place_of(rows) != HOST)
     return nullptr;
   std::vector<Ref> plans;
+  Ref grouped;
   std::vector<int64_t> taken;
   PyObject* values[MAX_PARAMETERS];
   int64_t start = 0;
@@ -80,18 +96,25 @@ PyObject* ran_as_products(BatchPlans* self, PyObject* calls, int mask, const std
     Key key;
     if (!plan_key(mask, values, size, key, HOST)) return nullptr;
     const auto found = self->known->find(key.view());
-    if (found == self->known->end() || !multiplies(found->second.get())) return nullptr;
+    if (found == self->known->end()) return nullptr;
     plans.push_back(Ref::to(found->second.get()));
+    Ref by = grouped_by(plans.back().get());
+    if (!by || (grouped && by.get() != grouped.get())) return nullptr;
+    grouped = std::move(by);
     taken.push_back(own);
     start += own;
   }
-  at::Tensor out;
-  try {
-    out = products(THPVariable_Unpack(joined.get()), taken, weights);
-  } catch (const std::exception&) {
-    return nullptr;
+  Ref whole;
+  if (grouped.get() != Py_True) {
+    whole = products_of(grouped.get(), joined.get(), taken, owners.get());
+    if (!whole) return nullptr;
+  } else {
+    try {
+      whole = Ref(THPVariable_Wrap(products(THPVariable_Unpack(joined.get()), taken, weights)));
+    } catch (const std::exception&) {
+      return nullptr;
+    }
   }
-  Ref whole(THPVariable_Wrap(std::move(out)));
   PyObject* given[] = {whole.get(), counts.get(), Py_False};
   Ref pieces(whole ? split(nullptr, given, 3) : nullptr);
   Ref outcomes(pieces ? PyList_New(PyList_GET_SIZE(calls)) : nullptr);

@@ -41,7 +41,7 @@ struct FrontAttributes {
 } in_front;
 struct LaneAttributes { Attribute backlog, caps, draining, in_flight, queued, queued_bytes, stats, sweep, turn_owed, urgent; } in_lane;
 struct GroupAttributes { Attribute busy, bytes, count, lines, slots, tokens; } in_group;
-struct InlineAttributes { Attribute inflight, limit_us, max_us, stats, used_us; } in_inline;
+struct InlineAttributes { Attribute inflight, limit_us, live, max_us, stats, used_us; } in_inline;
 struct CostsAttributes { Attribute alone_us, callers, unlooked, until_anew; } in_costs;
 struct OtherAttributes {
   Attribute caller_last, caller_number, caller_slot, caps_bytes, caps_items, ran_at_once, slot_count, submitted, sweep_arrived, sweep_groups,
@@ -73,7 +73,7 @@ PyObject* attributes(PyObject*, PyObject* given) {
       {front, "ambient_grad", in_front.ambient_grad}, {front, "at_once", in_front.at_once}, {front, "_callers", in_front.callers},
       {front, "batcher", in_front.lane}, {front, "loop", in_front.loop}, {front, "_now_s", in_front.now},
       {front, "stepping", in_front.stepping}, {front, "inline", in_front.inline_runs},
-      {inlined, "used_us", in_inline.used_us}, {inlined, "limit_us", in_inline.limit_us}, {inlined, "max_us", in_inline.max_us},
+      {inlined, "used_us", in_inline.used_us}, {inlined, "limit_us", in_inline.limit_us}, {inlined, "max_us", in_inline.max_us}, {inlined, "live", in_inline.live},
       {front, "inline_limit_us", in_front.inline_limit}, {inlined, "inflight", in_inline.inflight}, {inlined, "stats", in_inline.stats},
       {costs, "alone_us", in_costs.alone_us}, {costs, "callers", in_costs.callers}, {costs, "unlooked", in_costs.unlooked},
       {costs, "until_anew", in_costs.until_anew}, {stats, "at_once", in_rest.ran_at_once},

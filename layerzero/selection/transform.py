@@ -250,7 +250,8 @@ def without_graph(run: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             switch(True)
 
-    return is_product(ungraphed) if getattr(run, "is_product", False) else ungraphed
+    grouped = getattr(run, "is_product", None)
+    return ungraphed if grouped is None else is_product(ungraphed, grouped)
 
 
 def with_memory(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,6 +71,34 @@ def test_products_are_right_from_the_first_call_on(size: tuple[int, int, int], a
     assert torch.equal(right(MLP, *call), right(MLP, *call))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_products_in_groups_have_the_bits_of_each_alone(dtype: torch.dtype, threads: int) -> None:
+    """Rows with several weights in one launch; it leaves a weight that was changed behind torch's back."""
+    torch.manual_seed(0)
+    linear, counts, before = LINEAR.load(), [1, 5, 2, 13], torch.get_num_threads()
+    grouped: Callable[..., Tensor | None] = vars(linear)["is_product"]
+    weights, x = [torch.randn(33, 40).to(dtype) for _ in counts], torch.randn(sum(counts), 40).to(dtype)
+
+    def alone() -> Tensor:
+        return torch.cat([linear(part, w, None) for part, w in zip(x.split(counts), weights, strict=True)])
+
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(2):
+            out = grouped(x, counts, weights)
+            assert out is not None and out.dtype is dtype and torch.equal(out, alone())
+        weights[2].data.mul_(2)
+        assert grouped(x, counts, weights) is None
+        expected = alone()
+        again = grouped(x, counts, weights)
+        assert again is not None and torch.equal(again, expected)
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(RuntimeError, match="linear_grouped needs rows for its weights"):
+        grouped(x, [1, 1, 1, 1], weights)
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_half_precision_is_widened_once_and_rounded_once(

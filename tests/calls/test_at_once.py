@@ -218,6 +218,31 @@ async def test_one_caller_too_many_ends_what_runs_at_once(monkeypatch: pytest.Mo
 
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("both_paths")
+async def test_a_group_whose_callers_have_gone_asks_python_for_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Few may share a group here: after two requests it is full of those that have gone."""
+    monkeypatch.setattr(inline_runs, "time", Ticking())
+    asked, joins = [0], InlineRuns.joins
+
+    def counted(self: InlineRuns, *given: Any) -> bool:
+        asked[0] += 1
+        return joins(self, *given)
+
+    models = [[Model(2 * seed + layer).weight for layer in range(2)] for seed in range(2)]
+    async with lz.start(SETTINGS) as runtime:
+        for _ in range(4):
+            await asyncio.gather(*(products(weights, 30) for weights in models))
+        before = stats(runtime).at_once
+        monkeypatch.setattr(InlineRuns, "joins", counted)
+        for _ in range(12):
+            await asyncio.gather(*(products(weights, 5) for weights in models))
+        assert stats(runtime).at_once - before == 12 * 2 * 2 * 5
+        assert asked[0] <= 12 * 2  # each once, as a task that nobody knows
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("both_paths")
 async def test_a_request_that_has_gone_is_not_the_one_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is there is no question of memory: a new request lies where that of another model lay before."""
     monkeypatch.setattr(inline_runs, "time", Ticking())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.native import FAST_PATH
+from layerzero.native import FAST_PATH, is_product
 from layerzero.ops import table as ops_table
 from layerzero.scheduler.batch_executor import BatchExecutor, MergedCalls
 from layerzero.scheduler.modes.torch_modes import capture
@@ -119,6 +119,43 @@ def test_products_of_several_weights_are_one_launch(runtime: lz.Runtime, threads
     finally:
         lz.unlock("linear")
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("how", ["once", "not now", "broken"])
+def test_a_kernel_runs_products_of_several_weights_by_its_own_function(runtime: lz.Runtime, how: str) -> None:
+    """One launch, each call with its own weight's rows and plan; else a launch for each weight."""
+    executor, own, launches = executor_of(runtime), [torch.randn(16, 16) for _ in range(5)], list[str]()
+
+    def alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        launches.append("alone")
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def grouped(x: Tensor, counts: list[int], weights: list[Tensor]) -> Tensor | None:
+        launches.append("grouped")
+        if how == "broken":
+            raise RuntimeError("out of order")
+        parts = x.split(counts) if how == "once" else ()
+        products = [part @ weight.t() for part, weight in zip(parts, weights, strict=bool(parts))]
+        return torch.cat(products) if products else None
+
+    def calls() -> list[tuple[Any, ...]]:
+        return [(torch.randn(1 + n % 3, 16), own[n % 5], None) for n in (3, 0, 1, 2, 4, 6, 5, 11, 9, 10)]
+
+    runtime.add_kernel(kernel("t.linear.grouped", is_product(alone, grouped)))
+    lz.lock("linear", "t.linear.grouped")
+    try:
+        for _ in range(100):  # a kernel that loads meanwhile has all be asked anew
+            launches.clear()
+            given = calls()
+            for (value, plan), (x, weight, _) in zip(executed(executor, given, "linear"), given, strict=True):
+                torch.testing.assert_close(value, torch.nn.functional.linear(x, weight))
+                assert plan.request.dim("N") == sum(len(other) for other, w, _ in given if w is weight)
+            if "grouped" in launches:
+                break
+            time.sleep(0.05)
+        assert launches == ["grouped"] + ([] if how == "once" else ["alone"] * len(own))
+    finally:
+        lz.unlock("linear")
 
 
 def test_several_operands_and_outputs_are_joined_and_taken_apart(runtime: lz.Runtime) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from layerzero.backends.native import compiled, load_module
 from layerzero.backends.native.products import ACTIVATIONS, LIBRARY, in_panels
+from layerzero.native import is_product
 from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes
 from layerzero.ops.linear.mlp import GATES, PLAIN, activate
 from layerzero.spec.call_spec import CallSpec
@@ -42,7 +43,20 @@ def _linear() -> Callable[..., Tensor]:
                 return out
         return functional.linear(x, weight, bias)
 
-    return linear
+    return is_product(linear, _grouped(panels))
+
+
+def _grouped(panels: PackedWeights) -> Callable[..., Tensor | None]:
+    native = load_module(LIBRARY).linear_grouped
+
+    def grouped(x: Tensor, counts: list[int], weights: list[Tensor]) -> Tensor | None:
+        packed = [panels.of(weight) for weight in weights]
+        if any(each is None for each in packed):
+            return None
+        out: Tensor | None = native(x, counts, weights, packed)
+        return out
+
+    return grouped
 
 
 def _rms_norm_linear() -> Callable[..., Any]:

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "memory.h"
 #include "norms.h"
@@ -417,7 +418,31 @@ std::optional<at::Tensor> linear_kept(const at::Tensor& x, const at::Tensor& wei
   return out.to(x.scalar_type());
 }
 
-// The same of rows that are normed first, which stay in float32.
+// What `linear_kept` gives for each part of x (N, K), of so many rows one behind another, with its own weight and panels,
+// in one tensor (N, C); nothing where some are no longer their weight's.
+std::optional<at::Tensor> linear_grouped(const at::Tensor& x, const std::vector<int64_t>& counts,
+                                         const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& panels) {
+  const pybind11::gil_scoped_release released;
+  TORCH_CHECK(!counts.empty() && counts.size() == weights.size() && counts.size() == panels.size() && x.dim() == 2,
+              "linear_grouped needs rows and as many counts, weights and panels as there are parts");
+  std::vector<int64_t> starts{0};
+  for (size_t i = 0; i < counts.size(); ++i) {
+    need_memory(weights[i]);
+    if (weights[i].sizes() != weights[0].sizes() || !usable(x, weights[i], panels[i])) return std::nullopt;
+    starts.push_back(starts.back() + counts[i]);
+  }
+  TORCH_CHECK(starts.back() == x.size(0) && weights[0].size(1) == x.size(1), "linear_grouped needs rows for its weights");
+  const at::Tensor rows = dense(x), out = result_of(x, weights[0].size(0));
+  const float* from = rows.const_data_ptr<float>();
+  float* to = out.data_ptr<float>();
+  spread(int64_t(counts.size()), [&](int64_t i) {
+    const Panels w{panels[i].const_data_ptr<float>(), weights[i], std::nullopt};
+    product(w, 0, w.count, counts[i], {from + starts[i] * w.inner, w.inner}, {to + starts[i] * w.columns, w.columns}, NONE);
+  });
+  return out.to(x.scalar_type());
+}
+
+// `linear_kept` of rows that are normed first, which stay in float32.
 std::optional<at::Tensor> norm_linear_kept(const at::Tensor& x, const std::optional<at::Tensor>& norm_weight,
                                            const at::Tensor& weight, const at::Tensor& panels,
                                            const std::optional<at::Tensor>& bias, double eps) {
@@ -460,6 +485,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pack", reading(&pack));
   m.def("equal", reading(&equal));
   m.def("linear_kept", reading(&linear_kept));
+  m.def("linear_grouped", reading(&linear_grouped));
   m.def("norm_linear_kept", reading(&norm_linear_kept));
   m.def("mlp_kept", reading(&mlp_kept));
 }
