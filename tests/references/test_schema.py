@@ -159,7 +159,7 @@ def test_chosen_tokens_are_pages_of_one() -> None:
         torch.testing.assert_close(lse[row, 0], scores.logsumexp(-1) / math.log(2))
 
 
-CHOICES = [
+CHOICES: list[tuple[tuple[str, ...], str]] = [
     (("--op-type", "rmsnorm", "--all"), "1 passed"),
     (("--definition-name", "norm_*", "--tolerance", "3", "--on", "cpu"), "1 passed"),
     (("--op-type", "gemm"), "--op-type needs what a definition has, got 'gemm'; kinds of ops: rmsnorm"),
