@@ -313,7 +313,7 @@ def test_every_reason_has_a_producer() -> None:
                 continue
             text = path.read_text()
             produced |= set(re.findall(r"else ([A-Z][A-Z0-9_]+)", text))
-            if path.suffix == ".py":
+            if path.suffix == ".py" and "Reason" in text:
                 produced |= _reasons_in(path)
     assert {reason.value for reason in Reason} - produced == set()
 

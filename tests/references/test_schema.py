@@ -159,32 +159,56 @@ def test_chosen_tokens_are_pages_of_one() -> None:
         torch.testing.assert_close(lse[row, 0], scores.logsumexp(-1) / math.log(2))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--op-type", "rmsnorm", "--all"], "1 passed"),
-        (["--definition-name", "norm_*", "--tolerance", "3", "--on", "cpu"], "1 passed"),
-        (["--op-type", "gemm"], "--op-type needs what a definition has, got 'gemm'; kinds of ops: rmsnorm"),
-        (["--definition-name", "norm_h9"], "--definition-name needs what a definition has, got 'norm_h9'"),
-        (["--tolerance", "0"], "ERROR: --tolerance needs a factor above 0, got 0"),
-        (["--on", "tpu"], "ERROR: --on needs cpu or cuda, got 'tpu'"),
-        pytest.param(
-            ["--on", "cuda"],
-            "ERROR: --on needs a card for cuda, got a machine without one",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a card"),
-        ),
-    ],
-)
-def test_definitions_are_chosen_on_the_command_line(words: list[str], said: str, tmp_path: Path) -> None:
-    """Kinds and names choose, a wrong one is an error that names those there are, and nothing is ignored."""
-    folder = tmp_path / "definitions" / "rmsnorm"
-    folder.mkdir(parents=True)
+CHOICES: list[tuple[tuple[str, ...], str]] = [
+    (("--op-type", "rmsnorm", "--all"), "1 passed"),
+    (("--definition-name", "norm_*", "--tolerance", "3", "--on", "cpu"), "1 passed"),
+    (("--op-type", "gemm"), "--op-type needs what a definition has, got 'gemm'; kinds of ops: rmsnorm"),
+    (("--definition-name", "norm_h9"), "--definition-name needs what a definition has, got 'norm_h9'"),
+    (("--tolerance", "0"), "ERROR: --tolerance needs a factor above 0, got 0"),
+    (("--on", "tpu"), "ERROR: --on needs cpu or cuda, got 'tpu'"),
+    (("--on", "cuda"), "ERROR: --on needs a card for cuda, got a machine without one"),
+]
+# One process collects, for what that imports, and forks for each.
+COMMANDS = f"""
+import json, os, sys, pytest
+os.chdir({str(ROOT)!r})
+given, *choices = json.loads(sys.argv[1])
+assert pytest.main([*given, "--collect-only"]) == 0
+sys.stdout.flush()
+for number, words in enumerate(choices):
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(os.path.join(sys.argv[2], str(number)), os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(1, 2)
+        status = pytest.main([*given, *words])
+        sys.stdout.flush()
+        os._exit(status)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], str]:
+    """What the tests of the definitions print for each of the choices."""
+    root = tmp_path_factory.mktemp("choices")
+    (folder := root / "definitions" / "rmsnorm").mkdir(parents=True)
     (folder / "norm_h8.json").write_text(doubling())
-    given = ["-q", "-p", "no:cacheprovider", "tests/references/test_definitions.py", "-k", "truths", *words]
-    program = f"import os, pytest; os.chdir({str(ROOT)!r}); raise SystemExit(pytest.main({given}))"
-    variables = os.environ | {"LZ_DEFINITIONS": str(tmp_path)}
-    ended = children.run(program, folder=tmp_path, variables=variables)
-    assert said in ended.stdout + ended.stderr
+    given = ["-q", "-p", "no:cacheprovider", "tests/references/test_definitions.py", "-k", "truths"]
+    asked = json.dumps([given, *(words for words, _ in CHOICES)])
+    variables = os.environ | {"LZ_DEFINITIONS": str(root)}
+    ended = children.run(COMMANDS, asked, str(root), folder=root, variables=variables)
+    assert ended.returncode == 0, ended.stdout
+    return {words: (root / str(number)).read_text() for number, (words, _) in enumerate(CHOICES)}
+
+
+@pytest.mark.parametrize(("words", "said"), CHOICES)
+def test_definitions_are_chosen_on_the_command_line(
+    words: tuple[str, ...], said: str, answers: dict[tuple[str, ...], str]
+) -> None:
+    """Kinds and names choose, a wrong one is an error that names those there are, and nothing is ignored."""
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("asks what happens without a card")
+    assert said in answers[words]
 
 
 @pytest.mark.parametrize(

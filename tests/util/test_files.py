@@ -10,6 +10,7 @@ import pytest
 from layerzero._util import files
 from tests import children
 from tests.users import NOBODY, needs_root, planted, shared
+from tests.waiting import LIMIT_S
 
 __all__ = ["shared"]
 
@@ -182,16 +183,46 @@ READERS = {
     "capabilities": "layerzero.spec.capability_overlays:read",
     "state": "tests.util.test_files:state",
 }
+# A process for each: a deep file may end it, and a pipe hold it until its alarm.
 READ = """
-import importlib, operator, sys
+import importlib, operator, os, signal, sys
 from pathlib import Path
-module, _, name = sys.argv[1].partition(":")
-reader = operator.attrgetter(name)(importlib.import_module(module))
-try:
-    reader(Path(sys.argv[2]))
-except Exception as error:
-    print(type(error).__name__, error)
+limit_s, *asked = sys.argv[1:]
+readers = {}
+for text in asked[::2]:
+    module, _, name = text.partition(":")
+    readers[text] = operator.attrgetter(name)(importlib.import_module(module))
+for number, (text, path) in enumerate(zip(asked[::2], asked[1::2])):
+    if os.fork():
+        continue
+    signal.alarm(int(limit_s))
+    try:
+        readers[text](Path(path))
+    except Exception as error:
+        os.write(1, f"{number} {type(error).__name__} {error}".replace(chr(10), " ").encode() + b"\\n")
+    os._exit(0)
+while True:
+    try:
+        os.wait()
+    except ChildProcessError:
+        break
 """
+UNITS = {"lists": b"[", "objects": b'{"a":'}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
+    """The error of each reader at a pipe, and at each kind of deep file; none where it raised none."""
+    folder = tmp_path_factory.mktemp("odd")
+    os.mkfifo(folder / "pipe")
+    for name, unit in UNITS.items():
+        (folder / name).write_bytes(unit * 100_000)
+    asked = [(reader, kind) for reader in READERS.values() for kind in ("pipe", *UNITS)]
+    words = [word for reader, kind in asked for word in (reader, str(folder / kind))]
+    done = children.run(READ, str(int(LIMIT_S)), *words, folder=folder)
+    assert done.returncode == 0, done.stderr
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    return {each: said.get(str(number), "") for number, each in enumerate(asked)}
 
 
 def state(path: Path) -> object:
@@ -200,17 +231,19 @@ def state(path: Path) -> object:
 
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=list(READERS))
-def test_a_pipe_at_a_files_place_is_an_error_at_once(reader: str, tmp_path: Path) -> None:
+def test_a_pipe_at_a_files_place_is_an_error_at_once(
+    reader: str, refusals: dict[tuple[str, str], str]
+) -> None:
     """Nobody writes into it: who opened it as a file would wait for ever."""
-    os.mkfifo(tmp_path / "pipe")
-    said = children.run(READ, reader, str(tmp_path / "pipe"), folder=tmp_path).stdout
+    said = refusals[reader, "pipe"]
     assert "no plain file" in said, said
 
 
-@pytest.mark.parametrize("unit", [b"[", b'{"a":'], ids=["lists", "objects"])
+@pytest.mark.parametrize("kind", UNITS)
 @pytest.mark.parametrize("reader", READERS.values(), ids=list(READERS))
-def test_deep_nesting_is_an_error_that_is_expected(reader: str, unit: bytes, tmp_path: Path) -> None:
+def test_deep_nesting_is_an_error_that_is_expected(
+    reader: str, kind: str, refusals: dict[tuple[str, str], str]
+) -> None:
     """A hundred thousand brackets are no reason to leave by another error than damage has."""
-    (tmp_path / "deep").write_bytes(unit * 100_000)
-    said = children.run(READ, reader, str(tmp_path / "deep"), folder=tmp_path).stdout
+    said = refusals[reader, kind]
     assert said and not said.startswith("RecursionError"), said
