@@ -35,6 +35,7 @@ class PlanMiddleware(Protocol):
 
     def wrap(self, op: Op, selection: Selection, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, watched; `call` itself where there is nothing to see."""
+        ...
 
 
 @dataclass(eq=False)

@@ -83,21 +83,26 @@ class DeviceClient(Protocol):
     @property
     def name(self) -> str:
         """The device's name in its pool."""
+        ...
 
     @property
     def state(self) -> DeviceState:
         """Its present state."""
+        ...
 
     @property
     def facts(self) -> DeviceFacts:
         """What it is, as of its present incarnation."""
+        ...
 
     @property
     def load(self) -> int:
         """Calls sent and not answered."""
+        ...
 
     async def wait_until_serving(self) -> None:
         """Wait until it serves again, or never will; returns at once where it does."""
+        ...
 
     async def run(
         self,
@@ -118,6 +123,7 @@ class DeviceClient(Protocol):
             DeadlineExceededError: `timeout_s` has passed; the call is cancelled on the device.
             TypeError: `fn` or an argument cannot travel to the device.
         """
+        ...
 
     def stream(
         self,
@@ -136,33 +142,42 @@ class DeviceClient(Protocol):
 
         Raises: as `run`.
         """
+        ...
 
     async def control(self, kind: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
         """Ask the handler that hosted code registered for `kind`; plain values, tens of microseconds.
 
         Raises: LookupError: no handler has that name. DeviceLostError: the device went.
         """
+        ...
 
     async def put(self, tensor: Tensor | RemoteTensor) -> RemoteTensor:
         """Move a tensor to the device; the copy lives there until the handle is freed or collected."""
+        ...
 
     async def fetch(self, handle: RemoteTensor) -> Tensor:
         """A copy, in this process, of a tensor that lives on the device.
 
         Raises: DeviceLostError: the incarnation of the device that held it has ended.
         """
+        ...
 
     async def health(self) -> DeviceHealth:
         """How the device is now; never raises for a device that is in trouble."""
+        ...
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more calls and let those that run end; False where `timeout_s` cut some off."""
+        ...
 
     async def restart(self, *, drain_s: float = 30.0) -> None:
         """Drain, then begin a new incarnation with the same kernels, decisions and preparations."""
+        ...
 
     async def prepare(self, fn: Callable[..., Any], /, *args: Any) -> Any:
         """Run `fn(*args)` now, and again at the start of every later incarnation, before any call."""
+        ...
 
     async def close(self) -> None:
         """End the device; every later call raises RuntimeClosedError. Idempotent."""
+        ...

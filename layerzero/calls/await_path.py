@@ -70,6 +70,7 @@ class Target(Protocol):
 
         Raises: ValueError, TypeError: an argument is wrong. NoKernelFoundError: no kernel may and can run it.
         """
+        ...
 
     def new_call(
         self, call: NewCall, args: Args, kwargs: dict[str, Any], backend: str | None, batching: str | None
@@ -78,9 +79,11 @@ class Target(Protocol):
 
         A call that the process's own policy governs is put into the cache.
         """
+        ...
 
     def run_inline(self, call: NewCall | PendingCall) -> Any:
         """Run a call on this thread; its value."""
+        ...
 
 
 class Awaitable(NamedTuple):
