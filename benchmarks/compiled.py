@@ -142,8 +142,9 @@ def compare(device: str, shape: tuple[int, int], plan: Plan = PLAN) -> dict[str,
     arms = {"torch": "", "control": "", "ours": "runtime", "frozen": "freeze"}
     models = {name: Model(choice) for name, choice in arms.items()}
     theirs, ours = models["torch"].to(device), models["ours"]
-    for model in models.values():  # where weights lie in memory would be a part of a ratio
-        model.load_state_dict(theirs.state_dict(), assign=True)
+    # Where weights lie in memory would be a part of a ratio; other tensors over it would be compared by turns.
+    for model in models.values():
+        model.load_state_dict(theirs.state_dict(keep_vars=True), assign=True)
     ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(1)).to(device)
     torch.testing.assert_close(ours(ids), theirs(ids), rtol=1e-3, atol=1e-3)
     settle(lambda: ours(ids), device)
