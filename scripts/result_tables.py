@@ -411,6 +411,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "fleet_four_h200.json": {"fleets": fleets, "place": place},
     "fleet_group_h200.json": {"grouped": grouped, "place": place},
     "fleet_lost_h200.json": {"lost": lost, "place": place},
+    "compiled_cpu.json": {"models": compiled_models, "place": place},
     "compiled_h200.json": {"models": compiled_models, "place": place},
     "served_h200.json": {"served": served_fleet, "place": place},
     "vllm_plugin_h200.json": {"steps": plugged, "place": place},
