@@ -142,7 +142,7 @@ def compare(device: str, shape: tuple[int, int], plan: Plan = PLAN) -> dict[str,
     arms = {"torch": "", "control": "", "ours": "runtime", "frozen": "freeze"}
     models = {name: Model(choice) for name, choice in arms.items()}
     theirs, ours = models["torch"].to(device), models["ours"]
-    # Where weights lie in memory would be a part of a ratio; other tensors over it would be compared by turns.
+    # Where weights lie would be a part of a ratio; other tensors over them would be compared by turns.
     for model in models.values():
         model.load_state_dict(theirs.state_dict(keep_vars=True), assign=True)
     ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(1)).to(device)

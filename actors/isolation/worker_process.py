@@ -49,6 +49,8 @@ class WorkerProcess:
             variables = {name: value for name, value in os.environ.items() if not _KEPT_BACK.match(name)}
         else:
             variables = {**os.environ, "PYTHONPATH": path}
+        # Its threads would take the caller's cores while they wait for their next work.
+        variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         arguments = [str(theirs.fileno()), str(torch.get_num_threads())]
         # No pipe: this end can be shut while another process than the worker still has the other.
         self._output, printed = socket.socketpair()

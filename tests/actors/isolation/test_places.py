@@ -134,3 +134,17 @@ def test_where_memory_runs_out_the_worker_ends_before_its_caller() -> None:
         assert Path(f"/proc/{worker.pid}/oom_score_adj").read_text() == "1000\n" and scores[0] > scores[1]
     finally:
         worker.close()
+
+
+@pytest.mark.parametrize("chosen", [None, "ACTIVE"])
+def test_threads_of_a_worker_sleep_while_they_wait(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    """OpenMP's would spin on the cores of the caller, which waits for them; what the user says stays said."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if chosen:
+        monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+    with lz.start(lz.Settings(isolate={"torch": "process"}, warm="off"), scoped=True) as runtime:
+        lz.sync.rms_norm(X, backend="torch.rms_norm.native")
+        seen = Path(f"/proc/{worker_of(runtime, 'torch').pid}/environ").read_bytes().split(b"\0")
+    assert f"OMP_WAIT_POLICY={chosen or 'PASSIVE'}".encode() in seen
