@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,16 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from layerzero._util.files import fcntl
+
 
 @pytest.fixture(autouse=True)
 def no_device_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable of the contract tests is no setting: a runtime that reads the environment refuses it."""
     monkeypatch.delenv("LAYERZERO_TEST_DEVICE", raising=False)
-
-
-def whole_card(request: pytest.FixtureRequest) -> bool:
-    """Whether a test is marked as one that takes all memory of a card."""
-    return request.node.get_closest_marker("whole_card") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +26,7 @@ def card_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if hasattr(request.config, "workerinput") else base
-    alone = whole_card(request)
+    alone = request.node.get_closest_marker("whole_card") is not None
     with Path(shared, "card.door").open("a") as door, Path(shared, "card.memory").open("a") as memory:
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(memory, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)

@@ -95,7 +95,7 @@ def changed(args: Args, **changes: Any) -> Args:
     [
         ({"k": torch.zeros(2, 8)}, ValueError, "k needs 3 dimensions"),
         ({"k": [1]}, TypeError, "k needs a torch.Tensor"),
-        ({"v": torch.zeros(3, 2, 8)}, ValueError, "v needs tokens and heads"),
+        ({"v": torch.zeros(3, 2, 8)}, ValueError, r"v needs tokens and heads \(2, 2\) like k, got \(3, 2\)"),
         ({"v": torch.zeros(2, 2, 8).half()}, TypeError, "v needs dtype float32 like k, got float16"),
         ({"slot_mapping": torch.zeros(2)}, TypeError, "slot_mapping needs dtype int32 or int64, got float32"),
         (
@@ -116,7 +116,11 @@ def changed(args: Args, **changes: Any) -> Args:
             TypeError,
             "k_cache needs one of .* got int32",
         ),
-        ({"v_cache": torch.zeros(5, 8, 2, 8)}, ValueError, "v_cache needs pages, tokens and heads"),
+        (
+            {"v_cache": torch.zeros(5, 8, 2, 8)},
+            ValueError,
+            r"v_cache needs pages, tokens and heads \(4, 8, 2\) like k_cache, got \(5, 8, 2\)",
+        ),
         ({"v_cache": torch.zeros(4, 8, 2, 8).half()}, TypeError, "v_cache needs dtype float32 like k_cache"),
         ({"k_cache": torch.zeros(8, 2, 8).expand(4, 8, 2, 8)}, ValueError, "k_cache needs memory of its own"),
         ({"k_cache": torch.zeros(4, 8, 2, 8, device="meta")}, ValueError, "k_cache needs to be on cpu"),

@@ -131,7 +131,12 @@ WRONG: list[tuple[str, type[Exception], dict[int, Any], str]] = [
         {2: torch.zeros(7, 8, 2, 8).double()},
         "v_cache needs dtype float32 like k_cache",
     ),
-    ("other pages", ValueError, {2: torch.zeros(6, 8, 2, 8)}, "v_cache needs pages, tokens and heads"),
+    (
+        "other pages",
+        ValueError,
+        {2: torch.zeros(6, 8, 2, 8)},
+        r"v_cache needs pages, tokens and heads \(.*\) like k_cache, got \(6, 8, 2\)",
+    ),
     ("other width", ValueError, {0: torch.zeros(7, 4, 5)}, "k_cache needs head size 5 like q, got 8"),
     ("other heads", ValueError, {0: torch.zeros(7, 3, 8)}, "heads that divide q's 3, got 2"),
     ("layout", ValueError, {10: "BHSD"}, "layout needs one of NHD, HND, got 'BHSD'"),
