@@ -54,6 +54,7 @@ class Ops:
     paged_attention: Callable[..., Awaitable[Any]]
     mlp: Callable[..., Awaitable[Any]]
     append_kv: Callable[..., Awaitable[Any]]
+    rope_append_kv: Callable[..., Awaitable[Any]]
     quantized_linear: Callable[..., Awaitable[Any]]
 
 
@@ -152,9 +153,14 @@ class Layer:
         normed = shares.gather_rows(normed, rows)
         qkv = await project(ops, normed, self.w_qkv, self.b_qkv)
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
-        q, k = await ops.rope(q, k, metadata.positions, self.cos, self.sin)
+        turn = metadata.positions, self.cos, self.sin
+        place = self.k_cache, self.v_cache, metadata.slot_mapping
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
-        await ops.append_kv(k, v, self.k_cache, self.v_cache, metadata.slot_mapping, **scales)
+        if self.k_scale is None:
+            q = await ops.rope_append_kv(q, k, v, *turn, *place)
+        else:
+            q, k = await ops.rope(q, k, *turn)
+            await ops.append_kv(k, v, *place, **scales)
         mixed = await ops.paged_attention(
             q,
             self.k_cache,

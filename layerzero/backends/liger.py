@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.ops.checks import dtype_bytes
+from layerzero.ops.linear.mlp import gated_bytes
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel, loading
 
@@ -111,11 +112,6 @@ def _as_asked(loss: Tensor, target: Tensor, reduction: str, like: Tensor) -> Ten
     return (loss.view(target.shape) if reduction == "none" else loss).to(like.dtype)
 
 
-def _hidden_bytes(request: CallSpec) -> int:
-    """The projection with both halves, and the gated half of it."""
-    return 3 * dtype_bytes(request.dtype) * request.dim("N") * request.dim("F")
-
-
 def _logits_bytes(request: CallSpec) -> int:
     """A loss and a count of each row; the copy of the logits that becomes their gradient."""
     n, v = request.dim("N"), request.dim("V")
@@ -159,7 +155,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     _kernel(
         "liger.mlp.gate", _mlp, (0.625, 0.62, 24.0), features="bias act_swiglu act_geglu_tanh",
-        limits=("F <= 65536 else WIDTH_TOO_LARGE",), workspace_bytes=_hidden_bytes,
+        limits=("F <= 65536 else WIDTH_TOO_LARGE",), workspace_bytes=gated_bytes,
     ),
     _kernel(
         "liger.cross_entropy.triton", _cross_entropy, (0.2, 0.48, 70.0),

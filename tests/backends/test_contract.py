@@ -137,6 +137,25 @@ def test_results_are_within_tolerance(kernel: Kernel) -> None:
     assert not wrong, "\n".join(wrong[:20])
 
 
+@every_kernel
+def test_ids_may_be_strided(kernel: Kernel) -> None:
+    """Positions, places, tables and lengths that are every other element of a tensor are read as such.
+
+    On a device nothing copies them first.
+    """
+    op = table.get(kernel.op)
+    for case, args, outs, _ in ran(kernel)[::EVERY][:4]:
+        whole = [isinstance(a, Tensor) and a.dtype in (torch.int32, torch.int64) for a in args]
+        pairs = zip(args, whole, strict=True)
+        apart = tuple(torch.stack([a, a.flip(0)], -1)[..., 0] if is_id else a for a, is_id in pairs)
+        if not any(whole) or rejections(kernel, op.check(apart), cases.HERE):
+            continue
+        with torch.no_grad():
+            again = cases.results(op, loaded(kernel), apart)
+        for out, wanted in zip(again, outs, strict=True):
+            assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (out, wanted))), case
+
+
 @pytest.mark.parametrize("name", sorted(BOUNDS))
 def test_a_kernel_is_held_to_the_bound_of_its_document(name: str) -> None:
     """A little less than so many times torch's own error passes, a little more does not; no bound is zero."""

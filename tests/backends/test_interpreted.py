@@ -22,7 +22,7 @@ INTERPRETED = {
     "liger_kernel": ("liger.rope.triton", "liger.linear_cross_entropy.chunked"),
     "triton": (
         "triton.add_rms_norm_quantize.row", "triton.add_rms_norm_quantize.group", "triton.append_kv.codes",
-        "triton.rope_append_kv.heads",
+        "triton.rope_append_kv.heads", "triton.rope.heads", "triton.append_kv.rows", "triton.mlp.gate",
     ),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from layerzero.backends.flashinfer.common import ESTIMATE, LOAD_BYTES, SOURCE, compilation_of, kernel, module
 from layerzero.ops.captures import keep_if_captured
+from layerzero.ops.linear.mlp import gated_bytes
 from layerzero.ops.paged.append import copy_if_aliased
 from layerzero.ops.quantize.quantize import quantize_reference
 from layerzero.spec.call_spec import CallSpec
@@ -179,11 +180,6 @@ def _one(device: torch.device) -> Tensor:
         return torch.ones((), dtype=torch.float32, device=device)
 
 
-def _hidden_bytes(request: CallSpec) -> int:
-    """The projection with both halves, and the gated half of it."""
-    return 3 * 2 * request.dim("N") * request.dim("F")
-
-
 def _product_bytes(request: CallSpec) -> int:
     """The codes of the rows, and the product before it is scaled, as bfloat16 and twice as float32."""
     n, c, k = (request.dim(name) for name in ("N", "C", "K"))
@@ -211,7 +207,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "flashinfer.mlp.act_and_mul", _mlp, (0.8, 0.7, 25.0), ESTIMATE.format("by its two products"),
         source=SOURCE.format("act_and_mul"), features="bias act_swiglu act_geglu", contiguous=True,
-        workspace_bytes=_hidden_bytes, on_disk=compilation_of("silu_and_mul", "gelu_and_mul"),
+        workspace_bytes=gated_bytes, on_disk=compilation_of("silu_and_mul", "gelu_and_mul"),
     ),
     _rows(
         "flashinfer.append_kv.page", _append, source=SOURCE.format("page"),

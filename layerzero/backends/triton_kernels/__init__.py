@@ -14,6 +14,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from layerzero.ops.linear.mlp import gated_bytes
 from layerzero.spec.kernel import Kernel
 
 
@@ -168,10 +169,25 @@ KERNELS: tuple[Kernel, ...] = (
         limits=("C % 32 == 0", "F % 32 == 0"),
     ),
     _kernel(
+        "triton.append_kv.rows", _from("append", "append_kv"), (0.1, 0.4, 20.0),
+        "an estimate: one launch, as rope_append_kv's", layouts="NHD HND", last_stride1=True,
+    ),
+    _kernel(
         "triton.append_kv.codes", _from("append", "append_kv"), (0.05, 0.3, 22.0),
         "an estimate: one launch, as many bytes as rows have", layouts="NHD HND", sm_min=89,
         features=f"{_CODES} {_KV_SCALES}",
         only_with=_CODES, last_stride1=True,
+    ),
+    _kernel(
+        "triton.rope.heads", _from("rope_append", "rope"), (0.1, 0.4, 20.0),
+        "an estimate: one launch, as rope_append_kv's", features="interleaved partial_rotary",
+        last_stride1=True,
+    ),
+    _kernel(
+        "triton.mlp.gate", _from("rows", "mlp"), (0.62, 0.62, 24.0),
+        "an estimate: as liger.mlp.gate, whose gate is one launch as well",
+        features="bias act_swiglu act_geglu act_geglu_tanh act_reglu", batch_invariant=False,
+        workspace_bytes=gated_bytes,
     ),
     _kernel(
         "triton.rope_append_kv.heads", _from("rope_append", "rope_append_kv"), (0.1, 0.4, 20.0),

@@ -1,4 +1,4 @@
-"""Queries and keys turned, and keys and values written into a pool of pages, in one launch."""
+"""Queries and keys turned in one launch; with it, keys and values may be written into a pool of pages."""
 
 # Triton's functions are no Python to a type checker: constants and pointers in, nothing declared.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -33,6 +33,54 @@ def _turn(
     if REST > 0:
         rest = 2 * HALF + tl.arange(0, REST)
         tl.store(to_ptr + rest, tl.load(from_ptr + rest, mask=rest < WIDTH), mask=rest < WIDTH)
+
+
+@triton.jit
+def _rope(
+    q_out_ptr, k_out_ptr, q_ptr, k_ptr, positions_ptr, cos_ptr, sin_ptr, q_row, q_head, k_row, k_head,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, STEP: tl.constexpr, GAP: tl.constexpr,
+):  # fmt: skip
+    """A program is one head of one token: of q, then of k."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    angles = tl.load(positions_ptr + row).to(tl.int64) * HALF
+    if head < Q_HEADS:
+        _turn(
+            q_ptr + row * q_row + head * q_head, q_out_ptr + (row * Q_HEADS + head) * WIDTH, cos_ptr + angles,
+            sin_ptr + angles, WIDTH, HALF, BLOCK, REST, STEP, GAP,
+        )  # fmt: skip
+    else:
+        head -= Q_HEADS
+        _turn(
+            k_ptr + row * k_row + head * k_head, k_out_ptr + (row * K_HEADS + head) * WIDTH, cos_ptr + angles,
+            sin_ptr + angles, WIDTH, HALF, BLOCK, REST, STEP, GAP,
+        )  # fmt: skip
+
+
+def _turns(width: int, half: int, interleaved: bool) -> dict[str, int]:
+    """The constants of `_turn`."""
+    rest = width - 2 * half
+    return {
+        "WIDTH": width, "HALF": half, "BLOCK": triton.next_power_of_2(half),
+        "REST": triton.next_power_of_2(rest) if rest else 0, "STEP": 2 if interleaved else 1,
+        "GAP": 1 if interleaved else half,
+    }  # fmt: skip
+
+
+def rope(
+    q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, _: None
+) -> tuple[Tensor, Tensor]:
+    """One program a head of q and k; they are copied only where their tokens are no one axis."""
+    cos, sin = (angles.to(torch.float32).contiguous() for angles in (cos, sin))
+    outs = tuple(torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) for rows in (q, k))
+    rows, keys = q.reshape(-1, *q.shape[-2:]), k.reshape(-1, *k.shape[-2:])
+    heads, key_heads = rows.shape[1], keys.shape[1]
+    _rope[(len(rows), heads + key_heads)](
+        *outs, rows, keys, positions.reshape(-1).contiguous(), cos, sin,
+        *(each.stride(axis) for each in (rows, keys) for axis in (0, 1)),
+        Q_HEADS=heads, K_HEADS=key_heads, **_turns(rows.shape[2], cos.shape[1], interleaved), num_warps=1,
+    )  # fmt: skip
+    return outs
 
 
 @triton.jit
@@ -78,8 +126,6 @@ def rope_append_kv(
     q, k, v = (copy_if_aliased(rows, k_cache, v_cache) for rows in (q, k, v))
     cos, sin = (angles.to(torch.float32).contiguous() for angles in (cos, sin))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    width, half = q.shape[2], cos.shape[1]
-    rest = width - 2 * half
     token, head = (1, 2) if layout == "NHD" else (2, 1)
     heads, key_heads = q.shape[1], k.shape[1]
     _rope_append[(q.shape[0], heads + 2 * key_heads)](
@@ -87,9 +133,8 @@ def rope_append_kv(
         positions.stride(0), slot_mapping.stride(0),
         *(rows.stride(axis) for rows in (q, k, v) for axis in (0, 1)),
         *(pool.stride(axis) for pool in (k_cache, v_cache) for axis in (0, token, head)),
-        Q_HEADS=heads, K_HEADS=key_heads, PAGE=k_cache.shape[token], WIDTH=width, V_WIDTH=v.shape[2],
-        V_BLOCK=triton.next_power_of_2(v.shape[2]), HALF=half, BLOCK=triton.next_power_of_2(half),
-        REST=triton.next_power_of_2(rest) if rest else 0, STEP=2 if interleaved else 1,
-        GAP=1 if interleaved else half, num_warps=1,
+        Q_HEADS=heads, K_HEADS=key_heads, PAGE=k_cache.shape[token], V_WIDTH=v.shape[2],
+        V_BLOCK=triton.next_power_of_2(v.shape[2]), **_turns(q.shape[2], cos.shape[1], interleaved),
+        num_warps=1,
     )  # fmt: skip
     return out

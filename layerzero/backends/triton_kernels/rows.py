@@ -1,4 +1,4 @@
-"""Triton kernels over rows: the residual sum with its norm, and rounding to eight bits.
+"""Triton kernels over rows: the residual sum with its norm, rounding to eight bits, the gate of an mlp.
 
 Whatever rounds does so by itself: casts to eight bits differ between Triton's interpreter and its compiler,
 and between compute capabilities.
@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from layerzero.ops.quantize.quantize import FORMATS, SMALLEST_SCALE
 
@@ -181,6 +182,42 @@ def add_rms_norm_quantize(
         BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return codes, scale, total
+
+
+_GATE_BLOCK = 1024
+
+
+@triton.jit
+def _gate(up_ptr, out_ptr, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """A program is one block of one row: the gate, rounded to the value's dtype, times the value."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(up_ptr + 2 * row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(up_ptr + (2 * row + 1) * width + columns, mask=inside, other=0.0)
+    if KIND == "swiglu":
+        gate = gate / (1.0 + tl.exp(-gate))
+    elif KIND == "geglu":
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif KIND == "geglu_tanh":
+        # (1 + tanh(y)) / 2 is the logistic function of 2 y.
+        gate = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    else:
+        gate = tl.where(gate < 0.0, 0.0, gate)  # NaN passes
+    out = gate.to(value.dtype).to(tl.float32) * value.to(tl.float32)
+    tl.store(out_ptr + row * width + columns, out.to(value.dtype), mask=inside)
+
+
+def mlp(
+    x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, activation: str
+) -> Tensor:
+    """torch's products around one launch for the gate."""
+    up = functional.linear(x, w_up, b_up)
+    width = up.shape[-1] // 2
+    hidden = torch.empty((*up.shape[:-1], width), dtype=up.dtype, device=up.device)
+    _gate[(up.numel() // up.shape[-1], triton.cdiv(width, _GATE_BLOCK))](
+        up, hidden, width, KIND=activation, BLOCK=_GATE_BLOCK
+    )
+    return functional.linear(hidden, w_down, b_down)
 
 
 def _warps(block: int) -> int:

@@ -101,6 +101,11 @@ def _work(spec: CallSpec) -> WorkEstimate:
     )
 
 
+def gated_bytes(spec: CallSpec) -> int:
+    """What a gated kind that goes by steps holds: the projection with both halves, and the gated half."""
+    return 3 * checks.dtype_bytes(spec.dtype) * spec.dim("N") * spec.dim("F")
+
+
 MLP = define_op(
     build=mlp,
     check=_check,
