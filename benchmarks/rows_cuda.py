@@ -51,7 +51,12 @@ def shapes() -> Iterator[tuple[str, str, list[Any], dict[str, Any]]]:
         angles = torch.rand(8192, 64, device="cuda")
         positions = torch.randint(0, 8192, (rows,), device="cuda")
         heads = [rand(rows, 32, 128), rand(rows, 8, 128)]
-        yield "rope", f"{rows} x 32/8 x 128", [*heads, positions, angles.cos(), angles.sin()], {}
+        turn = [positions, angles.cos(), angles.sin()]
+        yield "rope", f"{rows} x 32/8 x 128", [*heads, *turn], {}
+        values, slots = rand(rows, 8, 128), torch.randperm(8192, device="cuda")[:rows]
+        place = [rand(512, 16, 8, 128), rand(512, 16, 8, 128), slots]
+        yield "append_kv", f"{rows} x 8 x 128", [heads[1], values, *place], {}
+        yield "rope_append_kv", f"{rows} x 32/8 x 128", [*heads, values, *turn, *place], {}
         up, down = rand(2 * 14336, 4096) / 64, rand(4096, 14336) / 120
         yield "mlp", f"{rows} x 4096 x 14336 swiglu", [x, up, down], {"activation": "swiglu"}
         codes = torch.randint(-127, 128, (4096, 4096), device="cuda").char()
