@@ -55,7 +55,7 @@ _OPS_OF = {
     "torch_kernels.ragged": "ragged_attention",
     "torch_kernels.sdpa": "attention",
     "triton_kernels": "add_rms_norm add_rms_norm_quantize append_kv attention fused_experts mla_attention "
-    "paged_attention quantize quantized_linear ragged_attention rope_append_kv sample sample_topk "
+    "mlp paged_attention quantize quantized_linear ragged_attention rope rope_append_kv sample sample_topk "
     "sample_topp verify_chain",
     "vllm_products": "quantized_linear",
     "xformers": "attention",
