@@ -213,12 +213,7 @@ def _cpu_identity() -> tuple[str, str, set[str]]:
     info = Path("/proc/cpuinfo")
     text = info.read_text(errors="replace") if info.exists() else ""
     fields = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", text, re.MULTILINE))
-    return parse_cpuinfo(fields, host.machine())
-
-
-def parse_cpuinfo(fields: Mapping[str, str], machine: str) -> tuple[str, str, set[str]]:
-    """Vendor, model name and flags out of the fields of one processor."""
-    vendors = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}
+    machine, vendors = host.machine(), {"AuthenticAMD": "amd", "GenuineIntel": "intel"}
     vendor = vendors.get(fields.get("vendor_id", ""), "arm" if machine in {"aarch64", "arm64"} else "unknown")
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     # Not platform.processor(): where it knows nothing it starts a process to ask.
