@@ -128,9 +128,7 @@ class Choices:
             self._add_op(place, placed)
 
     def problem(self, kinds: frozenset[str] | None = None, favour: float = 1.0) -> CoverProblem:
-        """The problem to search; only fusions of these kinds where they are given, at `favour` times their
-        price.
-        """
+        """The problem to search; with `kinds` only fusions of these, at `favour` times their price."""
         alternatives = [
             each if not each.payload.kind or favour == 1.0 else replace(each, cost_us=each.cost_us * favour)
             for each in self.alternatives

@@ -79,7 +79,6 @@ class _Reading:
         return read_inside and hidden.isdisjoint(self.block.outputs)
 
     def fake(self, leaf: Any) -> Tensor:
-        """A slot's tensor, without numbers."""
         fake: Tensor = self.block.values[leaf.value].fake
         return fake
 

@@ -127,8 +127,8 @@ class SelectionContext:
     def digest(self, op: str) -> str:
         """Equal in processes that decide every request of `op` alike, each on any device of the kind.
 
-        A kernel is known by what it says of itself, by its libraries' versions and by the code of what prices
-        it; a policy with all its rules.
+        A kernel is known by what it says of itself, its libraries' versions and the code that prices it; a
+        policy with all its rules.
         """
         return digest_of(
             VERSION,
@@ -160,8 +160,7 @@ def _facts_of(kernel: Kernel) -> Hashable:
 
 @dataclass(slots=True, eq=False, repr=False)
 class AgreedState:
-    """What the ranks of a rank group agreed on, in place of one device's own health, readiness and
-    measurements.
+    """What the ranks of a rank group agreed on, in place of a device's own health and measurements.
 
     `kernels` are the ids that may be chosen, `options` hold in place of this rank's settings, `modes` for
     every request; `cost` is what the ranks compared when they agreed, None where they price by estimates

@@ -339,7 +339,6 @@ class _CapabilityFile(UserFile):
         log.info(MIGRATED, path=self.path, version=1, now=FORMAT)
 
     def kernels(self) -> dict[str, dict[str, Any]]:
-        """The entries by kernel id."""
         kernels = self.value.get("kernels")
         if not isinstance(kernels, dict) or not kernels:
             raise ConfigurationError(
@@ -367,7 +366,6 @@ class _CapabilityFile(UserFile):
         return fields
 
     def error_of(self, kernel: str, why: str) -> ConfigurationError:
-        """The error of a kernel's entry."""
         why = why if why.startswith(kernel) else f"{kernel}: {why}"
         return self.error(("kernels", kernel), why, kernel=kernel)
 

@@ -219,7 +219,6 @@ def _kernel(op: str, template: str, load: Callable[[str], Callable[..., Any]], *
 
 
 def _kernels(template: str) -> tuple[Kernel, ...]:
-    """The kernels of one template."""
     of_roof, decode = _OF_ROOF[template], 0.98 if template == "fa2" else 0.6
     return (
         _kernel(

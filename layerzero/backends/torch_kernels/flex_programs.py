@@ -79,8 +79,7 @@ def _flex(
 ) -> Tensor:  # fmt: skip
     """`flex_attention` with everything that changes between calls of one shape in tensors.
 
-    `ends` are how far left and right a query sees and how many keys precede the first query; `numbers`
-    are the scale and the soft cap.
+    `ends`: how far left and right a query sees, keys before the first one; `numbers`: scale and soft cap.
     """
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 

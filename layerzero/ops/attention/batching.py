@@ -59,8 +59,7 @@ GATHER_BYTES_OTHER_DEVICES = 1 << 23
 class StackedBatching(Batching):
     """Calls of one (Sq, Sk) become one launch; other lengths in the same group get their own.
 
-    Calls with a mask, a score modifier, dropout or slopes per sequence run alone, and so do large ones
-    that would have to be copied.
+    Calls with a mask, a score modifier, dropout or slopes per sequence run alone, and large ones to copy.
     """
 
     @property

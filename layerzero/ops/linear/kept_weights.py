@@ -27,8 +27,7 @@ WeightKey = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 class _PackedWeight:
     """A weight that was seen: its storage while that lives, its version then, its panels or None.
 
-    `tensor` is the object whose counter the version is of: `.data` of it counts changes of the same memory
-    by itself.
+    `tensor` is the object whose counter the version is of: `.data` of it counts by itself.
     """
 
     storage: weakref.ref[Any]
