@@ -8,6 +8,7 @@ import platform as host
 import re
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
@@ -242,3 +243,12 @@ def free_memory(device: torch.device) -> int:
     text = meminfo.read_text() if meminfo.exists() else ""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
     return int(match[1]) * 1024 if match else _memory_bytes()
+
+
+def host_free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """The memory of this machine that can be had, or what is left of this container's share of it."""
+    free = free_memory(torch.device("cpu"))
+    with suppress(OSError, ValueError):
+        share = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
+        return max(0, min(free, share))
+    return free
