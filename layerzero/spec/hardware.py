@@ -213,7 +213,7 @@ def _cpu_identity() -> tuple[str, str, set[str]]:
     """Vendor, model name and instruction flags; from /proc/cpuinfo where there is one."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(errors="replace") if info.exists() else ""
-    fields = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", text, re.MULTILINE))
+    fields: dict[str, str] = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", text, re.MULTILINE))
     machine, vendors = host.machine(), {"AuthenticAMD": "amd", "GenuineIntel": "intel"}
     vendor = vendors.get(fields.get("vendor_id", ""), "arm" if machine in {"aarch64", "arm64"} else "unknown")
     flags = set((fields.get("flags") or fields.get("Features") or "").split())

@@ -11,15 +11,14 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 
 
 def _from(module: str, function: str) -> Callable[[], Callable[..., Any]]:
-    return lambda: getattr(importlib.import_module(f"{__name__}.{module}"), function)  # type: ignore[no-any-return]
+    return lambda: getattr(importlib.import_module(f"{__name__}.{module}"), function)
 
 
-def _compiling(module: str) -> dict[str, Callable[[CallSpec], Any]]:
+def _compiling(module: str) -> dict[str, Any]:
     unit, compile_for = _from(module, "unit"), _from(module, "compile_for")
     return {"compile_key": lambda request: unit()(request), "compile": lambda request: compile_for()(request)}
 
