@@ -116,8 +116,7 @@ def load_plugins(names: Collection[str]) -> list[Kernel]:
     Those of another environment (`alias=name@/python`) are not of this process, and left out. What is
     refused is logged, with how many there were.
     Raises: BackendNotAvailableError: one is not installed, or does not import or answer. ConfigurationError:
-        two distributions announce one name, it gives something else than kernels of known ops, or a kernel's
-        id is taken.
+        two distributions announce it, it gives no kernels of known ops, or a kernel's id is taken.
     """
     here = [request.name for request in map(PluginRequest.parse, names) if not request.python]
     try:

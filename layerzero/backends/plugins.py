@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import threading
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ ENTRY_POINT_GROUP = "layerzero.backends"
 OPS_GROUP = "layerzero.ops"
 _ELSEWHERE = re.compile(r"(?P<alias>[a-z0-9_]{1,32})=(?P<name>[^@=]+)@(?P<python>/.+)")
 _OP_NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
+T = TypeVar("T")
 
 
 class PluginRequest(msgspec.Struct, frozen=True):
@@ -86,11 +87,7 @@ def plugin_kernels(name: str) -> list[Kernel]:
             f"point group {ENTRY_POINT_GROUP!r}",
             backend=name,
         )
-    kernels = announced[0]
-    if not isinstance(kernels, tuple | list) or not all(isinstance(kernel, Kernel) for kernel in kernels):
-        raise ConfigurationError(
-            f"backend plugin {name!r} needs to give a sequence of Kernel, got {type(kernels).__name__}"
-        )
+    kernels = _need_each(f"backend plugin {name!r}", announced[0], Kernel)
     for kernel in kernels:
         if kernel.op not in table.names():
             op_names = ", ".join(table.names())
@@ -115,12 +112,15 @@ def load_plugin_ops(names: Collection[str]) -> None:
             announced = _announced(OPS_GROUP, name, "op plugin")
             ops = () if announced is None else announced[0]
             ops = (ops,) if isinstance(ops, Op) else ops
-            if not isinstance(ops, tuple | list) or not all(isinstance(op, Op) for op in ops):
-                raise ConfigurationError(
-                    f"op plugin {name!r} needs to give a sequence of Op, got {type(ops).__name__}"
-                )
-            for op in ops:
+            for op in _need_each(f"op plugin {name!r}", ops, Op):
                 _register(name, op)
+
+
+def _need_each(what: str, values: Any, kind: type[T]) -> Sequence[T]:
+    if not isinstance(values, tuple | list) or not all(isinstance(value, kind) for value in values):
+        got = type(values).__name__
+        raise ConfigurationError(f"{what} needs to give a sequence of {kind.__name__}, got {got}")
+    return values
 
 
 def _register(plugin: str, op: Op) -> None:

@@ -3,8 +3,7 @@
 Its wheel's extension is built for CUDA 12.8 and does not load beside a CUDA 13 torch. Without it
 `memory_efficient_attention` refuses CUDA tensors for every operator, those too that call torch's kernels or
 Triton's, so the operators are called themselves (`FwOp.apply`); what they refuse is in the capabilities.
-Its import fails where FlashAttention-4 is installed without FlashAttention-2, whose module it takes for
-granted.
+Its import fails where FlashAttention-4 is installed without FlashAttention-2, whose module it wants.
 """
 
 from __future__ import annotations

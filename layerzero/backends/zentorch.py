@@ -127,9 +127,8 @@ def _weight_only() -> Callable[..., Any]:
 
 
 def _moe() -> Callable[..., Any]:
-    from layerzero.ops.linear.moe import (
-        route,  # a first call of attention reads this file, and needs no experts
-    )
+    # A first call of attention reads this file, and needs no experts.
+    from layerzero.ops.linear.moe import route
 
     kernel = _product("zentorch_fused_moe")
 

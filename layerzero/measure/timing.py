@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -78,15 +79,15 @@ class Timing(msgspec.Struct, frozen=True):
         return statistics.pvariance(self.samples[cut : len(self.samples) - cut])
 
 
+@dataclass(slots=True)
 class _Contestant:
-    def __init__(self, run: Run, sets: Sequence[Args]) -> None:
-        self.run = run
-        self.argument_sets = sets
-        self.calls = 1
-        self.next = 0
-        self.estimate_us = 0.0
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.samples: list[float] = []
+    run: Run
+    argument_sets: Sequence[Args]
+    calls: int = 1
+    next: int = 0
+    estimate_us: float = 0.0
+    graph: torch.cuda.CUDAGraph | None = None
+    samples: list[float] = field(default_factory=list)
 
     def step(self) -> None:
         for _ in range(self.calls):

@@ -119,7 +119,8 @@ class Tuner:
         runs, failed = self._verified(op, args, request, selection)
         if not runs:
             return [TuningResult(call=str(call), op=op.name, launch=self._launches[0], failed=failed)]
-        copies = self._copies(call, args, seed)
+        count = copies_for(call.operand_bytes(), device.device, _MAX_COPY_BYTES)
+        copies = [args, *(call.make(device.device, seed + n) for n in range(1, count))]
         results: list[TuningResult] = []
         for launch in self._launches:
             if launch == "graph" and results:
@@ -130,10 +131,6 @@ class Tuner:
             tuned = self._record(op, call, request, selection, launch, timings)
             results.append(msgspec.structs.replace(tuned, failed={**failed, **broke}))
         return results
-
-    def _copies(self, call: Call, args: Args, seed: int) -> list[Args]:
-        count = copies_for(call.operand_bytes(), self._device.device, _MAX_COPY_BYTES)
-        return [args, *(call.make(self._device.device, seed + n) for n in range(1, count))]
 
     def _verified(
         self, op: Op, args: Args, request: CallSpec, selection: Selection

@@ -91,8 +91,7 @@ class TokenBatching(Batching):
 
 @dataclass(frozen=True, slots=True)
 class RowBatching(Batching):
-    """Calls over rows: `row_operands` are the operands whose leading axes are rows, the rest must be the
-    same.
+    """Calls over rows: `row_operands` are those whose leading axes are rows, the rest must be the same.
 
     `trailing_axes` is how many trailing axes of those operands are not rows (1 for (..., C); 0 for ids
     (...)), one number for all or one for each; `output_trailing_axes` is the same for the outputs.

@@ -142,8 +142,7 @@ def native_check(check: str, *args: Any) -> Any:
 
 
 def ids_in_range(name: str, ids: Tensor, limit: int, what: str, *, ignore: int | None = None) -> Tensor:
-    """A copy of `ids`, each in [0, limit) or `ignore`; `ids` themselves where they are not read
-    (`can_read_values`).
+    """A copy of `ids`, each in [0, limit) or `ignore`; `ids` where they are not read (`can_read_values`).
 
     Raises: ValueError: an id is out of range; its position is named.
     """

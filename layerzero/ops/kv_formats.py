@@ -254,8 +254,7 @@ def number_dtype(q: Tensor) -> torch.dtype:
 def check_operand_scales(call: Any, heads: int) -> dict[str, bool]:
     """What a call asks of a kernel whose q, k and v, heads at axis `heads`, may be codes; empty without any.
 
-    Raises: FormatError: keys and values of two formats, queries of another than theirs, scales that do not
-        fit: see `check_scale`.
+    Raises: FormatError: keys, values and queries of several formats, scales that do not fit (`check_scale`).
     """
     q, k, v = call.q, call.k, call.v
     has_scale = any(getattr(call, name) is not None for name in OPERAND_SCALES)

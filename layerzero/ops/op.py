@@ -35,12 +35,10 @@ class RejectedCall:
 
 @runtime_checkable
 class Launcher(Protocol):
-    """A launch that can be asked first, and that launches other ops too; what a batcher gives a batching
-    rule.
+    """A launch that can be asked first, and launches other ops too: what a batcher gives a batching rule.
 
-    `is_unconstrained` says that no policy speaks about the op and nothing asks for its own bits, so that the
-    rule may launch another op that means the same; `expected_us` is what a launch would cost, infinite where
-    no kernel takes it.
+    `is_unconstrained` says that no policy speaks about the op and nothing asks for its own bits: the rule may
+    launch another op that means the same. `expected_us` is a launch's cost, infinite without a kernel.
     """
 
     @property
@@ -141,8 +139,7 @@ class Layouts:
 class Split:
     """How a call becomes several smaller ones: `cut(args, start, stop)` is the call of a part of size `dim`.
 
-    The first operand and every output have that size in front; outputs of the parts, joined there, are the
-    outputs of the call.
+    The first operand and every output have that size in front; outputs of the parts are joined there.
     """
 
     dim: str

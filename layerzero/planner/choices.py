@@ -128,9 +128,7 @@ class Choices:
             self._add_op(place, placed)
 
     def problem(self, kinds: frozenset[str] | None = None, favour: float = 1.0) -> CoverProblem:
-        """The problem to search; only fusions of these kinds where they are given, at `favour` times their
-        price.
-        """
+        """The problem to search; with `kinds` only fusions of these, at `favour` times their price."""
         alternatives = [
             each if not each.payload.kind or favour == 1.0 else replace(each, cost_us=each.cost_us * favour)
             for each in self.alternatives
@@ -256,7 +254,10 @@ class Choices:
             self._note(op, selection.trace)
             accepted_count += self._add_best(fusion, formats, selection, fakes)
             if len(seen) == 1 and op.castable and not (op.uncopied_operands or op.writes or self._strict):
-                pending += [self._cast(formats, dtype) for dtype in _cast_targets(selection)]
+                # The dtypes to which kernels that take the call would cast its operands.
+                taken = (c.accepted for c in selection.trace if c.eligible and c.accepted is not None)
+                casts = (t.after for each in taken for t in each.transforms if t.kind == "cast")
+                pending += [self._cast(formats, dtype) for dtype in dict.fromkeys(casts)]
         if not accepted_count and refusal is not None:
             raise refusal
 
@@ -359,13 +360,6 @@ def _own_outputs(placed: PlacedOp) -> dict[int, OutputSlice]:
 
 def _kinds(candidate: Candidate) -> set[str]:
     return {t.kind for t in candidate.accepted.transforms} if candidate.accepted is not None else set()
-
-
-def _cast_targets(selection: Selection) -> list[str]:
-    """The dtypes to which kernels that take the call would cast its operands."""
-    taken = (c.accepted for c in selection.trace if c.eligible and c.accepted is not None)
-    casts = (t.after for accepted in taken for t in accepted.transforms if t.kind == "cast")
-    return list(dict.fromkeys(casts))
 
 
 def _part(outputs: tuple[Any, ...], take: OutputSlice) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,7 +80,6 @@ class _Reading:
         return read_inside and hidden.isdisjoint(self.block.outputs)
 
     def fake(self, leaf: Any) -> Tensor:
-        """A slot's tensor, without numbers."""
         fake: Tensor = self.block.values[leaf.value].fake
         return fake
 
@@ -100,6 +100,11 @@ def find_fusions(block: PlacedBlock, *, can_join: bool) -> list[Fusion]:
     fusions = [fusion for match in _MATCHES for fusion in match(reading)]
     backends = {place for place, op in enumerate(block.ops) if "backend" in op.written.kwargs}
     return [fusion for fusion in fusions if not fusion.covers & backends and reading.is_closed(fusion)]
+
+
+def _in_place_of(covers: AbstractSet[int], kind: str, op: str, full: Args, last: PlacedOp) -> Fusion:
+    """A fusion whose one output is the first of the op `last`."""
+    return Fusion(kind, frozenset(covers), table.get(op), full, {last.outputs[0]: OutputSlice(0)})
 
 
 def _sum(reading: _Reading, leaf: Any) -> int | None:
@@ -163,10 +168,7 @@ def _rope_append(reading: _Reading) -> Iterator[Fusion]:
         if k.value != turned.outputs[1] or xpos_scale is not None:
             continue
         full = (q, keys, v, *angles, k_cache, v_cache, slot_mapping, interleaved, layout)
-        covers = frozenset({rotation, place})
-        yield Fusion(
-            "rope+append", covers, table.get("rope_append_kv"), full, {turned.outputs[0]: OutputSlice(0)}
-        )
+        yield _in_place_of({rotation, place}, "rope+append", "rope_append_kv", full, turned)
 
 
 def _linears(reading: _Reading) -> Iterator[list[tuple[int, PlacedOp]]]:
@@ -244,10 +246,8 @@ def _gated_mlp(reading: _Reading) -> Iterator[Fusion]:
             up = _up_weights(reading, gate, second)
             if up is not None:
                 covers, x, weight, bias = up
-                yield Fusion(
-                    "gate+up+activation", covers | {inner, product, place}, table.get("mlp"),
-                    (x, weight, w_down, bias, b_down, word), {down.outputs[0]: OutputSlice(0)},
-                )  # fmt: skip
+                full = (x, weight, w_down, bias, b_down, word)
+                yield _in_place_of(covers | {inner, product, place}, "gate+up+activation", "mlp", full, down)
 
 
 def _up_weights(reading: _Reading, gate: Any, up: Any) -> tuple[frozenset[int], Any, Any, Any] | None:
@@ -290,8 +290,7 @@ def _plain_mlp(reading: _Reading) -> Iterator[Fusion]:
         x, weight, bias = reading.block.ops[up].full or ()
         if reading.fake(w_down).shape[0] == reading.fake(weight).shape[1]:
             full = (x, weight, w_down, bias, b_down, word)
-            covers = frozenset({up, inner, place})
-            yield Fusion("mlp", covers, table.get("mlp"), full, {down.outputs[0]: OutputSlice(0)})
+            yield _in_place_of({up, inner, place}, "mlp", "mlp", full, down)
 
 
 def _linear_loss(reading: _Reading) -> Iterator[Fusion]:
@@ -302,10 +301,7 @@ def _linear_loss(reading: _Reading) -> Iterator[Fusion]:
             continue
         x, weight, bias = reading.block.ops[product].full or ()
         full = (x, weight, target, bias, *rest)
-        covers = frozenset({product, place})
-        yield Fusion(
-            "linear+loss", covers, table.get("linear_cross_entropy"), full, {op.outputs[0]: OutputSlice(0)}
-        )
+        yield _in_place_of({product, place}, "linear+loss", "linear_cross_entropy", full, op)
 
 
 _MATCHES = (

@@ -54,8 +54,7 @@ class SavedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PlanFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Plans with what they hold for; `content` is the hash of the plans.
 
-    `hardware` is the machine, `policy` the process's policy and `capabilities` every kernel's limits, both as
-    digests.
+    `hardware` is the machine; `policy` and `capabilities`, every kernel's limits, are digests.
     """
 
     format: int = FORMAT

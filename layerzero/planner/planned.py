@@ -312,7 +312,13 @@ class PlannedBlock:
         decisions[key] = decision._replace(is_warm=making.warm)
         while len(decisions) > MAX_DECISIONS:
             decisions.popitem(last=False)
-        _say(decision.record)
+        record = decision.record
+        log.info(
+            MADE, block=record.block, steps=len(record.steps), fused=[list(ops) for ops in record.fused_ops],
+            expected_us=round(record.expected_us, 1), op_by_op_us=round(record.op_by_op_us, 1),
+            transform_cost_total=round(record.transform_cost_total, 1), policy=record.policy,
+            plan=record.digest,
+        )  # fmt: skip
         return decision
 
     def _search(
@@ -371,14 +377,6 @@ def _decision(
     record = make_record(placed, choices, solution, alone_us, policy)
     tables = {name: table for name, table in list(state.tables.items()) if name in choices.ops}
     return _Decision(tables, solution, record)
-
-
-def _say(record: PlanRecord) -> None:
-    log.info(
-        MADE, block=record.block, steps=len(record.steps), fused=[list(ops) for ops in record.fused_ops],
-        expected_us=round(record.expected_us, 1), op_by_op_us=round(record.op_by_op_us, 1),
-        transform_cost_total=round(record.transform_cost_total, 1), policy=record.policy, plan=record.digest,
-    )  # fmt: skip
 
 
 def _as_written(outputs: list[Any]) -> Any:

@@ -326,7 +326,6 @@ def _torch_function(target: Any) -> Run:
 
 
 def _returns_many(placed: PlacedOp) -> bool:
-    """Whether an op returns a tuple or a list."""
     if placed.op is not None:
         return len(placed.outputs) > 1
     returns = placed.written.target._schema.returns

@@ -113,15 +113,14 @@ class _Reader:
                 ops.append(self._op(node))
                 self._values[node] = Edge(node.name)
         edges = [output for output in outputs if isinstance(output, Edge)]
-        if len(edges) == len(outputs):
-            return Block(tuple(inputs), _without_dead(ops, edges), tuple(edges), unpack)
 
-        # A result that no op made: a number, or a tensor that the function holds.
+        # With a result that no op made: a number, or a tensor that the function holds.
         def unpack_all(values: list[Any]) -> Any:
             filled = iter(values)
             return unpack([next(filled) if isinstance(output, Edge) else output for output in outputs])
 
-        return Block(tuple(inputs), _without_dead(ops, edges), tuple(edges), unpack_all)
+        whole = unpack if len(edges) == len(outputs) else unpack_all
+        return Block(tuple(inputs), _without_dead(ops, edges), tuple(edges), whole)
 
     def _mapped(self, tree: Any) -> Any:
         return map_tree(tree, lambda leaf: self._values[leaf] if isinstance(leaf, fx.Node) else leaf)

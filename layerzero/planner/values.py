@@ -265,9 +265,7 @@ class _Placing:
     def _waits(
         self, position: int, op: BlockOp, full: Args | None, reads: tuple[int, ...]
     ) -> tuple[frozenset[int], frozenset[int]]:
-        """The ops before this one, those whose results it reads and those that memory makes it wait for; and
-        the values that it may change.
-        """
+        """The ops before this one, by what it reads or what memory makes it wait for; what it may change."""
         after = {self._producer[value] for value in reads if value in self._producer}
         written: set[int] = set()
         if full is not None:

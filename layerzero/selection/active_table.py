@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from operator import attrgetter
 
 import msgspec
 
@@ -37,6 +38,7 @@ BUCKET_MISS = Rejected(
 )
 _MAX_REMEMBERED = 4096
 _NOTHING: Lookup[Bucket] = lambda sizes: None  # noqa: E731
+_FAMILY_FACTS = attrgetter("op", "dtype", "dtypes", "features", "layout", "contiguous")
 
 
 class ActiveDispatchTable:
@@ -87,15 +89,7 @@ class ActiveDispatchTable:
         if request.op in self._left:
             return self.original.lookup(request, policy)
         # What the family follows from, as the request has it: nothing is sorted for the answer.
-        place = (
-            request.op,
-            request.dtype,
-            request.dtypes,
-            request.features,
-            request.layout,
-            request.contiguous,
-            "capture" in request.modes,
-        )
+        place = (*_FAMILY_FACTS(request), "capture" in request.modes)
         tree = self._trees.get(place)
         if tree is None:
             tree = self._tree(place, request)

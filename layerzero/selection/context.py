@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,14 @@ class KernelStatus:
     unready: frozenset[str] = frozenset()
     probing: frozenset[str] = frozenset()
     compiled: frozenset[tuple[str, str]] | None = None
+
+    def facts_of(self, kernels: Sequence[Kernel]) -> tuple[Any, ...]:
+        """What holds for some kernels, as values: who is blocked, unready, on probation; what is compiled."""
+        ids = tuple(kernel.id for kernel in kernels)
+        blocked = tuple((k, self.blocked[k].reason) for k in ids if k in self.blocked)
+        unready, probing = (tuple(k for k in ids if k in some) for some in (self.unready, self.probing))
+        compiled = None if self.compiled is None else sorted(b for b in self.compiled if b[0] in ids)
+        return blocked, unready, probing, None if compiled is None else tuple(compiled)
 
     def is_ready(self, kernel: Kernel, request: CallSpec) -> bool:
         """Whether `kernel` could run `request` without loading or compiling anything."""
@@ -103,23 +111,11 @@ class SelectionContext:
 
     def fingerprint(self, op: str) -> Hashable:
         """Equal for two contexts that decide every request of `op` alike."""
-        kernel_ids = tuple(k.id for k in self.kernels)
-        policy_rules = tuple(r for r in self.policy.rules if r.concerns(op))
-        status = self.status
-        blocked = tuple((k, status.blocked[k].reason) for k in kernel_ids if k in status.blocked)
-        unready = tuple(k for k in kernel_ids if k in status.unready)
-        probing = tuple(k for k in kernel_ids if k in status.probing)
-        compiled = (
-            None if status.compiled is None else frozenset(b for b in status.compiled if b[0] in kernel_ids)
-        )
         # The kernels themselves, not their ids: a replaced implementation keeps its id.
         return (
             self.kernels,
-            policy_rules,
-            blocked,
-            unready,
-            probing,
-            compiled,
+            tuple(r for r in self.policy.rules if r.concerns(op)),
+            self.status.facts_of(self.kernels),
             self.options,
             self.modes,
             self.cost_fingerprint,
@@ -131,11 +127,9 @@ class SelectionContext:
     def digest(self, op: str) -> str:
         """Equal in processes that decide every request of `op` alike, each on any device of the kind.
 
-        A kernel is known by what it says of itself, by its libraries' versions and by the code of what prices
-        it; a policy with all its rules.
+        A kernel is known by what it says of itself, its libraries' versions and the code that prices it; a
+        policy with all its rules.
         """
-        status = self.status
-        kernel_ids = tuple(k.id for k in self.kernels)
         return digest_of(
             VERSION,
             op,
@@ -144,9 +138,7 @@ class SelectionContext:
             self.hardware.mma_family,
             preferred_on(op, self.hardware.sm) if self.hardware.sm is not None else (),
             self.policy.digest,
-            tuple((k, status.blocked[k].reason) for k in kernel_ids if k in status.blocked),
-            *(tuple(k for k in kernel_ids if k in ids) for ids in (status.unready, status.probing)),
-            None if status.compiled is None else sorted(b for b in status.compiled if b[0] in kernel_ids),
+            self.status.facts_of(self.kernels),
             self.options,
             self.modes,
             self.droppable_modes,
@@ -168,8 +160,7 @@ def _facts_of(kernel: Kernel) -> Hashable:
 
 @dataclass(slots=True, eq=False, repr=False)
 class AgreedState:
-    """What the ranks of a rank group agreed on, in place of one device's own health, readiness and
-    measurements.
+    """What the ranks of a rank group agreed on, in place of a device's own health and measurements.
 
     `kernels` are the ids that may be chosen, `options` hold in place of this rank's settings, `modes` for
     every request; `cost` is what the ranks compared when they agreed, None where they price by estimates

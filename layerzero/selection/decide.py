@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ def decide(
     policy, options = context.policy, context.options
     rules = policy.for_request(request)
     lock = rules.lock
-    judge = _Judge(op, request, bucketed or request, context, rules, cost)
+    judge = _Judge(op, request, bucketed or request, context, rules, cost, op.work(bucketed or request))
     trace = tuple(judge.candidate(kernel) for kernel in context.kernels)
     by_id = {kernel.id: kernel for kernel in context.kernels}
     eligible = [c for c in trace if c.accepted is not None and not c.rejected]
@@ -126,7 +127,7 @@ def decide_ahead(
             return entry.expected_us, AHEAD
         return math.hypot(entry.floor_us, entry.multiple * ideal_us(work, request, hardware)), AHEAD
 
-    candidate = _Judge(op, request, bucketed, context, rules, cost).candidate(kernel)
+    candidate = _Judge(op, request, bucketed, context, rules, cost, op.work(bucketed)).candidate(kernel)
     accepted = candidate.accepted
     if accepted is None or candidate.rejected or not accepted.ready or kernel.descriptor:
         return None
@@ -155,27 +156,23 @@ def _by_dispatch_table(
     return chosen, named if named is not None and named.eligible else best_warm, why
 
 
+@dataclass(frozen=True, slots=True)
 class _Judge:
-    """One request before every kernel: what is the same for all of them is computed once."""
+    """One request before every kernel, with what is the same for all of them."""
 
-    def __init__(
-        self,
-        op: Op,
-        request: CallSpec,
-        bucketed: CallSpec,
-        context: SelectionContext,
-        rules: RequestPolicy,
-        cost: CostModel,
-    ) -> None:
-        self._op, self._request, self._bucketed = op, request, bucketed
-        self._context, self._rules, self._cost = context, rules, cost
-        self._work = op.work(bucketed)
+    op: Op
+    request: CallSpec
+    bucketed: CallSpec
+    context: SelectionContext
+    rules: RequestPolicy
+    cost: CostModel
+    work: WorkEstimate
 
     def candidate(self, kernel: Kernel) -> Candidate:
         """The verdict on one kernel: its price where it can be adapted, and every reason against it."""
-        request, context = self._request, self._context
+        request, context, bucketed = self.request, self.context, self.bucketed
         options, hardware = context.options, context.hardware
-        verdict = self._rules.verdict(kernel.id, kernel.backend)
+        verdict = self.rules.verdict(kernel.id, kernel.backend)
         reasons: list[Rejected] = list(verdict.reasons)
         blocked = context.status.blocked.get(kernel.id)
         if blocked is not None:
@@ -183,10 +180,10 @@ class _Judge:
         refusals = rejections(kernel, request, hardware)
         adapted: tuple[CallSpec, tuple[Transform, ...]] | None = (request, ())
         if refusals:
-            adapted = adapt(self._op, kernel, request, refusals, hardware, self._bucketed)
+            adapted = adapt(self.op, kernel, request, refusals, hardware, bucketed)
         transforms = adapted[1] if adapted is not None else ()
-        temporary = transform_bytes(transforms, request, self._work.bytes) if transforms else 0
-        oversize = exceeds_budget(kernel, self._bucketed, options, temporary)
+        temporary = transform_bytes(transforms, request, self.work.bytes) if transforms else 0
+        oversize = exceeds_budget(kernel, bucketed, options, temporary)
         if oversize is not None:
             reasons.append(oversize)
         if adapted is None or (transforms and options.strict):
@@ -197,14 +194,14 @@ class _Judge:
                     Rejected(Reason.STRICT_NEEDS_TRANSFORM, "strict", "no transforms", needs, "strict=False")
                 )
             return Candidate(kernel.id, kernel.backend, None, tuple(reasons))
-        priced = self._bucketed.replace(dtype=adapted[0].dtype, features=adapted[0].features)
-        work = self._work if priced.features == self._bucketed.features else self._op.work(priced)
-        kernel_us, source = self._cost(kernel, work, priced, hardware)
+        priced = bucketed.replace(dtype=adapted[0].dtype, features=adapted[0].features)
+        work = self.work if priced.features == bucketed.features else self.op.work(priced)
+        kernel_us, source = self.cost(kernel, work, priced, hardware)
         transform_us = sum(t.cost_us for t in transforms)
         total = verdict.boost.apply(kernel_us + transform_us)
         ready = context.status.is_ready(kernel, request)
         note = DESCRIPTOR_ONLY if kernel.descriptor else "" if ready else "chosen when warm"
-        workspace = workspace_bytes(kernel, self._bucketed)
+        workspace = workspace_bytes(kernel, bucketed)
         accepted = Accepted(
             kernel_us, transform_us, total, source, transforms, ready, note, workspace, temporary
         )

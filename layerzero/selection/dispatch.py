@@ -318,11 +318,8 @@ class PlanTable:
     ) -> Selection:
         """The decision for a request with the verdict on every kernel, whatever the table remembers.
 
-        Without `use_dispatch_table` no decision made ahead counts; `cost` replaces what kernels are priced
-        with.
-
-        Where no kernel has what a mode of `droppable_modes` asks for, the choice is made without it, with a
-        warning.
+        Without `use_dispatch_table` no decision made ahead counts; `cost` prices kernels instead. Where no
+        kernel has what a mode of `droppable_modes` asks for, the choice is made without it, with a warning.
         """
         dropped_modes = request.modes & self._context.droppable_modes
         try:

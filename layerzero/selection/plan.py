@@ -18,8 +18,7 @@ from layerzero.spec.call_spec import CallSpec
 
 @dataclass(eq=False, slots=True)
 class BatchFacts:
-    """What a call of one signature means to a batcher: its size, and its groups by the addresses that
-    decide."""
+    """What a call of one signature means to a batcher: its size, its groups by the addresses that decide."""
 
     tokens: int
     size_bytes: int
@@ -31,8 +30,7 @@ class Plan:
     """A selection ready to run: `call(*args)` takes the op's full argument tuple.
 
     `request` is the call this plan was made for; `selection` may be shared by all requests of one key.
-    `can_batch` says whether such a call may share a batch; `batch_facts` is what a batcher keeps of its
-    signature.
+    `can_batch` says whether such a call may share a batch; `batch_facts` is what a batcher keeps of it.
     """
 
     __slots__ = ("batch_facts", "call", "can_batch", "expected_us", "kernel", "op", "request", "selection")
@@ -90,8 +88,7 @@ class CheckedCall:
 
 
 def check_outputs(op: Op, args: Args, result: Any, *, dtypes: bool) -> None:
-    """Compare a kernel's result with `op.outputs(args)`, without reading data; `dtypes` are optional because
-    autocast chooses its own.
+    """Compare a kernel's result with `op.outputs(args)`, without reading data; autocast has its own `dtypes`.
 
     Raises: RuntimeError: they differ; a kernel that does this has failed, like one that raises.
     """

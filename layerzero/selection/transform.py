@@ -212,8 +212,10 @@ def compile_transforms(
                 # A float8 operand is a code: its scale is beside it, a wider one would be no code.
                 if isinstance(value, Tensor) and value.dtype.is_floating_point and value.itemsize > 1:
                     changed[position] = value.to(dtype)
-        if layout is not None:
-            _swap(op, changed, layout)
+        if layout is not None and op.layouts is not None:
+            for position in op.layouts.operands:
+                changed[position] = changed[position].transpose(*op.layouts.swap)
+            changed[op.layouts.argument] = layout
         if dense:
             for position in op.operands:
                 changed[position] = _dense(changed[position])
@@ -303,17 +305,8 @@ def keep_aligned(op: Op, alignment: int, run: Callable[..., Any]) -> Callable[..
     return aligned
 
 
-def _swap(op: Op, args: list[Any], layout: str) -> None:
-    assert op.layouts is not None
-    for position in op.layouts.operands:
-        args[position] = args[position].transpose(*op.layouts.swap)
-    args[op.layouts.argument] = layout
-
-
 def _dense(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.is_contiguous() and address_of(value) % 64 == 0:
+    if not isinstance(value, Tensor) or (value.is_contiguous() and address_of(value) % 64 == 0):
         return value
     return value.clone(memory_format=torch.contiguous_format)
 

@@ -19,46 +19,28 @@ HALF = frozenset({"float16", "bfloat16"})
 # What a call asks where torch's switches rule an implementation of attention out. Each of torch's four has
 # what it needs beside itself; a kernel that is none of them has nothing of it.
 SDPA_SWITCHED_OFF = ("sdpa_no_flash", "sdpa_no_efficient", "sdpa_no_math", "sdpa_no_cudnn")
-SDPA_FLASH, SDPA_EFFICIENT, SDPA_MATH = (
-    " ".join(feature for feature in SDPA_SWITCHED_OFF if feature != f"sdpa_no_{own}")
-    for own in ("flash", "efficient", "math")
+SDPA_FLASH, SDPA_EFFICIENT, SDPA_MATH, SDPA_CUDNN = (
+    " ".join(feature for feature in SDPA_SWITCHED_OFF if feature != own) for own in SDPA_SWITCHED_OFF
 )
-SDPA_CUDNN = "sdpa_no_flash sdpa_no_efficient sdpa_no_math"
 
+# Features whose reasons are named like them.
+_NAMESAKES = (
+    "causal mask_bool mask_float gqa dropout scale window softcap alibi lse sinks score_mod "
+    "block_mask xpos bias interleaved partial_rotary padding_idx label_smoothing class_weights "
+    "seed_per_row top_k top_p"
+)
 # What a call may ask for, and the reason a kernel without it gives.
 FEATURE_REASONS: Mapping[str, Reason] = {
-    "causal": Reason.CAUSAL_UNSUPPORTED,
-    "mask_bool": Reason.MASK_BOOL_UNSUPPORTED,
-    "mask_float": Reason.MASK_FLOAT_UNSUPPORTED,
+    **{name: Reason[f"{name.upper()}_UNSUPPORTED"] for name in _NAMESAKES.split()},
     "mask_and_causal": Reason.MASK_WITH_CAUSAL,
     "empty_rows": Reason.EMPTY_ROWS_UNSAFE,
-    "gqa": Reason.GQA_UNSUPPORTED,
-    "dropout": Reason.DROPOUT_UNSUPPORTED,
-    "scale": Reason.SCALE_UNSUPPORTED,
     "scale_not_positive": Reason.SCALE_UNSUPPORTED,
-    "window": Reason.WINDOW_UNSUPPORTED,
-    "softcap": Reason.SOFTCAP_UNSUPPORTED,
-    "alibi": Reason.ALIBI_UNSUPPORTED,
-    "lse": Reason.LSE_UNSUPPORTED,
     "lse_grad": Reason.LSE_GRADIENT_UNSUPPORTED,
     "mask_grad": Reason.MASK_GRADIENT_UNSUPPORTED,
     "mask_wide": Reason.MASK_DTYPE_UNSUPPORTED,
-    "sinks": Reason.SINKS_UNSUPPORTED,
     "sinks_grad": Reason.SINKS_GRADIENT_UNSUPPORTED,
-    "score_mod": Reason.SCORE_MOD_UNSUPPORTED,
-    "block_mask": Reason.BLOCK_MASK_UNSUPPORTED,
     **dict.fromkeys(SDPA_SWITCHED_OFF, Reason.SDPA_BACKEND_DISABLED),
-    "xpos": Reason.XPOS_UNSUPPORTED,
-    "bias": Reason.BIAS_UNSUPPORTED,
     "no_weight": Reason.WEIGHT_REQUIRED,
-    "interleaved": Reason.INTERLEAVED_UNSUPPORTED,
-    "partial_rotary": Reason.PARTIAL_ROTARY_UNSUPPORTED,
-    "padding_idx": Reason.PADDING_IDX_UNSUPPORTED,
-    "label_smoothing": Reason.LABEL_SMOOTHING_UNSUPPORTED,
-    "class_weights": Reason.CLASS_WEIGHTS_UNSUPPORTED,
-    "seed_per_row": Reason.SEED_PER_ROW_UNSUPPORTED,
-    "top_k": Reason.TOP_K_UNSUPPORTED,
-    "top_p": Reason.TOP_P_UNSUPPORTED,
     "top_k_and_top_p": Reason.TOP_K_WITH_TOP_P,
     **dict.fromkeys(
         ("prefill", "kv_strided", "scale_given", "inputs_float", "inputs_quantized", "scores_sigmoid",

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -264,16 +266,9 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _at_least(new: Any, old: Any) -> bool:
-    return new is not None and (old is None or _number(new) >= _number(old))
-
-
-def _at_most(new: Any, old: Any) -> bool:
-    return new is not None and (old is None or _number(new) <= _number(old))
-
-
-def _number(value: Any) -> Any:
-    return version(value) if isinstance(value, str) else value
+def _bound(holds: Callable[[Any, Any], bool], new: Any, old: Any) -> bool:
+    numbers = [version(value) if isinstance(value, str) else value for value in (new, old)]
+    return new is not None and (old is None or holds(*numbers))
 
 
 # Which values of a field are narrower than those before, and what an error says that it needs.
@@ -283,8 +278,8 @@ _NARROWER_THAN: tuple[tuple[str, str, Callable[[Any, Any], bool]], ...] = (
     ("layouts mma_families cpu_vendors archs only_with", "some of",
      lambda new, old: bool(new) and (not old or new <= old)),
     ("isa half_isa", "all of", lambda new, old: new >= old),
-    ("sm_min alignment torch_min cuda_min driver_min", "at least", _at_least),
-    ("sm_max torch_below", "at most", _at_most),
+    ("sm_min alignment torch_min cuda_min driver_min", "at least", partial(_bound, operator.ge)),
+    ("sm_max torch_below", "at most", partial(_bound, operator.le)),
     ("contiguous last_stride1", "less than", lambda new, old: new or not old),  # requirements
     ("mixed_dtypes gradient deterministic batch_invariant graph_safe autocast tp_invariant", "less than",
      lambda new, old: old or not new),  # promises
@@ -344,7 +339,6 @@ class _CapabilityFile(UserFile):
         log.info(MIGRATED, path=self.path, version=1, now=FORMAT)
 
     def kernels(self) -> dict[str, dict[str, Any]]:
-        """The entries by kernel id."""
         kernels = self.value.get("kernels")
         if not isinstance(kernels, dict) or not kernels:
             raise ConfigurationError(
@@ -372,7 +366,6 @@ class _CapabilityFile(UserFile):
         return fields
 
     def error_of(self, kernel: str, why: str) -> ConfigurationError:
-        """The error of a kernel's entry."""
         why = why if why.startswith(kernel) else f"{kernel}: {why}"
         return self.error(("kernels", kernel), why, kernel=kernel)
 

@@ -8,6 +8,7 @@ import platform as host
 import re
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
@@ -212,13 +213,8 @@ def _cpu_identity() -> tuple[str, str, set[str]]:
     """Vendor, model name and instruction flags; from /proc/cpuinfo where there is one."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(errors="replace") if info.exists() else ""
-    fields = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", text, re.MULTILINE))
-    return parse_cpuinfo(fields, host.machine())
-
-
-def parse_cpuinfo(fields: Mapping[str, str], machine: str) -> tuple[str, str, set[str]]:
-    """Vendor, model name and flags out of the fields of one processor."""
-    vendors = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}
+    fields: dict[str, str] = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", text, re.MULTILINE))
+    machine, vendors = host.machine(), {"AuthenticAMD": "amd", "GenuineIntel": "intel"}
     vendor = vendors.get(fields.get("vendor_id", ""), "arm" if machine in {"aarch64", "arm64"} else "unknown")
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     # Not platform.processor(): where it knows nothing it starts a process to ask.
@@ -247,3 +243,12 @@ def free_memory(device: torch.device) -> int:
     text = meminfo.read_text() if meminfo.exists() else ""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
     return int(match[1]) * 1024 if match else _memory_bytes()
+
+
+def host_free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """The memory of this machine that can be had, or what is left of this container's share of it."""
+    free = free_memory(torch.device("cpu"))
+    with suppress(OSError, ValueError):
+        share = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
+        return max(0, min(free, share))
+    return free

@@ -200,7 +200,7 @@ def _cuda_rejections(cap: Capability, hw: Hardware) -> Iterator[Rejected]:
     if cap.sm_max is not None and sm > cap.sm_max:
         yield Rejected(Reason.SM_TOO_NEW, "sm", f"<= {cap.sm_max}", str(sm))
     if cap.mma_families is not None and hw.mma_family not in cap.mma_families:
-        needs = _any_of_text(m.value for m in cap.mma_families)
+        needs = _any_of_text(frozenset(m.value for m in cap.mma_families))
         yield Rejected(Reason.MMA_FAMILY_UNSUPPORTED, "mma_family", needs, hw.mma_family.value)
     if cap.cuda_min is not None and version(hw.cuda or "0") < version(cap.cuda_min):
         yield Rejected(Reason.CUDA_TOO_OLD, "cuda", f">= {cap.cuda_min}", str(hw.cuda))
@@ -237,8 +237,8 @@ def _layout_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
 def _feature_rejections(cap: Capability, spec: CallSpec) -> Iterator[Rejected]:
     for feature in sorted(spec.features - cap.features):
         if feature.startswith("act_"):
-            have = _any_of_text(f.removeprefix("act_") for f in cap.features if f.startswith("act_"))
-            got = feature.removeprefix("act_")
+            activations = (f.removeprefix("act_") for f in cap.features if f.startswith("act_"))
+            have, got = _any_of_text(frozenset(activations)), feature.removeprefix("act_")
             yield Rejected(Reason.ACTIVATION_UNSUPPORTED, "activation", have or "none", got)
             continue
         reason = FEATURE_REASONS.get(feature, Reason.FEATURE_UNSUPPORTED)
@@ -293,12 +293,8 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _any_of_text(values: Any) -> str:
-    return _any_of(values) if isinstance(values, frozenset) else " or ".join(sorted(str(v) for v in values))
-
-
 @functools.cache
-def _any_of(values: frozenset[Any]) -> str:
+def _any_of_text(values: frozenset[Any]) -> str:
     """The words of one of a capability's sets, which every refusal repeats."""
     return " or ".join(sorted(str(v) for v in values))
 

@@ -18,10 +18,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
-import torch
 
 from layerzero._util import log
 from layerzero._util.ending import join_at_exit
@@ -29,7 +27,7 @@ from layerzero._util.version import VERSION
 from layerzero.perfdb import versions_of
 from layerzero.sharing.work import COMPILE, SHARED, code_of, digest_of
 from layerzero.spec.call_spec import CallSpec
-from layerzero.spec.hardware import Hardware, free_memory
+from layerzero.spec.hardware import Hardware, host_free_bytes
 from layerzero.spec.kernel import Kernel
 
 COMPILED = "kernel.compiled_apart"
@@ -226,15 +224,6 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
     child.wait()
-
-
-def host_free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """The memory of this machine that can be had, or what is left of this container's share of it."""
-    free = free_memory(torch.device("cpu"))
-    with suppress(OSError, ValueError):
-        share = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
-        return max(0, min(free, share))
-    return free
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from layerzero.backends.flashinfer import cascade as prefix
+from layerzero.backends.flashinfer.planning import CompressedBlockTables
 from layerzero.ops.paged.attention import paged_attention_reference
 
 ATTENTION: Any = paged_attention_reference
@@ -62,7 +63,7 @@ def test_two_parts_make_the_whole(causal: bool) -> None:
     front, weight = ATTENTION(
         q, *pools, tables[:1, :shared], torch.tensor([shared * size]), starts(6), False, *rest
     )
-    pages = prefix.pages_behind(tables, lengths.int(), size, shared)
+    pages = CompressedBlockTables.of(tables[:, shared:], lengths.int() - shared * size, size)
     behind = torch.zeros(3, 2, dtype=torch.long)
     for row in range(3):
         own = pages.ids[pages.starts[row] : pages.starts[row + 1]]

@@ -53,7 +53,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
     monkeypatch.setattr(planning, "stream_workspaces", lambda device: SimpleNamespace(run=run))
     csr = SimpleNamespace(csr=lambda **named: named)
     for module in (attention, mla):
-        monkeypatch.setattr(module, "module", lambda name="": SimpleNamespace(MLAPlanMetadata=csr))
+        library = SimpleNamespace(MLAPlanMetadata=csr, BatchMLAPagedAttentionWrapper=object)
+        monkeypatch.setattr(module, "module", lambda name="", library=library: library)
     return wrapper
 
 

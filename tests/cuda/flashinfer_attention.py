@@ -17,7 +17,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.backends.flashinfer.common import module
-from layerzero.ops.attention.lse import to_base_2
+from layerzero.ops.attention.lse import LN_2
 from tests.references.measures import check_close
 
 DEVICE = "cuda"
@@ -94,7 +94,7 @@ def with_lse(call: Callable[..., Any], kernel: str) -> Outputs:
         out, lse = call(backend=kernel, return_lse=True)
     except NOT_HERE:
         return (call(backend=kernel),)
-    return out, to_base_2(lse)
+    return out, lse / LN_2
 
 
 @dataclass(frozen=True)
@@ -252,6 +252,6 @@ def latent(name: str, pages: Pages, queries: tuple[int, ...]) -> Case:
         out, lse = wrapper.run(
             query=(q_nope, q_pe), kv_cache=(ckv, kpe), return_lse=True, return_lse_base_on_e=True
         )
-        return out, to_base_2(lse)
+        return out, lse / LN_2
 
     return Case(name, "mla_attention", ("reference.mla_attention",), ours, theirs, close)

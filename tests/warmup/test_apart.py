@@ -22,8 +22,9 @@ import layerzero as lz
 from layerzero.backends.flashinfer import attention, common, mla, norm_rope
 from layerzero.ops import table as ops_table
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.hardware import host_free_bytes
 from layerzero.warmup import apart, watching
-from layerzero.warmup.apart import CHILD_BYTES, COMPILER_BYTES, ApartCompiler, host_free_bytes
+from layerzero.warmup.apart import CHILD_BYTES, COMPILER_BYTES, ApartCompiler
 from tests.kernels import kernel
 
 REQUEST = CallSpec(op="rms_norm", dtype="float32", dims={"N": 4, "C": 32})

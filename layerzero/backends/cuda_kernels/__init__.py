@@ -11,24 +11,16 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(f"layerzero.backends.cuda_kernels.{name}")
-
-
 def _from(module: str, function: str) -> Callable[[], Callable[..., Any]]:
-    return lambda: getattr(_module(module), function)
+    return lambda: getattr(importlib.import_module(f"{__name__}.{module}"), function)
 
 
-def _unit(module: str) -> Callable[[CallSpec], str]:
-    return lambda request: str(_module(module).unit(request))
-
-
-def _compile(module: str) -> Callable[[CallSpec], None]:
-    return lambda request: _module(module).compile_for(request)
+def _compiling(module: str) -> dict[str, Any]:
+    unit, compile_for = _from(module, "unit"), _from(module, "compile_for")
+    return {"compile_key": lambda request: unit()(request), "compile": lambda request: compile_for()(request)}
 
 
 _RECORD = "an estimate: ordered by benchmarks/results/quantized_h200.json"
@@ -49,8 +41,7 @@ _CODES = "kv_float8_e4m3fn kv_float8_e5m2 kv_int8"
 _product = functools.partial(
     _kernel,
     load=_from("products", "quantized_linear"),
-    compile_key=_unit("products"),
-    compile=_compile("products"),
+    **_compiling("products"),
     efficiency=(0.62, 0.5, 12.0),
     # The tiles of many rows are instructions of this generation alone.
     sm_min=90,
@@ -60,7 +51,7 @@ _product = functools.partial(
 KERNELS: tuple[Kernel, ...] = (
     _kernel(
         "cuda.paged_attention.codes", _from("decode", "paged_attention"), (0.1, 0.9, 35.0),
-        compile_key=_unit("decode"), compile=_compile("decode"), sm_min=90,
+        **_compiling("decode"), sm_min=90,
         features=f"causal gqa scale {_CODES} kv_scale_per_tensor kv_scale_per_head kv_scale_per_token",
         only_with=_CODES, layouts="NHD HND", dtypes="float16 bfloat16",
         limits=("D in [128]", "D == Dv else HEAD_DIMS_DIFFER", "G <= 8"),

@@ -57,8 +57,7 @@ def paged_attention(
     cu_seqlens_q: Tensor | None, is_causal: bool, scale: float | None, window: Any, softcap: Any,
     layout: str, return_lse: bool, k_scale: Tensor, v_scale: Tensor,
 ) -> Tensor:  # fmt: skip
-    """One query token a sequence; of the optional arguments only scale, layout and scales are more than
-    defaults."""
+    """One query token a sequence; of the optional arguments only scale, layout and scales are looked at."""
     sequences, heads, width = q.shape
     token, head = (1, 2) if layout == "NHD" else (2, 1)
     key_heads, page = k_cache.shape[head], k_cache.shape[token]

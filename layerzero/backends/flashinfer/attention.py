@@ -35,17 +35,11 @@ if TYPE_CHECKING:
     from layerzero.backends.flashinfer import planning
 
 
-def _ragged_wrapper(backend: str, floats: Tensor) -> Any:
-    return module().BatchPrefillWithRaggedKVCacheWrapper(floats, "NHD", backend=backend)
-
-
 def _paged_wrapper(backend: str, layout: str, floats: Tensor) -> Any:
     from layerzero.backends.flashinfer.cascade import CascadeWrapper
 
-    make_wrapper = functools.partial(
-        module().BatchPrefillWithPagedKVCacheWrapper, floats, layout, backend=backend
-    )
-    return CascadeWrapper(make_wrapper)
+    wrapper = module().BatchPrefillWithPagedKVCacheWrapper
+    return CascadeWrapper(functools.partial(wrapper, floats, layout, backend=backend))
 
 
 def _run_ragged(
@@ -70,11 +64,10 @@ def _run_ragged(
             return wrapper.run(q, k, v, return_lse=True, lse_base="ln")  # type: ignore[no-any-return]
         return wrapper.run(q, k, v)  # type: ignore[no-any-return]
 
-    make = functools.partial(_ragged_wrapper, backend)
-    result: Result = planning.stream_workspaces(q.device).run(
-        ("ragged", backend), lengths, make, plan, launch
-    )
-    return result
+    def make(floats: Tensor) -> Any:
+        return module().BatchPrefillWithRaggedKVCacheWrapper(floats, "NHD", backend=backend)
+
+    return planning.stream_workspaces(q.device).run(("ragged", backend), lengths, make, plan, launch)
 
 
 def _flags(call: AttentionArgs | RaggedArgs | PagedArgs, q: Tensor, k: Tensor) -> tuple[Any, ...]:
@@ -158,11 +151,8 @@ def _paged(backend: str) -> Callable[..., Any]:
             return wrapper.run(q, (k_cache, v_cache), call.return_lse)  # type: ignore[no-any-return]
 
         lengths = planning.PlanKey.of(_flags(call, q, k_cache), block_tables, seq_lens, cu_seqlens_q)
-        make = functools.partial(_paged_wrapper, backend, call.layout)
-        result: Result = planning.stream_workspaces(q.device).run(
-            ("paged", backend, call.layout), lengths, make, plan, launch
-        )
-        return result
+        make, kind = functools.partial(_paged_wrapper, backend, call.layout), ("paged", backend, call.layout)
+        return planning.stream_workspaces(q.device).run(kind, lengths, make, plan, launch)
 
     return paged_attention
 
@@ -229,7 +219,6 @@ def _kernel(op: str, template: str, load: Callable[[str], Callable[..., Any]], *
 
 
 def _kernels(template: str) -> tuple[Kernel, ...]:
-    """The kernels of one template."""
     of_roof, decode = _OF_ROOF[template], 0.98 if template == "fa2" else 0.6
     return (
         _kernel(

@@ -45,11 +45,6 @@ def saved_bytes(pages: int, batch: int, page_bytes: int) -> int:
     return pages * (batch - 1) * page_bytes
 
 
-def pages_behind(tables: Tensor, lengths: Tensor, size: int, shared: int) -> CompressedBlockTables:
-    """The pages of each sequence behind the first `shared`, in compressed rows."""
-    return CompressedBlockTables.of(tables[:, shared:], lengths - shared * size, size)
-
-
 @dataclass(slots=True)
 class CascadeWrapper:
     """A paged wrapper, and a second one over the shared pages while a plan has some.
@@ -77,11 +72,8 @@ class CascadeWrapper:
             num_common = shared_pages(host_copies.to_host_values(tables), host_lengths, starts, size)
             if saved_bytes(num_common, tables.shape[0], page_bytes) >= WORTH_BYTES:
                 self.num_shared_pages = num_common
-        pages = (
-            pages_behind(tables, host_lengths, size, self.num_shared_pages)
-            if self.num_shared_pages
-            else CompressedBlockTables.of(tables, host_lengths, size)
-        )
+        behind = host_lengths - self.num_shared_pages * size
+        pages = CompressedBlockTables.of(tables[:, self.num_shared_pages :], behind, size)
         heads = (*sizes, size)
         self.suffix.plan(starts, pages.starts, pages.ids, pages.last, *heads, seq_lens=pages.lengths, **named)
         if not self.num_shared_pages:

@@ -94,8 +94,7 @@ def _folders_of_wheels(version: str) -> list[Path]:
 def built_at(library: Path) -> float:
     """When a module of FlashInfer's cache was built, in seconds.
 
-    What ninja noted beside it counts where that is older: a copied file is as young as the copy, and ninja
-    builds it again all the same.
+    What ninja noted beside it counts where that is older: a copy is young, and built again all the same.
     """
     built = changed_at(library)
     with suppress(OSError, ValueError):
@@ -156,8 +155,7 @@ WRAPPER_BYTES = 8 << 20
 def planned_bytes(request: CallSpec) -> int:
     """What the first planned call of a stream allocates; later ones find it there.
 
-    Constant: the templates split their work until it fits the workspace. Pages that are shared take a second
-    wrapper.
+    Constant: the templates split their work until it fits. Pages that are shared take a second wrapper.
     """
     return WORKSPACE_BYTES + WRAPPER_BYTES * (2 if request.op == "paged_attention" else 1)
 

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from layerzero.backends.flashinfer.common import (
     ESTIMATE,
     LOAD_BYTES,
@@ -25,14 +23,12 @@ from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.kernel import Kernel
 
 
-def _wrapper(backend: str, floats: Tensor) -> Any:
-    return module("flashinfer.mla").BatchMLAPagedAttentionWrapper(floats, backend=backend)
-
-
 def _latent(backend: str) -> Callable[..., Any]:
     from layerzero.backends.flashinfer import planning
 
-    metadata = module("flashinfer.mla").MLAPlanMetadata
+    library = module("flashinfer.mla")
+    metadata = library.MLAPlanMetadata
+    make = functools.partial(library.BatchMLAPagedAttentionWrapper, backend=backend)
 
     @takes(MlaArgs)
     def mla_attention(call: MlaArgs) -> Result:
@@ -62,7 +58,6 @@ def _latent(backend: str) -> Callable[..., Any]:
             return wrapper.run(**operands)
 
         lengths = planning.PlanKey.of(flags, block_tables, seq_lens, cu_seqlens_q)
-        make = functools.partial(_wrapper, backend)
         out = planning.stream_workspaces(q_nope.device).run(("latent", backend), lengths, make, plan, launch)
         return tuple(out) if return_lse else out
 

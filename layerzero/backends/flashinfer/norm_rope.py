@@ -124,7 +124,8 @@ def _append(
     """`append_paged_kv_cache` with the whole pool as one sequence, in which a slot is a position."""
     pages, size = k_cache.shape[0], k_cache.shape[1 if layout == "NHD" else 2]
     ids, bounds, last = _whole_pool(pages, size, k.device)
-    first = _zeros(_power_of_two(k.shape[0]), k.device)
+    # Steps of any number of rows share a few buffers.
+    first = _zeros(1 << max(k.shape[0] - 1, 0).bit_length(), k.device)
     keep_if_captured(ids, bounds, last, first)
     first = first[: k.shape[0]]
     places = slot_mapping.to(torch.int32).contiguous()
@@ -148,11 +149,6 @@ def _zeros(count: int, device: torch.device) -> Tensor:
     """The sequence of each of `count` tokens in a pool that is one: copied, so that every stream may read."""
     with torch.inference_mode(False):
         return torch.zeros(count, dtype=torch.int32, device="cpu").to(device)
-
-
-def _power_of_two(count: int) -> int:
-    """The least that is no smaller, so that steps of any number of rows share a few buffers."""
-    return 1 << max(count - 1, 0).bit_length()
 
 
 def _fp8_product() -> Callable[..., Any]:

@@ -2,14 +2,12 @@
 
 A wrapper is planned for lengths and then run any number of times. Lengths that came with a host copy
 (`ops.host_copies`, which the KV cache makes at every epoch) are known without a synchronisation, and their
-plan
-is kept for every layer that passes the same tensors. Lengths of a bare tensor are read and planned anew at
-every call, because such tensors are edited in place.
+plan is kept for every layer that passes the same tensors. Lengths of a bare tensor are read and planned anew
+at every call, because such tensors are edited in place.
 
-A stream of a device has one `StreamWorkspaces`: a float workspace shared by its wrappers, which run one
-after the other,
-and the wrappers themselves. Each wrapper has index buffers of its own, staged through pinned memory, so that
-one is planned again only after its last copies have reached the device.
+A stream of a device has one `StreamWorkspaces`: a float workspace shared by its wrappers, which run one after
+the other, and the wrappers themselves. Each wrapper has index buffers of its own, staged through pinned
+memory, so that one is planned again only after its last copies have reached the device.
 
 A graph cannot hold planning, which reads lengths and copies from the host. It holds the launch of a plan that
 its stream made before the capture; that plan's wrapper is the graph's from then on and is not planned again.
@@ -37,6 +35,7 @@ MAX_PLANS = 16
 ROW_STATES_BYTES = 1 << 20
 
 Make = Callable[[Tensor], Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,8 @@ class StreamWorkspaces:
 
     def run(
         self, kind: Hashable, plan_key: PlanKey, make: Make, plan: Callable[[Any], None],
-        launch: Callable[[Any], Any],
-    ) -> Any:  # fmt: skip
+        launch: Callable[[Any], T],
+    ) -> T:  # fmt: skip
         """`launch` with a wrapper of `kind` that is planned for `lengths`, planned now if none is.
 
         Raises: CudaGraphUnsafeError: the stream is capturing, and it has no such plan.
@@ -127,7 +126,6 @@ class StreamWorkspaces:
 
 
 Name = tuple[int, int]
-T = TypeVar("T")
 _WORKSPACES: dict[Name, StreamWorkspaces] = {}
 _ROW_STATES: dict[Name, Tensor] = {}
 _LOCK = threading.Lock()

@@ -7,7 +7,7 @@ lists beside them is a refusal, before anything is downloaded.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import islice
 from pathlib import Path
 
@@ -38,7 +38,9 @@ def download_files(repository: str, commit: str, locked: Collection[str], check:
         raise refusal(repository, f"the hub lists {total} bytes, more than {MAX_BYTES}")
     try:
         variant = Path(library.install_kernel(repository, revision=commit, trust_remote_code=[repository]))
-        pieces = dict(_read(variant, sorted(listed)))
+        prefix = f"build/{variant.name}/"
+        names = [path.removeprefix(prefix) for path in sorted(listed) if path.startswith(prefix)]
+        pieces = {prefix + name: read_given(variant / name, MAX_BYTES) for name in names}
     except Exception as error:
         raise _unreachable(repository, error) from error
     if not pieces:
@@ -56,13 +58,6 @@ def _listed(repository: str, commit: str) -> dict[str, int]:
     tree = HfApi().list_repo_tree(repository, "build", repo_type="kernel", revision=commit, recursive=True)
     entries = islice(tree, MAX_LISTED)  # a server may list without end
     return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
-
-
-def _read(variant: Path, listed: list[str]) -> Iterator[tuple[str, bytes]]:
-    prefix = f"build/{variant.name}/"
-    for path in listed:
-        if path.startswith(prefix):
-            yield path, read_given(variant / path.removeprefix(prefix), MAX_BYTES)
 
 
 def _unreachable(repository: str, error: Exception) -> Exception:

@@ -16,9 +16,10 @@ from torch.nn import functional
 from layerzero.backends.native import compiled, load_module
 from layerzero.backends.native.products import ACTIVATIONS, LIBRARY, in_panels
 from layerzero.native import is_product
-from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes
+from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights
 from layerzero.ops.linear.mlp import GATES, PLAIN, activate
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.hardware import host_free_bytes
 from layerzero.spec.kernel import Kernel
 
 
@@ -26,7 +27,7 @@ from layerzero.spec.kernel import Kernel
 def packed_weights() -> PackedWeights:
     """The panels of this process."""
     native = load_module(LIBRARY)
-    return PackedWeights(native.pack, int(MEMORY_SHARE * available_bytes()), 4, [], native.equal)
+    return PackedWeights(native.pack, int(MEMORY_SHARE * host_free_bytes()), 4, [], native.equal)
 
 
 def _linear() -> Callable[..., Tensor]:

@@ -18,12 +18,13 @@ from torch.nn import functional
 from layerzero.backends.native import compiled, load_module
 from layerzero.formats.table import format_of
 from layerzero.ops.linear.experts import ExpertsArgs, all_choices
-from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes
+from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights
 from layerzero.ops.linear.mlp import GATES
 from layerzero.ops.quantize.operands import EXPERT_FEATURES, FORMAT_FEATURES, INPUT_FEATURES, PART_FEATURES
 from layerzero.ops.quantize.quantized_linear import rounded_rows
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.errors import BackendNotAvailableError
+from layerzero.spec.hardware import host_free_bytes
 from layerzero.spec.kernel import Kernel, loading
 
 # As the order of `Kind` there.
@@ -81,7 +82,7 @@ class _Kept(NamedTuple):
 @functools.cache
 def kept_weights() -> _Kept:
     """The panels of this process."""
-    pack, limit = library().pack, int(MEMORY_SHARE * available_bytes())
+    pack, limit = library().pack, int(MEMORY_SHARE * host_free_bytes())
     sharing: list[PackedWeights] = []
 
     return _Kept(

@@ -79,8 +79,7 @@ def _flex(
 ) -> Tensor:  # fmt: skip
     """`flex_attention` with everything that changes between calls of one shape in tensors.
 
-    `ends` are how far left and right a query sees and how many keys precede the first query; `numbers`
-    are the scale and the soft cap.
+    `ends`: how far left and right a query sees, keys before the first one; `numbers`: scale and soft cap.
     """
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -95,16 +94,9 @@ def _flex(
         near = (ahead <= ends[1]) & (ahead >= -ends[0])
         return near if mask is None else near & mask[b, h, i, j]
 
-    some, some_at, whole, whole_at = blocks
+    sizes = (q.shape[2], k.shape[2])
     table = BlockMask.from_kv_blocks(
-        some,
-        some_at,
-        whole,
-        whole_at,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=seen,
-        seq_lengths=(q.shape[2], k.shape[2]),
-        compute_q_blocks=False,
+        *blocks, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=sizes, compute_q_blocks=False
     )
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = flex_attention(q, k, v, score_mod=score, block_mask=table, scale=1.0, enable_gqa=grouped)

@@ -179,7 +179,6 @@ _by_row = functools.partial(
 def _of_op(
     op: str, function: Callable[..., Any], features: str, cpu: Speed, on_cpu: str, cuda: Speed, on_cuda: str
 ) -> tuple[Kernel, Kernel]:
-    """The kernels of one op, on the CPU and on GPUs."""
     both = functools.partial(_kernel, load=lambda: function, features=features, mixed_dtypes=op in _MIXED)
     return (
         both(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerzero.ops import table
 from layerzero.ops.attention.arguments import AttentionArgs, RaggedArgs
-from layerzero.ops.batching import split_outputs
+from layerzero.ops.batching import concat_rows, split_outputs
 from layerzero.ops.op import Args, Batching, Launcher, LaunchFunction
 
 
@@ -59,8 +59,7 @@ GATHER_BYTES_OTHER_DEVICES = 1 << 23
 class StackedBatching(Batching):
     """Calls of one (Sq, Sk) become one launch; other lengths in the same group get their own.
 
-    Calls with a mask, a score modifier, dropout or slopes per sequence run alone, and so do large ones
-    that would have to be copied.
+    Calls with a mask, a score modifier, dropout or slopes per sequence run alone, and large ones to copy.
     """
 
     @property
@@ -144,7 +143,7 @@ def _run_ragged(calls: Sequence[Args], shapes: int, launch: LaunchFunction) -> l
     lengths_k = [args[1].shape[1] for args in calls]
     offsets = _cu_seqlens(lengths, first.q.device)
     offsets_k = offsets if lengths == lengths_k else _cu_seqlens(lengths_k, first.k.device)
-    q, k, v = (_concat_tokens([args[position] for args in calls]) for position in range(3))
+    q, k, v = (concat_rows([args[position].squeeze(0) for args in calls]) for position in range(3))
     merged = tuple(RaggedArgs(q, k, v, offsets, offsets_k, first.is_causal, first.scale))
     longest = max(calls, key=lambda args: args[0].shape[1] * args[1].shape[1])
     if launch.expected_us(merged, op) >= shapes * launch.expected_us(longest):
@@ -155,19 +154,3 @@ def _run_ragged(calls: Sequence[Args], shapes: int, launch: LaunchFunction) -> l
 
 def _cu_seqlens(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-
-def _concat_tokens(pieces: Sequence[Tensor]) -> Tensor:
-    """(1, S_i, H, D) pieces as (T, H, D): a view where they are contiguous, else a copy."""
-    first = pieces[0]
-    inner, stride = first.shape[2:], first.stride()[1:]
-    step = stride[0] * first.element_size()
-    expected, tokens = first.data_ptr(), 0
-    for piece in pieces:
-        if piece.data_ptr() != expected or piece.stride()[1:] != stride or piece.shape[2:] != inner:
-            return torch.cat([p.squeeze(0) for p in pieces])
-        tokens += piece.shape[1]
-        expected += piece.shape[1] * step
-    if stride[0] == 0 or pieces[-1].untyped_storage()._cdata != first.untyped_storage()._cdata:
-        return torch.cat([p.squeeze(0) for p in pieces])
-    return first.as_strided((tokens, *inner), stride)

@@ -15,11 +15,6 @@ def from_base_2(lse: Tensor) -> Tensor:
     return lse * LN_2
 
 
-def to_base_2(lse: Tensor) -> Tensor:
-    """Our natural log-sum-exp as one of base 2."""
-    return lse / LN_2
-
-
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Attention (B, H, S, D) and its log-sum-exp (B, H, S) with a logit a head (H,) in the denominator.
 

@@ -77,7 +77,9 @@ def additive_bias(
         if attn_mask.dtype == torch.bool:
             visible_keys = attn_mask if visible_keys is None else attn_mask & visible_keys
         else:
-            added = _loadable(attn_mask.to(dtype))
+            added = attn_mask.to(dtype)
+            if added.is_cuda and alignment_of([added]) < 16:
+                added = added.clone()  # torch's kernels cannot read its rows, and end the use of the device
             bias = added if bias is None else bias + added
     if visible_keys is None:
         return bias
@@ -85,11 +87,6 @@ def additive_bias(
         return bias.masked_fill(~visible_keys, -torch.inf)
     zeros = torch.zeros(visible_keys.shape, dtype=dtype, device=visible_keys.device)
     return zeros.masked_fill_(~visible_keys, -torch.inf)
-
-
-def _loadable(mask: Tensor) -> Tensor:
-    """`mask`, copied where torch's kernels on a GPU cannot read its rows: they end the use of the device."""
-    return mask.clone() if mask.is_cuda and alignment_of([mask]) < 16 else mask
 
 
 def alibi_bias(slopes: Tensor, sq: int, sk: int, dtype: torch.dtype) -> Tensor:
@@ -105,23 +102,18 @@ def fully_masked_rows(bias: Tensor) -> Tensor:
 
 
 def merge_block_mask(attn_mask: Tensor | None, block_mask: Any, batch: int, heads: int) -> Tensor:
-    """`attn_mask` with what a torch BlockMask hides hidden, too; broadcasts to (B, H, Sq, Sk)."""
-    seen = dense_block_mask(block_mask, batch, heads)
-    if attn_mask is None:
-        return seen
-    return attn_mask & seen if attn_mask.dtype is torch.bool else attn_mask.masked_fill(~seen, -torch.inf)
+    """`attn_mask` with what a torch BlockMask hides hidden, too; broadcasts to (B, H, Sq, Sk).
 
-
-def dense_block_mask(block_mask: Any, batch: int, heads: int) -> Tensor:
-    """(B or 1, H or 1, Sq, Sk) bool of a torch BlockMask: partial blocks by its function, full ones whole.
-
-    The function is asked about every sequence and head, as torch does it, also where blocks do not differ.
+    Partial blocks go by the mask's function, full ones are seen whole. The function is asked about every
+    sequence and head, as torch does it, also where blocks do not differ.
     """
     listed = _listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask)
     seen = evaluate_mask_mod(block_mask, batch, heads) & listed
-    if block_mask.full_kv_num_blocks is None:
+    if block_mask.full_kv_num_blocks is not None:
+        seen = seen | _listed_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask)
+    if attn_mask is None:
         return seen
-    return seen | _listed_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask)
+    return attn_mask & seen if attn_mask.dtype is torch.bool else attn_mask.masked_fill(~seen, -torch.inf)
 
 
 def evaluate_mask_mod(block_mask: Any, batch: int, heads: int) -> Tensor:

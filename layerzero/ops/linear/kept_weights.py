@@ -6,14 +6,11 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-
-from layerzero.spec.hardware import free_memory
 
 # Of the memory that is free when the first weight comes.
 MEMORY_SHARE = 0.25
@@ -27,8 +24,7 @@ WeightKey = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 class _PackedWeight:
     """A weight that was seen: its storage while that lives, its version then, its panels or None.
 
-    `tensor` is the object whose counter the version is of: `.data` of it counts changes of the same memory
-    by itself.
+    `tensor` is the object whose counter the version is of: `.data` of it counts by itself.
     """
 
     storage: weakref.ref[Any]
@@ -140,13 +136,3 @@ class PackedWeights:
         entry = self._entries.get(place)
         if entry is not None and entry.storage is storage:
             self._entries.pop(place, None)
-
-
-def available_bytes() -> int:
-    """Bytes that this process may still take: what is free, and what its control group leaves."""
-    free, group = free_memory(torch.device("cpu")), Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-    except OSError:  # no control group, or an older kind
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))

@@ -10,7 +10,7 @@ from torch import Tensor
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe, estimate
-from layerzero.ops.linear.moe import SCORINGS as SCORINGS
+from layerzero.ops.linear.moe import SCORINGS
 from layerzero.ops.op import Args, define_op
 from layerzero.ops.signature import SignedCall, op_signature
 from layerzero.spec.call_spec import CallSpec, OutputSpec

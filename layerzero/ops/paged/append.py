@@ -161,8 +161,7 @@ def work(spec: CallSpec) -> WorkEstimate:
 
 @dataclass(frozen=True, slots=True)
 class AppendBatching(TokenBatching):
-    """Appends to one pool: rows and slot_mapping are concatenated; each caller gets its own
-    slot_mapping back.
+    """Appends to one pool: rows and slot_mapping are joined; each caller gets its own slot_mapping back.
 
     `ids` are the positions of what has a number for each token, slot_mapping last.
     """

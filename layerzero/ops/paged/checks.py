@@ -168,16 +168,12 @@ def query_offsets(tokens: int, cu_seqlens_q: Tensor | None) -> list[int]:
     return list(range(tokens + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
 
 
-def index_pages(pool: Tensor, pages: Tensor) -> Tensor:
-    """A copy of some pages; codes are copied as bytes, which every device can."""
-    if not kv_formats.is_coded(pool):
-        return pool.index_select(0, pages.long())
-    return pool.view(torch.uint8).index_select(0, pages.long()).view(pool.dtype)
-
-
 def gather_pages(pool: Tensor, pages: Tensor, length: int, layout: str) -> Tensor:
-    """A sequence's first `length` tokens out of its pages, (length, H, D)."""
-    pages_of_sequence = index_pages(pool, pages)
+    """A sequence's first `length` tokens out of its pages, (length, H, D); a copy."""
+    # Codes are copied as bytes, which every device can.
+    coded = kv_formats.is_coded(pool)
+    pages_of_sequence = (pool.view(torch.uint8) if coded else pool).index_select(0, pages.long())
+    pages_of_sequence = pages_of_sequence.view(pool.dtype) if coded else pages_of_sequence
     if layout == "HND":
         pages_of_sequence = pages_of_sequence.transpose(1, 2)
     return pages_of_sequence.reshape(-1, *pages_of_sequence.shape[2:])[:length]

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights, available_bytes
+from layerzero.ops.linear.kept_weights import MEMORY_SHARE, PackedWeights
 from layerzero.spec.call_spec import CallSpec
+from layerzero.spec.hardware import host_free_bytes
 
 # Rows of a weight whose first byte is compared at each call.
 COMPARED = 16
@@ -41,7 +42,7 @@ class KeptCodes(NamedTuple):
 
 def keep(lay_out: Callable[[Tensor], Tensor], lay_out_scale: Callable[[Tensor], Tensor]) -> KeptCodes:
     """A library's layouts: of codes (C, K / 2) as bytes, as many; of scales (C, G), four bytes each."""
-    limit, sharing = int(MEMORY_SHARE * available_bytes()), list[PackedWeights]()
+    limit, sharing = int(MEMORY_SHARE * host_free_bytes()), list[PackedWeights]()
 
     def with_compared(weight: Tensor) -> Tensor:
         panels = lay_out(weight.contiguous()).contiguous().view(torch.uint8).flatten()

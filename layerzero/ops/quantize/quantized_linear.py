@@ -15,7 +15,6 @@ from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe
 from layerzero.ops.linear.linear import linear_outputs
 from layerzero.ops.op import Args, define_op
-from layerzero.ops.quantize.operands import INPUTS as INPUTS
 from layerzero.ops.quantize.operands import inputs_feature, need_codes, need_part_values, weight_features
 from layerzero.ops.quantize.quantize import numbers
 from layerzero.ops.signature import SignedCall, op_signature

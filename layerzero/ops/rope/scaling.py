@@ -58,8 +58,7 @@ class NTKScaling(_Stretched):
 
 @dataclass(frozen=True, slots=True)
 class DynamicNTKScaling(_Stretched):
-    """NTK with a base that grows with the sequence at hand, `seq_len`, beyond
-    `original_max_position_embeddings`."""
+    """NTK whose base grows with the sequence, `seq_len`, beyond `original_max_position_embeddings`."""
 
     original_max_position_embeddings: int
     seq_len: int

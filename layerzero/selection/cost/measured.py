@@ -186,8 +186,7 @@ class MeasuredCosts:
         return estimate, ROOFLINE
 
     def key_of(self, kernel: str, request: CallSpec) -> Hashable:
-        """Where a kernel's measurement for a request is (`measurement_key` of its rows); None where none
-        does."""
+        """Where a kernel's measurement for a request is (`measurement_key` of its rows); None without any."""
         launch = "graph" if "capture" in request.modes else "eager"
         key = _key(kernel, BenchmarkCase.of_request(request), launch)
         return key if key in self._keys else None

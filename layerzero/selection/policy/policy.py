@@ -85,13 +85,9 @@ class Policy:
 
         A cache key must separate requests that differ in one of them.
         """
-        seen = {c: None for rule in self.rules if rule.concerns(op) for c in rule.when}
-        kinds = {
-            Condition(rule.kind, "is"): None
-            for rule in self.rules
-            if rule.kind is not None and rule.concerns(op)
-        }
-        return tuple({**seen, **kinds})
+        rules = [rule for rule in self.rules if rule.concerns(op)]
+        kinds = [Condition(rule.kind, "is") for rule in rules if rule.kind is not None]
+        return tuple(dict.fromkeys([*(condition for rule in rules for condition in rule.when), *kinds]))
 
     def active_at(self, now_s: float) -> ActivePolicy:
         """The policy without the timeboxed rules that have ended at monotonic time `now`."""

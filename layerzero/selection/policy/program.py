@@ -25,8 +25,7 @@ def lock(
 ) -> Policy:
     """`policy` with `op` (or `op/kind`) locked to `target`, a kernel id, a backend or a glob of either.
 
-    An earlier lock of the same op, kind and conditions is replaced. `known_kernels` are the ids of the op's
-    kernels.
+    An earlier lock of the same op, kind and conditions is replaced. `known_kernels` are the op's, by id.
 
     Raises: PolicyValidationError: `op` or `target` is unknown, or does not parse.
     """
@@ -40,8 +39,7 @@ def lock(
 def unlock(policy: Policy, op: str | None = None, *, known_ops: AbstractSet[str] | None = None) -> Policy:
     """`policy` without the program's locks of `op` (or `op/kind`); None removes all of them.
 
-    Locks from a file or the environment are not the program's to remove. An op without a lock changes
-    nothing.
+    Locks from a file or the environment stay. An op without a lock changes nothing.
 
     Raises: PolicyValidationError: `op` is unknown, or does not parse.
     """

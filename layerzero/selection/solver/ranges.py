@@ -28,8 +28,7 @@ def compile_lookup(entries: Sequence[Entry[V]]) -> Lookup[V]:
 
     It raises KeyError where an axis that it compares is missing.
 
-    Raises: ValueError: there is no entry, their axes differ, a range ends before it begins, or no cut tells
-        them apart.
+    Raises: ValueError: no entry, other axes, a range that ends before it begins, or no cut tells them apart.
     """
     if not entries:
         raise ValueError("ranges need at least one entry, got none")

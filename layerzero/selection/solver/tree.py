@@ -38,8 +38,7 @@ _NEAR = 0.3
 class Samples:
     """Sizes (samples, axes), and what each kernel costs there (samples, kernels) in microseconds.
 
-    A cost that is not finite says that the kernel cannot take the sample. Of kernels that are alike the
-    first is taken.
+    A kernel without a finite cost cannot take the sample. Of kernels that are alike the first is taken.
     """
 
     axes: tuple[str, ...]

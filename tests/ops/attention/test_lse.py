@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layerzero.ops.attention.attention import attention_reference
-from layerzero.ops.attention.lse import from_base_2, to_base_2
+from layerzero.ops.attention.lse import LN_2, from_base_2
 
 
 def test_our_log_sum_exp_is_natural() -> None:
@@ -19,7 +19,7 @@ def test_our_log_sum_exp_is_natural() -> None:
     lse = result[1].double()
     denominator = torch.exp(q @ k.transpose(-1, -2) * 8**-0.5).sum(-1)
     torch.testing.assert_close(lse.exp(), denominator, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(torch.exp2(to_base_2(lse)), denominator, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.exp2(lse / LN_2), denominator, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -29,4 +29,3 @@ def test_the_bases_turn_into_each_other(dtype: torch.dtype) -> None:
     natural = from_base_2(of_base_2)
     assert natural.dtype == dtype
     torch.testing.assert_close(natural, torch.tensor([math.log(8.0), 0.0, -math.inf], dtype=dtype))
-    torch.testing.assert_close(to_base_2(natural), of_base_2)
