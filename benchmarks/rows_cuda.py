@@ -127,11 +127,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--ops", nargs="*", choices=table.names(), help="only these")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     document = {"environment": environment(DISTRIBUTIONS), "unit": "microseconds", "rows": rows}
     torch.manual_seed(0)
     for op, label, positional, named in shapes():
+        if options.ops and op not in options.ops:
+            continue
         args = table.get(op).build(*positional, **named)[1]
         with torch.no_grad():
             found = {k.id: run for k, run in candidates(op, args, frozenset())}

@@ -36,6 +36,7 @@ from layerzero.actors.rpc.sockets import (
     shut_down,
     unread_bytes,
     wait_for_hang_up,
+    wait_for_words,
 )
 from layerzero.spec.errors import ConsistencyError, DeviceLostError
 
@@ -48,6 +49,7 @@ _LEAVING = b"\xff\xff\xff\xfe"  # another one, behind rank 0's last frame
 _HEARTBEAT_S = 1.0
 _MAX_LATE_HEARTBEATS = 3
 _REASON_WAIT_S = 1.0  # for what a follower sent before it closed the channel
+_OTHERS_WAIT_S = 0.2  # for what others say of a step that one has refused: all compare the same message
 
 
 class LeaderChannel:
@@ -191,6 +193,8 @@ class LeaderChannel:
             )
             if behind := self._reports.behind(number):  # who has gone after it takes nothing from the step
                 late = f"ranks {behind} did not end it within {timeout_s} s of rank 0"
+                if self.failure is not None:
+                    wait_for_words([self._sockets[rank] for rank in behind], _OTHERS_WAIT_S)
                 raise DeviceLostError(
                     f"step {number} counts for no rank: {self.reasons() or late}", retryable=False
                 )

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import secrets
 import select
+import selectors
 import socket
 import struct
 import sys
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 from layerzero.spec.errors import ConsistencyError
@@ -138,6 +141,18 @@ def peek_frames(peer: socket.socket, size: int) -> list[bytes]:
         frames.append(data[begin:end])
         begin = end + LENGTH.size
     return frames
+
+
+def wait_for_words(peers: Iterable[socket.socket], timeout_s: float) -> None:
+    """Wait until each of them has something to read or has gone, at most so long; nothing is read."""
+    until = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for peer in peers:
+            with suppress(OSError, ValueError):  # closed here meanwhile
+                selector.register(peer, selectors.EVENT_READ)
+        while selector.get_map() and (left_s := until - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                selector.unregister(key.fileobj)
 
 
 def read_on(peer: socket.socket, data: bytearray, size: int) -> bool:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -122,6 +122,26 @@ def test_everybody_who_has_said_why_is_named_and_nobody_is_waited_for() -> None:
             leader.send(b"step")
         with pytest.raises(DeviceLostError, match=f"step 1 counts for no rank: {said}"):
             leader.confirm_step(1, b"ops", None)
+
+
+def test_a_refused_step_names_who_says_so_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks compare the same message side by side: the first word is not the last."""
+    monkeypatch.setattr(broadcast, "_OTHERS_WAIT_S", 30.0)
+    lost: list[str] = []
+    with lines(lost, 1, 2, 3) as (leader, (first, second, third)), ThreadPoolExecutor(1) as other:
+        first.fail("rank 1 cannot follow: other pages")
+        told(leader, lost)
+        first.close()
+        second.report_step(1, b"ops")
+        confirmed = other.submit(leader.confirm_step, 1, b"ops", None)
+        with suppress(TimeoutError):  # it waits, where the machine lets it come so far
+            confirmed.result(0.2)
+        third.fail("rank 3 cannot follow: other rows")
+        both = (
+            "step 1 counts for no rank: rank 1 cannot follow: other pages; rank 3 cannot follow: other rows"
+        )
+        with pytest.raises(DeviceLostError, match=both):
+            confirmed.result(60)
 
 
 def test_a_step_that_a_follower_ends_twice_or_ahead_is_refused() -> None:
