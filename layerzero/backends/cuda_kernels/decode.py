@@ -70,8 +70,7 @@ def paged_attention(
         mixed = torch.empty((sequences, heads, parts, width), dtype=torch.float32, device=q.device)
         best, weight = torch.empty((2, sequences, heads, parts), dtype=torch.float32, device=q.device)
     tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
-    if seq_lens.dtype != tables.dtype:
-        seq_lens = seq_lens.to(tables.dtype)
+    seq_lens = seq_lens.to(tables.dtype).contiguous()
     if k_scale.stride() != v_scale.stride():
         k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
     run, join = _compiled(
