@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layerzero.native import FAST_PATH
-from layerzero.ops.batching import concat_rows
+from layerzero.ops.batching import concat_rows, split_pieces
 
 Args = tuple[Any, ...]
 
@@ -79,6 +79,8 @@ def describe_rows(name: str, args: Args) -> tuple[int, int, torch.device | None,
         where = where or device
         size += value.nbytes
         kinds.append((value.__class__, value.dtype, device, shape[1:]))
+    # Of one row and of none a batch could not tell rows from callers.
+    kinds.append(rows == 0)
     return (1 if rows < 0 else rows), size, where, tuple(kinds)
 
 
@@ -105,7 +107,7 @@ def _column(values: tuple[Any, ...]) -> Any:
 
 def has_graph(out: Any) -> bool:
     """Whether a result has a graph, or a part of it."""
-    if isinstance(out, tuple):
+    if isinstance(out, tuple | list):
         return any(has_graph(part) for part in out)
     return isinstance(out, Tensor) and out.requires_grad
 
@@ -128,10 +130,7 @@ def split_rows(name: str, out: Any, counts: list[int]) -> list[Any]:
         if rows != sum(counts) and rows == len(counts):
             counts = [1] * rows
         if rows == sum(counts):
-            pieces = (
-                NotImplemented if FAST_PATH.module is None else FAST_PATH.module.split(out, counts, False)
-            )
-            return list(out.split_with_sizes(counts)) if pieces is NotImplemented else pieces
+            return split_pieces(out, counts)
     if isinstance(out, list) and len(out) == len(counts):
         return out
     got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"{type(out).__name__}"
