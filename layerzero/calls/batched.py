@@ -31,6 +31,7 @@ from layerzero.calls.functions import (
     captured_values,
     describe_rows,
     has_graph,
+    has_own_scale,
     has_trainable_tensor,
     needs_grad,
     split_rows,
@@ -120,7 +121,7 @@ class Batched(Generic[R]):
     ) -> NewCall:
         """A call with its rows, its bytes, where its tensors are and what tells kinds of calls apart.
 
-        Raises: ValueError: tensors with different numbers of rows, or without rows.
+        Raises: ValueError: tensors with different numbers of rows, without rows, or not strided.
         """
         if batching is not None:
             need_choice("batching", batching, BATCHING)
@@ -142,7 +143,7 @@ class Batched(Generic[R]):
         if for_weights:
             self._warn_runs_alone()
         off = (batching or device.settings.batching) == "off"
-        apart = for_weights or off or (differentiates and needs_grad(call.args))
+        apart = for_weights or off or (differentiates and needs_grad(call.args)) or has_own_scale(call.args)
         # Only a call outside of every scope and default device is the function's own: the others' runs enter
         # theirs.
         scope, place = SCOPE.get(), default_device()

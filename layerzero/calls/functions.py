@@ -66,6 +66,9 @@ def describe_rows(name: str, args: Args) -> tuple[int, int, torch.device | None,
         if not isinstance(value, Tensor):
             kinds.append(value.__class__)
             continue
+        if value.is_nested or value.layout is not torch.strided:
+            got = "a nested one" if value.is_nested else f"layout {value.layout}"
+            raise ValueError(f"{name} needs a strided tensor in argument {position}, got {got}")
         shape = value.shape
         if not shape:
             raise ValueError(
@@ -115,6 +118,11 @@ def has_graph(out: Any) -> bool:
 def needs_grad(args: Args) -> bool:
     """Whether a gradient is on that one of the arguments wants."""
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+def has_own_scale(args: Args) -> bool:
+    """Whether a tensor has a scale of its own (torch's quantized dtypes), which rows of others do not have."""
+    return any(isinstance(a, Tensor) and a.is_quantized for a in args)
 
 
 def split_rows(name: str, out: Any, counts: list[int]) -> list[Any]:

@@ -200,3 +200,32 @@ async def test_a_wrong_priority_is_its_callers_own_error(priority: Any) -> None:
             error, *outs = await gather(wrong(torch.randn(4, 4), weight, priority=priority), *right)
             assert isinstance(error, ValueError) and str(error).startswith("priority needs 0, 1 or 2, got")
             assert all(isinstance(out, torch.Tensor) for out in outs)
+
+
+def numbers(x: torch.Tensor) -> torch.Tensor:
+    return x.dequantize()
+
+
+@pytest.mark.asyncio
+@pytest.mark.filterwarnings("ignore")  # torch deprecates them, once a process
+async def test_rows_with_a_scale_of_their_own_join_no_others() -> None:
+    """torch would put rows of another scale into the first one's, and cut off what that cannot hold."""
+    values = [(1.0, 0.01), (100.0, 1.0), (5.0, 0.1)]
+    rows = [torch.quantize_per_tensor(torch.full((2, 3), v), step, 0, torch.qint8) for v, step in values]
+    async with runtime():
+        outs = await gather(*(lz.batched(numbers)(x) for x in rows))
+    assert [round(float(out.mean()), 3) for out in outs] == [1.0, 100.0, 5.0]
+
+
+@pytest.mark.asyncio
+@pytest.mark.filterwarnings("ignore")
+async def test_tensors_without_plain_rows_are_refused_by_name() -> None:
+    """A nested or a sparse one has none to join; its neighbours get theirs."""
+    call = lz.batched(torch.neg, key="plain rows")
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+    async with runtime():
+        calls = [call(x) for x in (nested, torch.eye(3).to_sparse(), torch.ones(1, 3))]
+        first, second, third = await gather(*calls)
+    assert str(first) == "plain rows needs a strided tensor in argument 0, got a nested one"
+    assert str(second) == "plain rows needs a strided tensor in argument 0, got layout torch.sparse_coo"
+    assert torch.equal(third, -torch.ones(1, 3))
