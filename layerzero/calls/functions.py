@@ -121,7 +121,7 @@ def needs_grad(args: Args) -> bool:
 
 
 def has_own_scale(args: Args) -> bool:
-    """Whether a tensor has a scale of its own (torch's quantized dtypes), which rows of others do not have."""
+    """Whether a tensor has a scale of its own (torch's quantized dtypes), which rows of others have not."""
     return any(isinstance(a, Tensor) and a.is_quantized for a in args)
 
 
