@@ -350,9 +350,10 @@ def batched(
     list with one result a caller, or a tuple of those. Where results want a gradient, of an argument or of
     weights that `fn` holds, calls run alone, as those of ops do. The same function, or the same method of
     the same object, is one batcher entry wherever it is wrapped. A lambda, a function made inside another and
-    an object that is called are remembered as long as their wrapping is kept: wrap them once. `pure=True`
-    allows the batcher to run a failed batch again in halves to find the caller at fault; leave it False for a
-    function that writes a KV cache.
+    an object that is called are remembered as long as their wrapping is kept: wrap them once. The wrapping
+    of a method does not keep its object: hold that until the last call has ended, else it raises
+    ReferenceError. `pure=True` allows the batcher to run a failed batch again in halves to find the caller at
+    fault; leave it False for a function that writes a KV cache.
 
     Raises: TypeError: `fn` is no function, is a coroutine function, or is a lambda or a function made
         inside another without a `key`, which says that it is not made anew for each call: every one of

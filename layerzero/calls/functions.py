@@ -138,7 +138,8 @@ def split_rows(name: str, out: Any, counts: list[int]) -> list[Any]:
         if rows != sum(counts) and rows == len(counts):
             counts = [1] * rows
         if rows == sum(counts):
-            return split_pieces(out, counts)
+            # Rows that are one in memory (`expand`) would be everybody's.
+            return split_pieces(out.contiguous() if rows > 1 and out.stride(0) == 0 else out, counts)
     if isinstance(out, list) and len(out) == len(counts):
         return out
     got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"{type(out).__name__}"

@@ -102,3 +102,19 @@ def test_rows_with_a_graph_keep_it() -> None:
 
     torch.stack(served(both)).sum().backward()
     assert gain.grad is not None and float(gain.grad) == 8
+
+
+def same_for_all(x: Tensor) -> Tensor:
+    return torch.zeros(1, 3).expand(len(x), 3)
+
+
+def test_rows_that_are_one_in_memory_are_each_callers_own() -> None:
+    """What one caller writes into its row of an expanded result is in no other's."""
+
+    async def both() -> list[Tensor]:
+        call = lz.batched(same_for_all)
+        return await asyncio.gather(*(call(torch.ones(1, 2)) for _ in range(2)))
+
+    first, second = served(both)
+    first.add_(1)
+    assert not second.any()
