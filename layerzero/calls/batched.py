@@ -147,7 +147,7 @@ class Batched(Generic[R]):
         # Only a call outside of every scope and default device is the function's own: the others' runs enter
         # theirs.
         scope, place = SCOPE.get(), default_device()
-        around = None if scope is place is None else (scope and scope.key, place)
+        around = (scope and scope.key, place) if scope or place else None
         batch_key = None if apart else self._batch_key((modes.without_stream, where, kinds, around))
         op = self if around is None else self._in_scope(scope, place, around)
         pending: PendingCall = PENDING_CALL.cls(
