@@ -93,4 +93,6 @@ async def test_a_list_with_graphs_is_noticed_like_a_tensor() -> None:
     await asyncio.gather(*[call(torch.randn(1, 4)) for _ in range(4)])
     for _ in range(2):
         for out in await asyncio.gather(*[call(torch.randn(1, 4)) for _ in range(4)]):
+            hidden["weight"].grad = None
             out.sum().backward()
+            assert hidden["weight"].grad is not None
