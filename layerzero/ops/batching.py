@@ -74,7 +74,12 @@ def split_outputs(out: Any, counts: Sequence[int]) -> list[Any]:
 
 
 def split_pieces(out: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """So many rows each, behind one another: the memory of `out`, and apart from it to autograd."""
+    """So many rows each, behind one another: the memory of `out`, and apart from it to autograd.
+
+    What one caller alone gets is `out`, with its tangent, or a level of a transform.
+    """
+    if len(counts) == 1:
+        return [out]
     counts = list(counts)
     pieces = NotImplemented if FAST_PATH.module is None else FAST_PATH.module.split(out, counts, False)
     return [apart(view) for view in out.split_with_sizes(counts)] if pieces is NotImplemented else pieces
