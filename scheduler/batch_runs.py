@@ -137,13 +137,13 @@ class BatchRuns:
     # -- batches -----------------------------------------------------------------------------------
 
     def launch(self, batch: Batch) -> None:
-        """Run a batch here where it is expected to be short, else on the worker."""
+        """Run a batch here where it is short or the loop runs in the worker's own job, else on the worker."""
         driver = self._driver
         if driver.watch is not None:
             batch.record = driver.watch.launched(batch)
         if driver.readback is not None:
             driver.readback.flush(None if batch.launch is None else batch.launch.number - 1)
-        if batch.expected_us < driver.inline_limit_us:
+        if batch.expected_us < driver.inline_limit_us or self._worker.inside:
             try:
                 outcomes = self._execute(batch)
             except BaseException as error:  # the interpreter is being stopped: no caller is left behind

@@ -63,18 +63,26 @@ class HostReadback(Coroutine[Any, Any, Tensor]):
             self._steps = self.__await__()
         return self._steps
 
+    def _step(self, step: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return step(*given)
+        except BaseException:  # its end, too: the next task begins a wait of its own
+            self._steps = None
+            raise
+
     def send(self, value: Any) -> Any:
         """One step of the wait, as a task makes it."""
-        return self._begun().send(value)
+        return self._step(self._begun().send, value)
 
     def throw(self, *error: Any) -> Any:
         """An error at the point of the wait, as a cancelled task gets it."""
-        return self._begun().throw(*error)
+        return self._step(self._begun().throw, *error)
 
     def close(self) -> None:
         """End the wait; the copy is made all the same."""
-        if self._steps is not None:
-            self._steps.close()
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close()
 
 
 def to_host(tensor: Tensor) -> HostReadback:
@@ -155,7 +163,9 @@ async def run_ahead(
             yield await reading
             reading = None
         if started.done:
-            yield await started
+            host = await started
+            # A step may write over what it is given, which no copy that a device makes follows.
+            yield host.clone() if host.data_ptr() == ids.data_ptr() else host
         else:
             reading = started
     if reading is not None:

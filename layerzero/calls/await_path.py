@@ -214,7 +214,7 @@ def set_priority(pending: PendingCall, driver: LoopDriver, priority: int, timeou
 
     Raises: ValueError: a priority outside 0..2, or a negative timeout.
     """
-    if priority not in (0, 1, 2):
+    if not isinstance(priority, int) or not 0 <= priority <= 2:
         raise ValueError(f"priority needs 0, 1 or 2, got {priority!r}")
     pending.priority = priority
     if timeout is not None:

@@ -12,6 +12,7 @@ import inspect
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Hashable, MutableMapping, Sequence
+from contextlib import nullcontext
 from types import FunctionType, MethodType
 from typing import Any, Generic, TypeVar, overload
 
@@ -30,6 +31,7 @@ from layerzero.calls.functions import (
     captured_values,
     describe_rows,
     has_graph,
+    has_own_scale,
     has_trainable_tensor,
     needs_grad,
     split_rows,
@@ -41,7 +43,7 @@ from layerzero.native import FAST_PATH
 from layerzero.ops.checks import need_choice
 from layerzero.runtime import ACTIVE
 from layerzero.scheduler.core.pending_call import PENDING_CALL, PendingCall
-from layerzero.scheduler.modes.torch_modes import restore
+from layerzero.scheduler.modes.torch_modes import default_device, restore
 from layerzero.selection.transform import without_graph
 from layerzero.spec.settings import BATCHING
 
@@ -119,7 +121,7 @@ class Batched(Generic[R]):
     ) -> NewCall:
         """A call with its rows, its bytes, where its tensors are and what tells kinds of calls apart.
 
-        Raises: ValueError: tensors with different numbers of rows, or without rows.
+        Raises: ValueError: tensors with different numbers of rows, without rows, or not strided.
         """
         if batching is not None:
             need_choice("batching", batching, BATCHING)
@@ -141,12 +143,13 @@ class Batched(Generic[R]):
         if for_weights:
             self._warn_runs_alone()
         off = (batching or device.settings.batching) == "off"
-        apart = for_weights or off or (differentiates and needs_grad(call.args))
-        # Only a call outside of every scope is the function's own: the others' runs enter theirs.
-        scope = SCOPE.get()
-        around = None if scope is None else scope.key
+        apart = for_weights or off or (differentiates and needs_grad(call.args)) or has_own_scale(call.args)
+        # Only a call outside of every scope and default device is the function's own: the others' runs enter
+        # theirs.
+        scope, place = SCOPE.get(), default_device()
+        around = (scope and scope.key, place) if scope or place else None
         batch_key = None if apart else self._batch_key((modes.without_stream, where, kinds, around))
-        op = self if scope is None else self._in_scope(scope, around)
+        op = self if around is None else self._in_scope(scope, place, around)
         pending: PendingCall = PENDING_CALL.cls(
             op, call.args, batch_key, call.expected_us, rows, size, 1, None, modes
         )
@@ -187,11 +190,12 @@ class Batched(Generic[R]):
             batch_key = self._batch_keys[key] = BatchKey((self.name, key))
         return batch_key
 
-    def _in_scope(self, scope: Scope, key: Hashable) -> _Scoped:
-        """This function under a scope: one object for all scopes of one key while a batcher holds it."""
+    def _in_scope(self, scope: Scope | None, place: torch.device | None, key: Hashable) -> _Scoped:
+        """This function under a scope and a default device: one object for all of one key while a batcher
+        holds it."""
         scoped = self._scoped.get(key)
         if scoped is None:
-            scoped = self._scoped[key] = _Scoped(self, scope)
+            scoped = self._scoped[key] = _Scoped(self, scope, place)
         return scoped
 
     def run(self, calls: Sequence[Args]) -> list[Any]:
@@ -242,21 +246,24 @@ class Batched(Generic[R]):
 
 
 class _Scoped:
-    """A batched function for callers inside a scope: its runs, which are in no caller's context, enter it."""
+    """A batched function for callers inside a scope or a block of a default device: its runs, which are in no
+    caller's context, enter them."""
 
-    __slots__ = ("__weakref__", "_function", "_scope", "name", "pure")
+    __slots__ = ("__weakref__", "_function", "_place", "_scope", "name", "pure")
 
-    def __init__(self, function: Batched[Any], scope: Scope) -> None:
+    def __init__(self, function: Batched[Any], scope: Scope | None, place: torch.device | None) -> None:
         self._function = function
         self._scope = scope
+        self._place = place
         self.name = function.name
         self.pure = function.pure
 
     def run(self, calls: Sequence[Args]) -> list[Any]:
-        """Call the function once for all callers, under their policy and in their runtime."""
+        """Call the function once for all callers, under their policy, in their runtime, on their device."""
         token = SCOPE.set(self._scope)
         try:
-            return self._function.run(calls)
+            with self._place or nullcontext():
+                return self._function.run(calls)
         finally:
             SCOPE.reset(token)
 
@@ -343,9 +350,10 @@ def batched(
     list with one result a caller, or a tuple of those. Where results want a gradient, of an argument or of
     weights that `fn` holds, calls run alone, as those of ops do. The same function, or the same method of
     the same object, is one batcher entry wherever it is wrapped. A lambda, a function made inside another and
-    an object that is called are remembered as long as their wrapping is kept: wrap them once. `pure=True`
-    allows the batcher to run a failed batch again in halves to find the caller at fault; leave it False for a
-    function that writes a KV cache.
+    an object that is called are remembered as long as their wrapping is kept: wrap them once. The wrapping
+    of a method does not keep its object: hold that until the last call has ended, else it raises
+    ReferenceError. `pure=True` allows the batcher to run a failed batch again in halves to find the caller at
+    fault; leave it False for a function that writes a KV cache.
 
     Raises: TypeError: `fn` is no function, is a coroutine function, or is a lambda or a function made
         inside another without a `key`, which says that it is not made anew for each call: every one of

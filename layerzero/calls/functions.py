@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layerzero.native import FAST_PATH
-from layerzero.ops.batching import concat_rows
+from layerzero.ops.batching import concat_rows, split_pieces
 
 Args = tuple[Any, ...]
 
@@ -66,6 +66,9 @@ def describe_rows(name: str, args: Args) -> tuple[int, int, torch.device | None,
         if not isinstance(value, Tensor):
             kinds.append(value.__class__)
             continue
+        if value.is_nested or value.layout is not torch.strided:
+            got = "a nested one" if value.is_nested else f"layout {value.layout}"
+            raise ValueError(f"{name} needs a strided tensor in argument {position}, got {got}")
         shape = value.shape
         if not shape:
             raise ValueError(
@@ -79,6 +82,8 @@ def describe_rows(name: str, args: Args) -> tuple[int, int, torch.device | None,
         where = where or device
         size += value.nbytes
         kinds.append((value.__class__, value.dtype, device, shape[1:]))
+    # Of one row and of none a batch could not tell rows from callers.
+    kinds.append(rows == 0)
     return (1 if rows < 0 else rows), size, where, tuple(kinds)
 
 
@@ -105,7 +110,7 @@ def _column(values: tuple[Any, ...]) -> Any:
 
 def has_graph(out: Any) -> bool:
     """Whether a result has a graph, or a part of it."""
-    if isinstance(out, tuple):
+    if isinstance(out, tuple | list):
         return any(has_graph(part) for part in out)
     return isinstance(out, Tensor) and out.requires_grad
 
@@ -113,6 +118,11 @@ def has_graph(out: Any) -> bool:
 def needs_grad(args: Args) -> bool:
     """Whether a gradient is on that one of the arguments wants."""
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+def has_own_scale(args: Args) -> bool:
+    """Whether a tensor has a scale of its own (torch's quantized dtypes), which rows of others have not."""
+    return any(isinstance(a, Tensor) and a.is_quantized for a in args)
 
 
 def split_rows(name: str, out: Any, counts: list[int]) -> list[Any]:
@@ -128,10 +138,8 @@ def split_rows(name: str, out: Any, counts: list[int]) -> list[Any]:
         if rows != sum(counts) and rows == len(counts):
             counts = [1] * rows
         if rows == sum(counts):
-            pieces = (
-                NotImplemented if FAST_PATH.module is None else FAST_PATH.module.split(out, counts, False)
-            )
-            return list(out.split_with_sizes(counts)) if pieces is NotImplemented else pieces
+            # Rows that are one in memory (`expand`) would be everybody's.
+            return split_pieces(out.contiguous() if rows > 1 and out.stride(0) == 0 else out, counts)
     if isinstance(out, list) and len(out) == len(counts):
         return out
     got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"{type(out).__name__}"

@@ -78,6 +78,7 @@ bool see(PyObject* args, int modes, Key& key, long long& rows, long long& bytes,
     key.add(reinterpret_cast<uint64_t>(Py_TYPE(value)));
     for (const int64_t extent : sizes.slice(1)) key.add(uint64_t(extent));
   }
+  if (rows == 0 && !key.add(0)) return false;  // as `describe_rows` sets these apart
   if (rows < 0) {
     rows = 1;
     place = HOST;

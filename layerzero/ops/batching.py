@@ -69,8 +69,28 @@ def concat_rows(pieces: Sequence[Tensor]) -> Tensor:
 def split_outputs(out: Any, counts: Sequence[int]) -> list[Any]:
     """Each caller's rows of every output."""
     if isinstance(out, tuple):
-        return list(zip(*(part.split_with_sizes(list(counts)) for part in out), strict=True))
-    return list(out.split_with_sizes(list(counts)))
+        return list(zip(*(split_pieces(part, counts) for part in out), strict=True))
+    return split_pieces(out, counts)
+
+
+def split_pieces(out: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """So many rows each, behind one another: the memory of `out`, and apart from it to autograd.
+
+    What one caller alone gets is `out`, with its tangent, or a level of a transform.
+    """
+    if len(counts) == 1:
+        return [out]
+    counts = list(counts)
+    pieces = NotImplemented if FAST_PATH.module is None else FAST_PATH.module.split(out, counts, False)
+    return [apart(view) for view in out.split_with_sizes(counts)] if pieces is NotImplemented else pieces
+
+
+def apart(view: Tensor) -> Tensor:
+    """A view as a tensor of its own over the same memory, unless it is of a graph or another class.
+
+    One caller may change its rows in place: that refuses no view, and ends no neighbour's graph.
+    """
+    return view if view.requires_grad or view.__class__ is not Tensor else view.data
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +210,11 @@ NO_LEADS: list[tuple[int, ...] | None] = []
 def _split_rows(
     out: Tensor, tail: int, counts: Sequence[int], leads: Sequence[tuple[int, ...] | None]
 ) -> list[Tensor]:
+    pieces = split_pieces(out, counts)
     if leads is NO_LEADS:
-        pieces = NotImplemented if FAST_PATH.module is None else FAST_PATH.module.split(out, counts, False)
-        return list(out.split_with_sizes(list(counts))) if pieces is NotImplemented else pieces
+        return pieces
     trailing = out.shape[out.dim() - tail :]
     return [
-        piece if lead is None else piece.view((*lead, *trailing))
-        for piece, lead in zip(out.split_with_sizes(list(counts)), leads, strict=True)
+        piece if lead is None else apart(piece.view((*lead, *trailing)))
+        for piece, lead in zip(pieces, leads, strict=True)
     ]

@@ -225,7 +225,7 @@ def must_run_inline() -> str | None:
     A dispatch or function mode sees every operation of its thread and a functorch transform wraps tensors
     for its own level; neither may leave the block that entered it. Tangents of forward-mode differentiation
     belong to a level too, and no view that a batch is put together from has them. A default device alone bars
-    nothing.
+    nothing: only a function that makes tensors needs it, see `default_device`.
     """
     if _functorch_level() is not None:
         return "a functorch transform"
@@ -238,10 +238,26 @@ def must_run_inline() -> str | None:
     return None
 
 
+def default_device() -> torch.device | None:
+    """Where this thread makes tensors, if a block or `torch.set_default_device` says so."""
+    return _function_modes_here()[1] if _function_modes() else None
+
+
 def _function_mode() -> str | None:
+    mode = _function_modes_here()[0]
+    return f"the torch function mode {type(mode).__name__}" if mode is not None else None
+
+
+def _function_modes_here() -> tuple[Any, torch.device | None]:
+    """The innermost function mode that is no default device, and the innermost default device."""
     from torch import overrides
     from torch.utils._device import DeviceContext
 
     stack: Any = overrides._get_current_function_mode_stack
-    modes = [mode for mode in stack() if not isinstance(mode, DeviceContext)]
-    return f"the torch function mode {type(modes[-1]).__name__}" if modes else None
+    mode = device = None
+    for each in stack():
+        if isinstance(each, DeviceContext):
+            device = each.device
+        else:
+            mode = each
+    return mode, device

@@ -39,3 +39,29 @@ async def test_what_is_no_tensor_is_named() -> None:
     """TypeError says what came."""
     with pytest.raises(TypeError, match=r"tensor needs a torch\.Tensor, got list"):
         await lz.to_host([1.0])  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_every_task_that_waits_for_a_read_gets_it() -> None:
+    """One after another, also behind one that was cancelled; `wait_for` makes a task of it each time."""
+    reading = lz.to_host(torch.arange(3))
+    cancelled = asyncio.ensure_future(reading)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    first = await asyncio.create_task(reading)
+    for wait in (asyncio.create_task(reading), asyncio.wait_for(reading, 30.0), reading):
+        assert await wait is first
+    reading.close()
+    assert await asyncio.wait_for(reading, 30.0) is first
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_writes_over_its_argument_changes_nothing_that_was_read() -> None:
+    """Results of a loop ahead are kept as they were, as where a device's copies are."""
+
+    async def step(ids: torch.Tensor) -> torch.Tensor:
+        return ids.add_(1)
+
+    async with lz.start():
+        ahead = lz.run_ahead(step, torch.tensor([5]), max_steps=3)
+        assert [int(ids) for ids in [each async for each in ahead]] == [6, 7, 8]

@@ -171,3 +171,61 @@ async def test_a_function_that_raises_stop_iteration_returns_nothing() -> None:
     for out in outs:
         assert isinstance(out, RuntimeError) and isinstance(out.__cause__, StopIteration), out
         assert str(out) == "the call raised StopIteration('no more')"
+
+
+def sums(x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    return torch.stack([part.sum() for part in x.split(counts)]).unsqueeze(-1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("counts", [[2, 0], [0, 3, 1, 0], [1, 1, 0], [0, 0]])
+async def test_a_caller_without_rows_takes_no_row_of_another(counts: list[int]) -> None:
+    """Where a batch has as many rows as callers, the one of each caller is no row of who has none."""
+    call = lz.batched(sums)
+    rows = [torch.full((count, 2), float(index + 1)) for index, count in enumerate(counts)]
+    async with runtime():
+        for _ in range(2):  # the second time from the compiled path's own cache
+            outs = await gather(*(call(x) for x in rows))
+            assert [out.tolist() for out in outs] == [[[float(x.sum())]] for x in rows]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("priority", [2.0, 0.0, -1, 3, "1", None])
+async def test_a_wrong_priority_is_its_callers_own_error(priority: Any) -> None:
+    """It is named before it is in any queue: the neighbours get their answers."""
+    weight = torch.randn(4, 4)
+    async with runtime():
+        for wrong in (lz.linear, lz.batched(torch.matmul, key="wrong priority")):
+            right = [lz.linear(torch.randn(1, 4), weight) for _ in range(4)]
+            error, *outs = await gather(wrong(torch.randn(4, 4), weight, priority=priority), *right)
+            assert isinstance(error, ValueError) and str(error).startswith("priority needs 0, 1 or 2, got")
+            assert all(isinstance(out, torch.Tensor) for out in outs)
+
+
+def numbers(x: torch.Tensor) -> torch.Tensor:
+    return x.dequantize()
+
+
+@pytest.mark.asyncio
+@pytest.mark.filterwarnings("ignore")  # torch deprecates them, once a process
+async def test_rows_with_a_scale_of_their_own_join_no_others() -> None:
+    """torch would put rows of another scale into the first one's, and cut off what that cannot hold."""
+    values = [(1.0, 0.01), (100.0, 1.0), (5.0, 0.1)]
+    rows = [torch.quantize_per_tensor(torch.full((2, 3), v), step, 0, torch.qint8) for v, step in values]
+    async with runtime():
+        outs = await gather(*(lz.batched(numbers)(x) for x in rows))
+    assert [round(float(out.mean()), 3) for out in outs] == [1.0, 100.0, 5.0]
+
+
+@pytest.mark.asyncio
+@pytest.mark.filterwarnings("ignore")
+async def test_tensors_without_plain_rows_are_refused_by_name() -> None:
+    """A nested or a sparse one has none to join; its neighbours get theirs."""
+    call = lz.batched(torch.neg, key="plain rows")
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+    async with runtime():
+        calls = [call(x) for x in (nested, torch.eye(3).to_sparse(), torch.ones(1, 3))]
+        first, second, third = await gather(*calls)
+    assert str(first) == "plain rows needs a strided tensor in argument 0, got a nested one"
+    assert str(second) == "plain rows needs a strided tensor in argument 0, got layout torch.sparse_coo"
+    assert torch.equal(third, -torch.ones(1, 3))

@@ -79,3 +79,20 @@ async def test_that_nothing_is_shared_is_said_once(caplog: pytest.LogCaptureFixt
     await crowd(step)
     said = [record.getMessage() for record in caplog.records if "batched.runs_alone" in record.getMessage()]
     assert len(said) == 1 and "Step.forward" in said[0] and "no_grad" in said[0]
+
+
+@pytest.mark.asyncio
+async def test_a_list_with_graphs_is_noticed_like_a_tensor() -> None:
+    """After one run that shows it, callers of a function that returns a list go backward by themselves."""
+    hidden = {"weight": torch.randn(4, 4, requires_grad=True)}  # where nobody looks before the first run
+
+    def listed(x: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
+        return list((x @ hidden["weight"]).tanh().split(counts))
+
+    call = lz.batched(listed, key="listed")
+    await asyncio.gather(*[call(torch.randn(1, 4)) for _ in range(4)])
+    for _ in range(2):
+        for out in await asyncio.gather(*[call(torch.randn(1, 4)) for _ in range(4)]):
+            hidden["weight"].grad = None
+            out.sum().backward()
+            assert hidden["weight"].grad is not None

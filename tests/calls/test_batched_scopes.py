@@ -63,3 +63,30 @@ async def test_a_function_sees_the_runtime_of_its_callers() -> None:
             await asyncio.gather(*(called(nullcontext()) for _ in range(3)))
         await asyncio.gather(*(called(nullcontext()) for _ in range(2)))
         assert [(rows, strict) for rows, _, strict in SEEN] == [(3, True), (2, False)]
+
+
+def ruler(x: Tensor, tags: list[str]) -> list[tuple[int, torch.device]]:
+    """Where it makes tensors, beside the rows of its run."""
+    return [(len(x), torch.arange(3).device) for _ in tags]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("limit_us", [0.0, 1e9], ids=["worker", "loop"])
+async def test_a_function_makes_tensors_where_its_callers_would(limit_us: float) -> None:
+    """A default device around the callers holds in their run, on whatever thread; the others have none."""
+
+    async def call(around: AbstractContextManager[Any]) -> tuple[int, torch.device]:
+        rows = torch.ones(1, 2, device="cpu")
+        with around:
+            return await lz.batched(ruler)(rows, "tag")
+
+    async with lz.start(lz.Settings(warm="off", inline_limit_us=limit_us)):
+        for _ in range(2):  # of a known kind too
+            crowd = [torch.device("meta") for _ in range(3)] + [nullcontext() for _ in range(4)]
+            seen = await asyncio.gather(*map(call, crowd))
+            assert [place.type for _, place in seen] == ["meta"] * 3 + ["cpu"] * 4
+            assert limit_us or [rows for rows, _ in seen] == [3] * 3 + [4] * 4  # short calls run at once
+            assert (await call(torch.device("meta")))[1] == torch.device("meta")
+            with lz.disable("torch"):
+                assert (await call(torch.device("meta")))[1] == torch.device("meta")
+        assert torch.arange(3).device == torch.device("cpu")

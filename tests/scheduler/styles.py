@@ -32,6 +32,8 @@ NAME: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="")
 class Thread:
     """A worker whose jobs take a pass each, one after another."""
 
+    inside = False
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._free_at = 0.0

@@ -37,6 +37,8 @@ PROGRAM = (("a", 1.0), ("b", 1e6), ("a", 1.0), ("c", 1e6))
 class HandWorker:
     """A worker whose jobs run when the test says so, so that every interleaving can be had again."""
 
+    inside = False
+
     def __init__(self) -> None:
         self.jobs: list[Callable[[], object]] = []
 

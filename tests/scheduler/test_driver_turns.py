@@ -197,6 +197,8 @@ def test_a_call_held_for_one_that_does_not_come_is_launched_in_time(worker: Work
 class Keeping:
     """A worker that runs nothing."""
 
+    inside = False
+
     def submit(self, job: object) -> None:
         """Keep no job."""
 

@@ -99,6 +99,8 @@ def test_callers_that_read_back_stay_one_crowd(worker: Worker, program: list[str
 class Soon:
     """A worker whose jobs run in the loop's next turn."""
 
+    inside = False
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 

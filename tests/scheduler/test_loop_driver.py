@@ -193,6 +193,8 @@ def test_a_call_that_is_too_late_never_runs() -> None:
 class Held:
     """A worker that keeps its jobs until a test runs them."""
 
+    inside = False
+
     def __init__(self) -> None:
         self.jobs: list[Callable[[], object]] = []
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerzero.ops import table
 from layerzero.ops.attention.arguments import AttentionArgs, RaggedArgs
-from layerzero.ops.batching import concat_rows, split_outputs
+from layerzero.ops.batching import apart, concat_rows, split_outputs, split_pieces
 from layerzero.ops.op import Args, Batching, Launcher, LaunchFunction
 
 
@@ -149,7 +149,7 @@ def _run_ragged(calls: Sequence[Args], shapes: int, launch: LaunchFunction) -> l
     if launch.expected_us(merged, op) >= shapes * launch.expected_us(longest):
         return None
     out: Tensor = launch(merged, op)
-    return [piece.unsqueeze(0) for piece in out.split_with_sizes(lengths)]
+    return [apart(piece.unsqueeze(0)) for piece in split_pieces(out, lengths)]
 
 
 def _cu_seqlens(lengths: Sequence[int], device: torch.device) -> Tensor:
