@@ -28,6 +28,17 @@ def need_tensor(name: str, value: Any) -> Tensor:
     return value
 
 
+def need_device(device: Any) -> torch.device:
+    """`device` as torch's.
+
+    Raises: ValueError: it is none.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device needs one of torch's, got {device!r:.80}") from error
+
+
 def check_scale(
     name: str, scale: Any, form: Format, shape: tuple[int, ...], block_size: int = 0
 ) -> tuple[str, int]:

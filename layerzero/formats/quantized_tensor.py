@@ -146,8 +146,12 @@ class QuantizedTensor:
         }  # fmt: skip
 
     def to(self, device: torch.device | str | int) -> QuantizedTensor:
-        """The same on a device; itself where it is there. Codes and scales have dtypes of their own."""
-        moved = {name: tensor.to(device) for name, tensor in self._parts().items()}
+        """The same on a device; itself where it is there. Codes and scales have dtypes of their own.
+
+        Raises: ValueError: `device` is none of torch's, such as a dtype or a tensor.
+        """
+        where = checks.need_device(device)
+        moved = {name: tensor.to(where) for name, tensor in self._parts().items()}
         return self if moved["codes"] is self.codes else _unchecked(self, **moved)
 
     def cpu(self) -> QuantizedTensor:
