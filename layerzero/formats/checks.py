@@ -28,6 +28,16 @@ def need_tensor(name: str, value: Any) -> Tensor:
     return value
 
 
+def need_floating(name: str, dtype: Any) -> None:
+    """Refuse a dtype whose numbers have no fraction, two parts, or a scale beside them.
+
+    Raises: FormatError: a TypeError, too.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
+        got, reason = str(dtype).removeprefix("torch."), Reason.QUANT_FORMAT_UNSUPPORTED
+        raise FormatError(name, "a floating point dtype of at least 16 bits", got, reason, kind=TypeError)
+
+
 def need_device(device: Any) -> torch.device:
     """`device` as torch's.
 
