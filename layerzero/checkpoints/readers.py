@@ -222,9 +222,9 @@ def _need_claimed(parts: WeightTensors, weight: QuantizedTensor) -> None:
     if not claims:
         return
     bits, sizes = {each.get("num_bits", 8) for each in claims}, {each.get("group_size") for each in claims}
-    held = weight.form.element.bits
-    if held not in bits:
-        raise parts.mismatch(f"{parts.weight} in codes of {' or '.join(map(str, bits))} bits", held)
+    code_bits = weight.form.element.bits
+    if code_bits not in bits:
+        raise parts.mismatch(f"{parts.weight} in codes of {' or '.join(map(str, bits))} bits", code_bits)
     if all(each.get("symmetric") is False for each in claims):
         parts.need(".weight_zero_point")
     if all(each.get("actorder") in ("group", "dynamic", True) for each in claims):

@@ -34,8 +34,8 @@ def need_floating(name: str, dtype: Any) -> None:
     Raises: FormatError: a TypeError, too.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
-        got, reason = str(dtype).removeprefix("torch."), Reason.QUANT_FORMAT_UNSUPPORTED
-        raise FormatError(name, "a floating point dtype of at least 16 bits", got, reason, kind=TypeError)
+        needs, reason = "a floating point dtype of at least 16 bits", Reason.QUANT_FORMAT_UNSUPPORTED
+        raise FormatError(name, needs, str(dtype).removeprefix("torch."), reason, kind=TypeError)
 
 
 def need_device(device: Any) -> torch.device:

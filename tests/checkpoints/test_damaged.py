@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,9 @@ def test_codes_without_their_scales_are_no_plain_weight(kind: str, lost: str, tm
     codes = [name for name in checkpoint if name in rest and not rest[name].dtype.is_floating_point]
     codes += [name for name in checkpoint if name in rest and rest[name].dtype == torch.float8_e4m3fn]
     assert codes
-    for ask in (checkpoint.check, *(lambda name=name: checkpoint.dequantized(name) for name in codes)):
+    asks: list[Callable[[], object]] = [checkpoint.check]
+    asks += [partial(checkpoint.dequantized, name) for name in codes]
+    for ask in asks:
         with pytest.raises(lz.FormatError, match=r"layers\.1.* beside .*, got .* alone") as caught:
             ask()
         assert caught.value.reason is Reason.CHECKPOINT_FORMAT_MISMATCH

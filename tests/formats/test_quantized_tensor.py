@@ -255,7 +255,7 @@ def test_a_parameter_is_rounded_without_its_gradient(name: str) -> None:
     ("call", "needs"),
     [
         (
-            lambda: QuantizedTensor.quantize(torch.ones(2, 256).cfloat(), "int8"),
+            lambda: QuantizedTensor.quantize(torch.ones(2, 256).to(torch.complex64), "int8"),
             "x needs a floating point dtype",
         ),
         (

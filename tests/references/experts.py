@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ def routing(definition: Definition, i: Inputs) -> tuple[Tensor, Tensor]:
     if "softmax(topk" in definition.reference:
         return sync.select_experts(i["routing_logits"], top_k=top_k, scaling=scaling)
     if "routing_bias" not in i:
+        scoring: Literal["softmax", "sigmoid"]
         scoring = "sigmoid" if "sigmoid(" in definition.reference else "softmax"
         divides = ".sum(" in definition.reference
         return sync.select_experts(
