@@ -12,6 +12,7 @@ from layerzero.checkpoints.conventions import CONVENTIONS, QuantizationConfig, c
 from layerzero.checkpoints.folder import TensorFolder, mismatch, on_device
 from layerzero.checkpoints.readers import WeightTensors
 from layerzero.formats import QuantizedTensor
+from layerzero.formats.checks import need_device
 from layerzero.formats.errors import FormatError
 
 # What reading parts raises whose axes, sizes or options are none that their convention has.
@@ -26,8 +27,11 @@ def load_quantized(folder: str | Path, *, device: torch.device | str = "cpu") ->
 
     Args: folder has config.json and safetensors files; nothing in it is executed or unpickled.
     Raises: FileNotFoundError: one of them is missing. FormatError, with a reason code: the configuration
-        names no format that is read here, or claims one that the tensors do not have.
+        names no format that is read here, or claims one that the tensors do not have. TypeError, ValueError:
+        folder is no path, or device none of torch's.
     """
+    if not isinstance(folder, str | Path):
+        raise TypeError(f"folder needs a path, got {type(folder).__name__}")
     return QuantizedCheckpoint(Path(folder), device)
 
 
@@ -35,7 +39,8 @@ class QuantizedCheckpoint(Mapping[str, Tensor | QuantizedTensor]):
     """The weights of a folder by name, `QuantizedTensor` where they are codes.
 
     A quantized weight has its module's name and `.weight`, whatever its parts are called; gpt-oss's experts
-    have their own. Asking for one checks its parts, and raises FormatError where they are another format's.
+    have their own. Asking for one checks its parts, and raises FormatError where they are another format's,
+    or codes whose scales are missing.
 
     Example:
         checkpoint = lz.load_quantized("llama-awq")
@@ -46,7 +51,7 @@ class QuantizedCheckpoint(Mapping[str, Tensor | QuantizedTensor]):
     def __init__(self, folder: Path, device: torch.device | str = "cpu") -> None:
         self._claim: QuantizationConfig = claim_of(folder)
         self._tensors = TensorFolder(folder)
-        self._device = device
+        self._device = need_device(device)
         convention = self._claim.convention
         self._modules = {
             name.removesuffix(convention.mark) + convention.name: name.removesuffix(convention.mark)
@@ -85,6 +90,7 @@ class QuantizedCheckpoint(Mapping[str, Tensor | QuantizedTensor]):
         if module is None:
             if name not in self._plain:
                 raise KeyError(name)
+            self._need_numbers(name)
             return on_device(self._tensors.tensor(name), self._device)
         parts = WeightTensors(
             module, self._claim.says, self._claim.options,
@@ -121,10 +127,20 @@ class QuantizedCheckpoint(Mapping[str, Tensor | QuantizedTensor]):
     def check(self) -> None:
         """Read every quantized weight, so that what does not fit is found now.
 
-        Raises: FormatError: the first one that does not.
+        Raises: FormatError: the first one that does not, or codes that belong to none.
         """
         for name in self._modules:
             self[name]
+        for name in self._plain:
+            self._need_numbers(name)
+
+    def _need_numbers(self, name: str) -> None:
+        """Refuse codes that are no part of a weight here: without scales they are other numbers."""
+        kind, convention = str(self._tensors.slice(name).get_dtype()), self._claim.convention
+        is_part = kind.startswith(("I", "U")) and name.endswith((*convention.parts, ".weight"))
+        if is_part or kind.startswith("F8"):
+            needs = f"{name} beside a *{convention.mark}, as {convention.method} stores {self.says}"
+            raise mismatch("folder", needs, f"{kind} alone")
 
     def _not_held(self) -> FormatError:
         claim, names = self._claim, self._tensors.names

@@ -115,6 +115,8 @@ def gptq(parts: WeightTensors) -> QuantizedTensor:
         order = parts.need(".g_idx", torch.int32, torch.int64)
         holds = torch.equal(order.long(), torch.arange(width) // size)
         _need_order(parts, ".g_idx", holds, "groups of neighbours: weights quantized without desc_act")
+    elif parts.options.get("desc_act") and groups > 1:
+        parts.need(".g_idx")
     codes = _nibbles(weight).transpose(1, 2).reshape(width, wide)
     packed = parts.need(".qzeros", torch.int32)
     parts.need_shape(".qzeros", packed, (groups, wide // 8))
@@ -198,14 +200,38 @@ def _one_level(scale: Tensor) -> Tensor:
 
 def compressed_tensors(parts: WeightTensors) -> QuantizedTensor:
     """compressed-tensors': the claimed format's reader, in a mixed folder the one that the tensors show."""
-    claimed = COMPRESSED[parts.says]
-    if claimed is not None:
-        return claimed(parts)
-    if parts.has(".weight_global_scale"):
-        return _nvfp4_pack(parts)
-    if parts.has(".weight_shape"):
-        return _int_pack(parts)
-    return _mxfp4_pack(parts) if parts.has(".weight_packed") else _plain_codes(parts)
+    read = COMPRESSED[parts.says]
+    if read is None:
+        packed = _mxfp4_pack if parts.has(".weight_packed") else _plain_codes
+        whole = _int_pack if parts.has(".weight_shape") else packed
+        read = _nvfp4_pack if parts.has(".weight_global_scale") else whole
+    weight = read(parts)
+    _need_claimed(parts, weight)
+    return weight
+
+
+def _claims(parts: WeightTensors) -> list[Mapping[str, Any]]:
+    """How the configuration describes the weights of each of its groups."""
+    groups = (parts.options.get("config_groups") or {}).values()
+    return [group["weights"] for group in groups if group.get("weights")]
+
+
+def _need_claimed(parts: WeightTensors, weight: QuantizedTensor) -> None:
+    """Refuse bits, zero points, orders and groups that no claim has: codes would be read as other numbers."""
+    claims = _claims(parts)
+    if not claims:
+        return
+    bits, sizes = {each.get("num_bits", 8) for each in claims}, {each.get("group_size") for each in claims}
+    code_bits = weight.form.element.bits
+    if code_bits not in bits:
+        raise parts.mismatch(f"{parts.weight} in codes of {' or '.join(map(str, bits))} bits", code_bits)
+    if all(each.get("symmetric") is False for each in claims):
+        parts.need(".weight_zero_point")
+    if all(each.get("actorder") in ("group", "dynamic", True) for each in claims):
+        parts.need(".weight_g_idx")
+    if weight.granularity == "group" and weight.form.open_groups and weight.group_size not in sizes:
+        needs = f"{parts.weight}.weight_scale of groups of {' or '.join(map(str, sizes))}"
+        raise parts.mismatch(needs, weight.group_size)
 
 
 def _int_pack(parts: WeightTensors) -> QuantizedTensor:
@@ -226,6 +252,8 @@ def _int_pack(parts: WeightTensors) -> QuantizedTensor:
             _need_symmetric(parts, bool((stored != 128).any()))
         return QuantizedTensor((unsigned.int() - 128).to(torch.int8), _one_level(scale), "int8")
     parts.need_shape(".weight_packed", packed, (rows, -(-width // 8)))
+    if width % 2:
+        raise parts.mismatch(f"{parts.weight}.weight_shape of an even number of columns", width)
     codes = packed.contiguous().view(torch.uint8)[:, : width // 2]
     zero_point = None
     if parts.has(".weight_zero_point"):
@@ -266,18 +294,19 @@ def _plain_codes(parts: WeightTensors) -> QuantizedTensor:
     if parts.has(".weight_zero_point"):
         _need_symmetric(parts, bool(parts.get(".weight_zero_point").any()))
     name = "int8" if codes.dtype == torch.int8 else "fp8_e4m3"
-    if scale.dim() == 2 and scale.shape[1] != 1 and scale.numel() > 1:
-        return QuantizedTensor(codes, scale.float(), name, block_size=_block_side(parts, tuple(scale.shape)))
+    if scale.numel() > 1:
+        for side in _block_sides(parts):
+            if tuple(scale.shape) == (-(-codes.shape[0] // side), -(-codes.shape[1] // side)):
+                return QuantizedTensor(codes, scale.float(), name, block_size=side)
+        if scale.dim() == 2 and len(scale) != len(codes):
+            needs = "one block_structure of two equal sides beside scales by block"
+            raise parts.mismatch(needs, tuple(scale.shape))
     return QuantizedTensor(codes, _one_level(scale), name)
 
 
-def _block_side(parts: WeightTensors, got: tuple[int, ...]) -> int:
-    groups = parts.options.get("config_groups") or {}
-    sides = {tuple(group["weights"].get("block_structure") or ()) for group in groups.values()}
-    square = [side[0] for side in sides if len(side) == 2 and side[0] == side[1]]
-    if len(square) != 1:
-        raise parts.mismatch("one block_structure of two equal sides beside scales by block", got)
-    return int(square[0])
+def _block_sides(parts: WeightTensors) -> list[int]:
+    sides = {tuple(each.get("block_structure") or ()) for each in _claims(parts)}
+    return [int(side[0]) for side in sides if len(side) == 2 and side[0] == side[1]]
 
 
 COMPRESSED: Mapping[str, Callable[[WeightTensors], QuantizedTensor] | None] = MappingProxyType(

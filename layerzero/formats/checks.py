@@ -28,6 +28,27 @@ def need_tensor(name: str, value: Any) -> Tensor:
     return value
 
 
+def need_floating(name: str, dtype: Any) -> None:
+    """Refuse a dtype whose numbers have no fraction, two parts, or a scale beside them.
+
+    Raises: FormatError: a TypeError, too.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
+        needs, reason = "a floating point dtype of at least 16 bits", Reason.QUANT_FORMAT_UNSUPPORTED
+        raise FormatError(name, needs, str(dtype).removeprefix("torch."), reason, kind=TypeError)
+
+
+def need_device(device: Any) -> torch.device:
+    """`device` as torch's.
+
+    Raises: ValueError: it is none.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device needs one of torch's, got {device!r:.80}") from error
+
+
 def check_scale(
     name: str, scale: Any, form: Format, shape: tuple[int, ...], block_size: int = 0
 ) -> tuple[str, int]:

@@ -41,6 +41,7 @@ class QuantizedTensor:
 
     def __post_init__(self) -> None:
         checks.need_tensor("codes", self.codes)
+        _need_format(self.format)
         form, shape = self.form, tuple(self.shape)
         checks.check_scale("scale", self.scale, form, shape, self.block_size)
         checks.check_zero_point("zero_point", self.zero_point, form, self.scale)
@@ -69,14 +70,12 @@ class QuantizedTensor:
 
         Args: group_size is a block's side, too. symmetric=False gives int4 a zero point for each scale.
         Raises: FormatError: the format has no such scales, the group does not divide or is given where
-            nothing is grouped, or x is not finite.
+            nothing is grouped, or x is not finite. TypeError: x is none of floating point numbers.
         """
-        if not isinstance(format, str) or format not in FORMATS:
-            needs = f"one of {', '.join(FORMATS)}"
-            raise FormatError("format", needs, repr(format), Reason.QUANT_FORMAT_UNSUPPORTED)
-        form = FORMATS[format]
+        form = _need_format(format)
         granularity, size = usual_scales(form, granularity, group_size)
-        shape = tuple(checks.need_tensor("x", x).shape)
+        checks.need_floating("x", checks.need_tensor("x", x).dtype)
+        x, shape = x.detach(), tuple(x.shape)  # codes have no gradient
         if not shape or shape[-1] == 0:
             needs = "a last axis of at least 1"
             raise FormatError("x", needs, f"shape {shape}", Reason.PACKED_LAYOUT_MISMATCH)
@@ -129,7 +128,8 @@ class QuantizedTensor:
         return sum(tensor.nbytes for tensor in self._parts().values())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers, computed in float32 and rounded to `dtype`."""
+        """The numbers, computed in float32 and rounded to `dtype`, of floating point."""
+        checks.need_floating("dtype", dtype)
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         granularity, size = self._layout
         zero, second = self.zero_point, self.tensor_scale
@@ -146,8 +146,12 @@ class QuantizedTensor:
         }  # fmt: skip
 
     def to(self, device: torch.device | str | int) -> QuantizedTensor:
-        """The same on a device; itself where it is there. Codes and scales have dtypes of their own."""
-        moved = {name: tensor.to(device) for name, tensor in self._parts().items()}
+        """The same on a device; itself where it is there. Codes and scales have dtypes of their own.
+
+        Raises: ValueError: `device` is none of torch's, such as a dtype or a tensor.
+        """
+        where = checks.need_device(device)
+        moved = {name: tensor.to(where) for name, tensor in self._parts().items()}
         return self if moved["codes"] is self.codes else _unchecked(self, **moved)
 
     def cpu(self) -> QuantizedTensor:
@@ -204,6 +208,13 @@ class QuantizedTensor:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
+def _need_format(name: Any) -> Format:
+    if not isinstance(name, str) or name not in FORMATS:
+        needs = f"one of {', '.join(FORMATS)}"
+        raise FormatError("format", needs, repr(name), Reason.QUANT_FORMAT_UNSUPPORTED)
+    return FORMATS[name]
+
+
 def usual_scales(form: Format, granularity: str | None, group_size: int | None) -> tuple[str, int]:
     """The scales that are meant where they are not named: the format's usual ones."""
     granularity = form.granularities[0] if granularity is None else granularity
@@ -253,6 +264,8 @@ def _part_of(whole: QuantizedTensor, index: tuple[Index, ...]) -> dict[str, Any]
         raise IndexError(f"index needs at most {len(shape)} parts, got {len(index)}")
     if any(isinstance(part, bool) or not isinstance(part, int | slice) for part in index):
         raise TypeError(f"index needs ints and slices, got {index!r}")
+    if any(isinstance(part, slice) and (1 if part.step is None else part.step) < 1 for part in index):
+        raise ValueError(f"index needs a step of at least 1, got {index!r}")
     lead = len(shape) - 2
     if len(index) == len(shape) and not isinstance(index[-1], slice):
         raise FormatError("index", "a slice for the last axis", index[-1], Reason.GROUP_DOES_NOT_DIVIDE)
@@ -263,6 +276,9 @@ def _part_of(whole: QuantizedTensor, index: tuple[Index, ...]) -> dict[str, Any]
     side = whole.group_size
     codes, scales = list(steps), list(steps)
     last = len(shape) - 1
+    if not range(*steps[last].indices(shape[last])):
+        needs = "at least one number of the last axis"
+        raise FormatError("index", needs, steps[last], Reason.GROUP_DOES_NOT_DIVIDE)
     codes[last] = _units(steps[last], shape[last], whole.form.packed, "codes of a byte")
     if whole.granularity == "block":
         scales[last - 1] = _units(steps[last - 1], shape[last - 1], side, "a block")

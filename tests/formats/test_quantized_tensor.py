@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from typing import Any
@@ -239,3 +240,45 @@ def test_each_matrix_has_a_second_scale_of_its_own() -> None:
     scale = torch.stack([part.scale.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
     whole = QuantizedTensor(codes, scale, "nvfp4", tensor_scale=second)
     assert torch.equal(whole.dequantize(), torch.stack([part.dequantize() for part in parts]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_parameter_is_rounded_without_its_gradient(name: str) -> None:
+    """What comes of a module's weight holds no graph: it multiplies and is copied like any other."""
+    made = QuantizedTensor.quantize(torch.nn.Linear(256, 6).weight, name)
+    assert not any(part.requires_grad for part in made.state_dict().values() if isinstance(part, Tensor))
+    assert lz.sync.quantized_linear(torch.ones(2, 256), **made.arguments()).shape == (2, 6)
+    assert torch.equal(copy.deepcopy(made).dequantize(), made.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("call", "needs"),
+    [
+        (
+            lambda: QuantizedTensor.quantize(torch.ones(2, 256).to(torch.complex64), "int8"),
+            "x needs a floating point dtype",
+        ),
+        (
+            lambda: QuantizedTensor.quantize(torch.ones(2, 256).int(), "int8"),
+            "x needs a floating point dtype",
+        ),
+        (lambda: QuantizedTensor.quantize(GOOD.codes, "int8"), "x needs a floating point dtype"),
+        (
+            lambda: QuantizedTensor.quantize(torch.ones(2, 256).to(torch.float8_e5m2), "int8"),
+            "x needs a floating point dtype",
+        ),
+        (lambda: GOOD.dequantize(torch.int8), "dtype needs a floating point dtype"),
+        (lambda: GOOD.dequantize("float32"), "dtype needs a floating point dtype"),  # type: ignore[arg-type]
+        (lambda: QuantizedTensor(GOOD.codes, GOOD.scale, None), "format needs one of"),  # type: ignore[arg-type]
+        (lambda: QuantizedTensor(INT8, torch.ones(()), None), "format needs one of"),  # type: ignore[arg-type]
+        (lambda: QuantizedTensor(INT8, torch.ones(()), ["int8"]), "format needs one of"),  # type: ignore[arg-type]
+        (lambda: GOOD[::-1], "index needs a step of at least 1"),
+        (lambda: GOOD[::0], "index needs a step of at least 1"),
+        (lambda: GOOD[:, 64:64], "index needs at least one number of the last axis"),
+        (lambda: NV[:, 32:16], "index needs at least one number of the last axis"),
+    ],
+)
+def test_what_would_be_other_numbers_is_named(call: Any, needs: str) -> None:
+    """Parts of no numbers, numbers that a format cannot hold, and dtypes that would cut what comes back."""
+    with pytest.raises((ValueError, TypeError), match=needs):
+        call()

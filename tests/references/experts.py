@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,7 +63,8 @@ def experts_inputs(definition: Definition, made: Inputs) -> Inputs:
     return made
 
 
-def _routing(definition: Definition, i: Inputs) -> tuple[Tensor, Tensor]:
+def routing(definition: Definition, i: Inputs) -> tuple[Tensor, Tensor]:
+    """The experts that the source chooses for each row, and their weights."""
     if "topk_ids" in i:
         packed = i["topk_ids"]
         return packed >> 16, (packed & 0xFFFF).to(torch.int16).view(torch.bfloat16).float()
@@ -71,6 +72,13 @@ def _routing(definition: Definition, i: Inputs) -> tuple[Tensor, Tensor]:
     top_k = definition.const["top_k"]
     if "softmax(topk" in definition.reference:
         return sync.select_experts(i["routing_logits"], top_k=top_k, scaling=scaling)
+    if "routing_bias" not in i:
+        scoring: Literal["softmax", "sigmoid"]
+        scoring = "sigmoid" if "sigmoid(" in definition.reference else "softmax"
+        divides = ".sum(" in definition.reference
+        return sync.select_experts(
+            i["routing_logits"], top_k=top_k, scoring=scoring, renormalize=divides, scaling=scaling
+        )
     if "output1_scales_scalar" in i:  # the score itself, of logits alone
         return sync.select_experts(i["routing_logits"], top_k=top_k, scoring="sigmoid", renormalize=False)
     return sync.select_experts(
@@ -92,7 +100,7 @@ def in_codes(definition: Definition, made: Inputs, form: str) -> tuple[Inputs, d
 
 def moe(definition: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
     """The routing that the reference describes, then the experts with scales as they come."""
-    experts, scores = _routing(definition, i)
+    experts, scores = routing(definition, i)
     x, w_up, w_down = i["hidden_states"], i["gemm1_weights"], i["gemm2_weights"]
     named: dict[str, Any] = {"gate": "second", "first_expert": i.get("local_expert_offset", 0)}
     if "* w  # scale" in definition.reference or "A_e = hs_f32[tok_idx] * w" in definition.reference:

@@ -24,6 +24,17 @@ NO_OP = {
     "gdn": "the gated delta net has no op: nothing here keeps its state, a matrix for each head and sequence",
     "mamba_ssu": "the selective state update has no op: nothing here keeps its state",
 }
+# What our calls read of a definition's inputs; another one would change the result unseen.
+_POOL = "kv_indptr kv_indices kv_last_page_len qo_indptr sm_scale"
+READS = {
+    "gemm": "A B", "rmsnorm": "hidden_states residual weight", "rope": "q k cos_sin_cache positions",
+    "gqa_paged": f"q k_cache v_cache {_POOL}", "mla_paged": f"q_nope q_pe ckv_cache kpe_cache {_POOL}",
+    "gqa_ragged": f"q k v {_POOL}", "mla_ragged": f"q k v {_POOL}", "sampling": "probs top_k top_p",
+    "dsa_sparse": "q_nope q_pe ckv_cache kpe_cache sparse_indices sm_scale",
+    "moe": "routing_logits routing_bias topk_ids hidden_states hidden_states_scale gemm1_weights "
+    "gemm2_weights gemm1_weights_scale gemm2_weights_scale local_expert_offset routed_scaling_factor "
+    "output1_scales_scalar output1_scales_gate_scalar output2_scales_scalar",
+}  # fmt: skip
 Inputs = dict[str, Any]
 
 
@@ -57,6 +68,11 @@ def why_not(definition: Definition, size: Size, most_bytes: int = MAX_BYTES) -> 
         return f"{kind}: {NO_OP[kind]}; searched layerzero's ops"
     if kind not in CALLS:
         return f"{kind}: unknown kind of op; known are {', '.join(sorted([*CALLS, *NO_OP]))}"
+    unread = [name for name in definition.inputs if name not in READS[kind].split()]
+    if unread:
+        return f"{kind}: no call here reads {', '.join(unread)}; read are {READS[kind]}"
+    if kind == "gemm" and any(port.dtype.startswith("float8") for port in definition.inputs.values()):
+        return "gemm: float8 without scales, which no product here takes"
     axes = axes_of(definition, size)
     held = sum(
         math.prod(axes[a] if isinstance(a, str) else a for a in port.shape) * 4
@@ -157,16 +173,30 @@ def epsilon_of(d: Definition) -> float:
     return float(written[1]) if written else 1e-6
 
 
+def norm_weight(d: Definition, i: Inputs) -> Tensor:
+    """The weight that multiplies: in a source of Gemma's kind it is stored less one."""
+    stored: Tensor = i["weight"]
+    less_one = re.search(r"\b1(\.0)?\s*\+\s*weight|\bweight(\.\w+\([^)]*\))?\s*\+\s*1", d.reference)
+    return stored if less_one is None else stored.float() + 1
+
+
 def _rmsnorm(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
     eps = epsilon_of(d)
     if "residual" in i:
-        return (sync.add_rms_norm(i["hidden_states"], i["residual"], i["weight"], eps=eps, **more)[0],)
-    return (sync.rms_norm(i["hidden_states"], i["weight"], eps=eps, **more),)
+        both = sync.add_rms_norm(i["hidden_states"], i["residual"], norm_weight(d, i), eps=eps, **more)
+        return both[: len(d.outputs)]
+    return (sync.rms_norm(i["hidden_states"], norm_weight(d, i), eps=eps, **more),)
+
+
+def is_interleaved(d: Definition) -> bool:
+    """Whether neighbours turn together, as in GPT-J."""
+    return re.search(r"::2\b", d.reference) is not None
 
 
 def _rope(d: Definition, i: Inputs, **more: Any) -> tuple[Tensor, ...]:
-    cos, sin = i["cos_sin_cache"].chunk(2, -1)
-    return sync.rope(i["q"], i["k"], i["positions"], cos.contiguous(), sin.contiguous(), **more)
+    cos, sin = (half.contiguous() for half in i["cos_sin_cache"].chunk(2, -1))
+    pairs = is_interleaved(d)
+    return sync.rope(i["q"], i["k"], i["positions"], cos, sin, interleaved=pairs, **more)
 
 
 def _table(i: Inputs, page: int) -> tuple[Tensor, Tensor]:

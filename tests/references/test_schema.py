@@ -13,6 +13,7 @@ import torch
 
 from tests import children
 from tests.references.definitions import DefinitionError, parse
+from tests.references.experts import routing
 from tests.references.measures import check_close, errors
 from tests.references.ours import CALLS, MEDIUM, SMALL, axes_of, inputs_of, why_not
 from tests.references.truths import need_agreement, truths_on
@@ -103,6 +104,83 @@ def test_what_has_no_op_says_what_was_searched() -> None:
     wide = {"batch_size": {"type": "var"}, "hidden_size": {"type": "const", "value": 1 << 30}}
     assert "MiB" in why_not(parse(doubling(axes=wide)), SMALL)
     assert why_not(parse(doubling()), SMALL) == ""
+
+
+def ports(**dtypes: str) -> dict[str, Any]:
+    """Inputs of two axes by name and dtype."""
+    return {name: {"shape": ["batch_size", "hidden_size"], "dtype": dtype} for name, dtype in dtypes.items()}
+
+
+def test_inputs_that_no_call_reads_are_a_reason() -> None:
+    """Not dropped: a product would be of codes without scales, a draw of what a filter removes."""
+    scaled = ports(A="float8_e4m3fn", B="float8_e4m3fn", A_scale="float32")
+    assert "A_scale" in why_not(parse(doubling(op_type="gemm", inputs=scaled)), SMALL)
+    codes = ports(A="float8_e4m3fn", B="float8_e4m3fn")
+    assert "without scales" in why_not(parse(doubling(op_type="gemm", inputs=codes)), SMALL)
+    filtered = ports(probs="float32", min_p="float32")
+    assert "min_p" in why_not(parse(doubling(op_type="sampling", inputs=filtered)), SMALL)
+
+
+def test_other_norms_of_a_family_run_as_their_source_says() -> None:
+    """One whose weight is around zero, and one that gives the sum back, too."""
+    around = doubling(
+        reference="EPS = 1e-6\ndef run(hidden_states, weight):\n    x = hidden_states\n"
+        "    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (1.0 + weight)\n"
+    )
+    both = doubling(
+        inputs=json.loads(doubling())["inputs"] | ports(residual="float32"),
+        outputs=ports(output="float32", residual_out="float32"),
+        reference="EPS = 1e-6\ndef run(hidden_states, weight, residual):\n    x = hidden_states + residual\n"
+        "    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight, x\n",
+    )
+    for text in (around, both):
+        definition = parse(text)
+        inputs = inputs_of(definition, SMALL)
+        wanted = definition.compiled()(**inputs)
+        check_close(CALLS["rmsnorm"](definition, inputs), wanted, list(definition.outputs))
+        truths = {name: truth(definition, inputs) for name, truth in truths_on(torch.device("cpu")).items()}
+        need_agreement({name: outs for name, outs in truths.items() if outs}, list(definition.outputs), 1.0)
+
+
+def test_neighbours_that_turn_together_are_seen() -> None:
+    """GPT-J's pairs are no halves."""
+    source = (
+        "import torch\ndef run(q, k, cos_sin_cache, positions):\n"
+        "    cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, -1)\n"
+        "    def turn(x):\n        a, b = x[..., ::2], x[..., 1::2]\n"
+        "        return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)\n"
+        "    return turn(q), turn(k)\n"
+    )
+    heads = {"shape": ["num_tokens", "heads", "head"], "dtype": "float32"}
+    given = doubling(
+        op_type="rope", reference=source, outputs={"q_out": heads, "k_out": heads},
+        axes={"num_tokens": {"type": "var"}, "heads": {"type": "var"}, "max_seq_len": {"type": "var"},
+              "head": {"type": "const", "value": 8}},
+        inputs={"q": heads, "k": heads,
+                "cos_sin_cache": {"shape": ["max_seq_len", "head"], "dtype": "float32"},
+                "positions": {"shape": ["num_tokens"], "dtype": "int64"}},
+    )  # fmt: skip
+    definition = parse(given)
+    inputs = inputs_of(definition, SMALL)
+    check_close(CALLS["rope"](definition, inputs), definition.compiled()(**inputs), ["q_out", "k_out"])
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("divided", [False, True])
+def test_routing_without_a_bias_is_that_of_the_source(function: str, divided: bool) -> None:
+    """Scores of all experts, divided by the chosen ones' sum where the source divides."""
+    scores = "logits.softmax(-1)" if function == "softmax" else "torch.sigmoid(logits)"
+    source = f"scores = {scores}\nweights, chosen = scores.topk(2)\n"
+    source += "weights = weights / weights.sum(-1, keepdim=True)\n" if divided else ""
+    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
+    scope: dict[str, Any] = {"torch": torch, "logits": logits}
+    exec(source, scope)
+    axes = {"top_k": {"type": "const", "value": 2}, "batch_size": {"type": "var"},
+            "hidden_size": {"type": "const", "value": 8}, "twice": {"type": "var"}}  # fmt: skip
+    definition = parse(doubling(op_type="moe", axes=axes, reference=source))
+    experts, weights = routing(definition, {"routing_logits": logits})
+    assert torch.equal(experts.long(), scope["chosen"])
+    torch.testing.assert_close(weights, scope["weights"])
 
 
 def test_measures_find_what_was_planted() -> None:

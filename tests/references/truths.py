@@ -16,7 +16,7 @@ from torch import Tensor
 from layerzero.ops.attention.lse import LN_2
 from tests.references.definitions import Definition
 from tests.references.measures import check_close
-from tests.references.ours import CALLS, Inputs, epsilon_of, kind_of
+from tests.references.ours import CALLS, Inputs, epsilon_of, is_interleaved, kind_of, norm_weight
 
 Outputs = tuple[Tensor, ...]
 Truth = Callable[[Definition, Inputs], Outputs | None]
@@ -34,10 +34,11 @@ def plain_torch(definition: Definition, inputs: Inputs) -> Outputs | None:
     if definition.op_type == "gemm":
         return (torch.nn.functional.linear(inputs["A"], inputs["B"]),)
     if definition.op_type == "rmsnorm":
-        x, weight = inputs["hidden_states"].float(), inputs["weight"].float()
+        x, weight = inputs["hidden_states"].float(), norm_weight(definition, inputs).float()
         x = x + inputs["residual"].float() if "residual" in inputs else x
         out = torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon_of(definition))
-        return (out.to(inputs["hidden_states"].dtype),)
+        kind = inputs["hidden_states"].dtype
+        return (out.to(kind), x.to(kind))[: len(definition.outputs)]
     return None
 
 
@@ -64,8 +65,9 @@ def _norm(definition: Definition, i: Inputs) -> Outputs:
     x, eps = i["hidden_states"].clone(), epsilon_of(definition)
     if "residual" not in i:
         return (flashinfer.norm.rmsnorm(x, i["weight"], eps),)
-    flashinfer.norm.fused_add_rmsnorm(x, i["residual"].clone(), i["weight"], eps)
-    return (x,)
+    total = i["residual"].clone()
+    flashinfer.norm.fused_add_rmsnorm(x, total, i["weight"], eps)
+    return (x, total)[: len(definition.outputs)]
 
 
 def _rope(definition: Definition, i: Inputs) -> Outputs:
@@ -73,7 +75,7 @@ def _rope(definition: Definition, i: Inputs) -> Outputs:
 
     q, k, cache = i["q"], i["k"], i["cos_sin_cache"].float()
     turned = flashinfer.rope.apply_rope_with_cos_sin_cache(
-        i["positions"], q.flatten(1), k.flatten(1), q.shape[-1], cache, is_neox=True
+        i["positions"], q.flatten(1), k.flatten(1), q.shape[-1], cache, is_neox=not is_interleaved(definition)
     )
     return turned[0].view_as(q), turned[1].view_as(k)
 
@@ -160,6 +162,8 @@ _FLASHINFER: Mapping[str, Callable[[Definition, Inputs], Outputs]] = MappingProx
 def flashinfer_itself(definition: Definition, inputs: Inputs) -> Outputs | None:
     """What the library answers, called without our adapters."""
     asks = _FLASHINFER.get(kind_of(definition))
+    if definition.op_type == "rmsnorm" and norm_weight(definition, inputs) is not inputs["weight"]:
+        return None
     return None if asks is None else asks(definition, inputs)
 
 
