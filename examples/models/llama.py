@@ -376,28 +376,18 @@ def load(
 
 
 def random(
-    config: LlamaConfig,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    pages: int = 512,
-    page_size: int = 16,
-    per: Per = "step",
-    seed: int = 0,
-) -> Llama:
+    config: LlamaConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+    pages: int = 512, page_size: int = 16, per: Per = "step", seed: int = 0,
+) -> Llama:  # fmt: skip
     """A Llama of `config`'s shape with random weights, for measurements."""
     get = random_weights(device, dtype, seed)
     return Llama(config, get, kv_pool(config, device, dtype, pages, page_size), per)
 
 
 def kv_pool(
-    config: LlamaConfig,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    pages: int,
-    page_size: int,
+    config: LlamaConfig, device: torch.device | str, dtype: torch.dtype, pages: int, page_size: int,
     kv_dtype: torch.dtype | None = None,
-) -> PagedCache:
+) -> PagedCache:  # fmt: skip
     """The pages that a model of `config` keeps its keys and values in, in `kv_dtype` where one is given."""
     spec = KVCacheSpec(
         config.num_key_value_heads, config.head_dim, dtype=dtype, device=device, pool_dtype=kv_dtype
