@@ -419,6 +419,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "quantized_h200.json": {"pages": coded_pages, "steps": coded_steps, "place": place},
     "quantized_products_h200.json": {"products": coded_products, "place": place},
     "start_h200.json": {"started": started, "place": place},
+    "start_cold_h200.json": {"started": started, "place": place},
     "start_prebuilt_h200.json": {"started": started, "place": place},
     "quantized_tiles_h200.json": {"kernels": kernels_of_codes, "place": place},
     "fleet_h200.json": {"hosted": hosted, "place": place},
