@@ -76,7 +76,7 @@ def append_kv(
     k, v = copy_if_aliased(k, k_cache, v_cache), copy_if_aliased(v, k_cache, v_cache)
     token, head = (1, 2) if layout == "NHD" else (2, 1)
     coded = k_scale is not None and v_scale is not None
-    scales = (k_scale, v_scale) if coded else (k, v)
+    scales = (k, v) if k_scale is None or v_scale is None else (k_scale, v_scale)
     (mantissa, min_exponent), largest = (0, 0), 0.0
     if coded:
         form = format_of(k_cache.dtype)

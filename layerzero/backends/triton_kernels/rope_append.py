@@ -116,7 +116,8 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Heads of q and k in one launch; they are copied only where their tokens are no one axis."""
     cos, sin = (angles.to(torch.float32).contiguous() for angles in (cos, sin))
-    outs = tuple(torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (q, k))
+    whole = torch.contiguous_format
+    outs = torch.empty_like(q, memory_format=whole), torch.empty_like(k, memory_format=whole)
     rows, keys = q.reshape(-1, *q.shape[-2:]), k.reshape(-1, *k.shape[-2:])
     groups = sum(triton.cdiv(each.shape[1], _HEADS) for each in (rows, keys))
     _rope[(len(rows), groups)](
