@@ -178,12 +178,16 @@ def sums(x: torch.Tensor, counts: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("scoped", [False, True])
 @pytest.mark.parametrize("counts", [[2, 0], [0, 3, 1, 0], [1, 1, 0], [0, 0]])
-async def test_a_caller_without_rows_takes_no_row_of_another(counts: list[int]) -> None:
-    """Where a batch has as many rows as callers, the one of each caller is no row of who has none."""
+async def test_a_caller_without_rows_takes_no_row_of_another(counts: list[int], scoped: bool) -> None:
+    """Where a batch has as many rows as callers, the one of each caller is no row of who has none.
+
+    Inside a scope no call goes the compiled path.
+    """
     call = lz.batched(sums)
     rows = [torch.full((count, 2), float(index + 1)) for index, count in enumerate(counts)]
-    async with runtime():
+    async with lz.start(lz.Settings(), scoped=scoped):
         for _ in range(2):  # the second time from the compiled path's own cache
             outs = await gather(*(call(x) for x in rows))
             assert [out.tolist() for out in outs] == [[[float(x.sum())]] for x in rows]
