@@ -107,7 +107,8 @@ class Hub:
     def unpack(self, archive: str | Path) -> list[Path]:
         """Take the repositories of a tar archive (`<owner>/<name>/build/...`), all or none; their folders.
 
-        Raises: BackendNotAvailableError: `entry`; or a member is a link, a device, elsewhere, or not locked.
+        Raises: BackendNotAvailableError: `entry`; or a member is a link, a device, elsewhere, or not what was
+            locked.
         """
 
         def wanted(name: str) -> tuple[str, Check]:

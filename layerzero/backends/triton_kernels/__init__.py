@@ -45,8 +45,8 @@ _draws = functools.partial(
     _kernel, efficiency=(0.5, 1.0, 28.0), measured="benchmarks/results/sampling_h200.json", last_stride1=True
 )
 _H200 = "benchmarks/results/rows_h200.json"
-# A machine whose host takes 2.3 times as long a launch: beside torch's norm, which is in both records.
-_STEP = "benchmarks/results/rows_step_h200.json, beside torch.rms_norm.cuda"
+# Of a slower host than the record above: scaled by torch's norm, which is in both.
+_STEP = "an estimate: benchmarks/results/rows_step_h200.json, beside torch.rms_norm.cuda; an older launch"
 _ESTIMATE = "an estimate, beside add_rms_norm's"
 _FORMATS = "quant_int8 quant_fp8_e4m3 quant_fp8_e5m2"
 

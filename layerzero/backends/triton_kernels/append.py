@@ -75,25 +75,24 @@ def append_kv(
     """Keys and values in one launch; beside scales as codes, and scales by token are written, too."""
     k, v = copy_if_aliased(k, k_cache, v_cache), copy_if_aliased(v, k_cache, v_cache)
     token, head = (1, 2) if layout == "NHD" else (2, 1)
-    coded = k_scale is not None and v_scale is not None
-    scales = (k, v) if k_scale is None or v_scale is None else (k_scale, v_scale)
+    scales = [scale for scale in (k_scale, v_scale) if scale is not None]
     (mantissa, min_exponent), largest = (0, 0), 0.0
-    if coded:
+    if scales:
         form = format_of(k_cache.dtype)
         (mantissa, min_exponent), largest = ROUNDING[form.name], form.element.max_value
     steps = (
         *(rows.stride(axis) for rows in (k, v) for axis in (0, 1)),
         *(pool.stride(axis) for pool in (k_cache, v_cache) for axis in (0, token, head)),
-        *(step for scale in scales for step in scale_steps(scale, token, head)),
+        *(step for scale in scales or (k, v) for step in scale_steps(scale, token, head)),
     )
     _append[(k.shape[0], k.shape[1], 2)](
-        k, v, k_cache, v_cache, *scales, slot_mapping, slot_mapping.stride(0), largest, SMALLEST_SCALE,
-        *steps,
+        k, v, k_cache, v_cache, *(scales or (k, v)), slot_mapping, slot_mapping.stride(0), largest,
+        SMALLEST_SCALE, *steps,
         PAGE=k_cache.shape[token], WIDTH=k.shape[2], V_WIDTH=v.shape[2],
-        BLOCK=triton.next_power_of_2(k.shape[2]), V_BLOCK=triton.next_power_of_2(v.shape[2]), CODED=coded,
-        BY_TOKEN=coded and scales[0].dim() > 1, MANTISSA=mantissa, LEAST=min_exponent, num_warps=1,
+        BLOCK=triton.next_power_of_2(k.shape[2]), V_BLOCK=triton.next_power_of_2(v.shape[2]),
+        CODED=bool(scales), BY_TOKEN=any(scale.dim() > 1 for scale in scales), MANTISSA=mantissa,
+        LEAST=min_exponent, num_warps=1,
     )  # fmt: skip
-    if coded:
-        note_format(k_cache, k_scale)
-        note_format(v_cache, v_scale)
+    for pool, scale in zip((k_cache, v_cache), scales, strict=False):
+        note_format(pool, scale)
     return slot_mapping
