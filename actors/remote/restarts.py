@@ -120,24 +120,31 @@ class Items:
     def __init__(self) -> None:
         self._items: list[Any] = []
         self._taken = 0
-        self._more = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def add(self, item: Any) -> None:
         """One more."""
         self._items.append(item)
-        self._more.set()
+        self._wake()
+
+    def _wake(self, _: object = None) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _more(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
 
     async def until(self, request: asyncio.Future[Any]) -> AsyncIterator[Any]:
         """The items that come before `request` is answered, each as soon as it is there."""
-        request.add_done_callback(lambda _: self._more.set())
+        request.add_done_callback(self._wake)
         while True:
             while self._taken < len(self._items):
                 self._taken += 1
                 yield self._items[self._taken - 1]
             if request.done():
                 return
-            self._more.clear()
-            await self._more.wait()
+            await self._more()
 
     async def rest(self, count: int) -> list[Any]:
         """What is missing of `count` items after the answer came: the channel may be slower than Ray.
@@ -147,8 +154,7 @@ class Items:
         try:
             async with asyncio.timeout(_REST_S):
                 while len(self._items) < count:
-                    self._more.clear()
-                    await self._more.wait()
+                    await self._more()
         except TimeoutError:
             missing = f"{count - len(self._items)} of its items"
             raise IncarnationLostError(f"{missing} did not come {_REST_S:g} s after its end") from None

@@ -7,6 +7,7 @@ from typing import Any
 
 from layerzero.actors.remote.pool import open_pool
 from layerzero.calls.scope import SCOPE, Scope
+from layerzero.native import FAST_PATH
 from layerzero.runtime import Runtime, install, uninstall
 from layerzero.scheduler.loop_drivers import isolate_task_modes, stop_isolating_task_modes
 from layerzero.spec.errors import ConfigurationError
@@ -65,6 +66,7 @@ class RuntimeContext:
 
     async def __aenter__(self) -> Runtime:
         runtime = self._enter()
+        FAST_PATH.start()  # it isolates the tasks, also of a process that awaits no op
         self._isolated_loop = isolate_task_modes()  # for tasks too that it makes before the first call
         if runtime.settings.cluster is not None:
             try:

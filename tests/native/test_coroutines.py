@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.native import FAST_PATH
+from layerzero.native import FAST_PATH, UNUSED
+from layerzero.scheduler.modes.task_modes import IsolatedCoroutine
 from tests.native.twins import compiled
 
 __all__ = ("compiled",)
@@ -290,3 +291,14 @@ def test_a_known_call_needs_no_coroutine_of_pythons(ways: str, compiled: Any) ->
         return frames.count("follow")
 
     assert asyncio.run(followed()) == 0
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_awaits_no_op_has_its_tasks_compiled_too(compiled: Any) -> None:
+    """As one that passes on what the devices of a cluster draw: a step of a task in Python takes far longer."""
+    FAST_PATH.use(None)
+    FAST_PATH.state = UNUSED
+    async with lz.start(lz.Settings(device="cpu"), scoped=True):
+        task = asyncio.ensure_future(asyncio.sleep(0))
+        assert type(task.get_coro()) is not IsolatedCoroutine
+        await task
