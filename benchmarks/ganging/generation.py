@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -26,7 +27,9 @@ from layerzero.parallel import TensorGroup
 
 Point = tuple[int, int]  # requests, context
 ROUNDS = 3
-BATCHES = 3  # that are under way in a grid of two stages: one more than stages
+# Under way in a grid of two stages. One more than stages leaves no slack: a step that a rank ends late idles
+# the other stage.
+BATCHES = int(os.environ.get("GRID_BATCHES", "4"))
 
 
 def points(me: Rank) -> list[Point]:

@@ -133,8 +133,8 @@ def _now(cuda: bool) -> Any:
 async def grid(me: Rank) -> None:
     """Stages of two ranks each where there are four: tokens a second, and how much of the bound that is.
 
-    The bound is the slowest stage, busy all the time. One batch more than stages is under way, so that the
-    time between a result and the next step of its requests is not the device's.
+    The bound is the slowest stage, busy all the time. `BATCHES` are under way, more than stages, so that
+    the time between a result and the next step of its requests is not the device's.
     """
     tp = 2 if me.ranks >= 4 else 1
     stages = me.ranks // tp
