@@ -17,7 +17,7 @@ from layerzero.actors.remote import sending
 from layerzero.actors.remote.losses import MAX_BEGUN
 from layerzero.actors.remote.parcels import Payload
 from layerzero.actors.remote.ray_actor import Kind
-from layerzero.actors.remote.restarts import IncarnationLostError, health_of
+from layerzero.actors.remote.restarts import IncarnationLostError, health_of, streamed
 from layerzero.actors.remote.sending import payload_of, unpickle
 from layerzero.actors.remote.supervised import PAUSE_S, SupervisedDevice
 from layerzero.actors.rpc.client import DeviceHealth, DeviceState
@@ -95,7 +95,70 @@ class RayDevice(SupervisedDevice):
             return True
         return False
 
-    async def stream(
+    async def forward(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        to: Callable[[Any], None],
+        resume: bool = False,
+        wait_for_restart: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Pass on the items of `fn` in the actor; see `DeviceClient.forward`."""
+        await self._forward(to, fn, args, kwargs, resume=resume, wait=wait_for_restart)
+
+    async def _forward(
+        self,
+        to: Callable[[Any], None],
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        resume: bool,
+        wait: bool,
+    ) -> None:
+        so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []
+        begun = 0  # in incarnations that it lost since its last item
+
+        def keep(item: Any) -> None:
+            so_far.append(item)
+            to(item)
+
+        while True:
+            try:
+                incarnation = await self._serving_incarnation(None, wait)
+            except DeviceLostError as error:
+                raise (sending.lost_stream(self.name, error, begun) if begun else error) from None
+            number = incarnation.numbers.new_number()
+            items = incarnation.sink(number, keep if resume else to)
+            extra = {"so_far": list(so_far)} if resume else {}
+            payload = payload_of(fn, args, {**kwargs, **extra})
+            request = asyncio.ensure_future(
+                self._sender.send(self.actor, incarnation, number, "stream", payload, None, None)
+            )
+            try:
+                outcome = unpickle(await items.until(request))
+                if await self._must_resend(outcome):
+                    continue
+                await items.all(result_of(outcome, self.name))
+                return
+            except IncarnationLostError as lost:
+                if number not in incarnation.started:
+                    continue
+                # An item since the last loss is progress, so the count begins anew.
+                begun = 1 if items.count else begun + 1
+                if resume and begun < MAX_BEGUN:
+                    continue
+                raise sending.lost_stream(self.name, lost, begun if resume else 0) from None
+            finally:
+                # Nobody may want the rest: the generator is closed on the device, too.
+                if not request.done():
+                    request.cancel()
+                incarnation.numbers.ack(number)
+                incarnation.drop(number)
+
+    def stream(
         self,
         fn: Callable[..., Any],
         /,
@@ -105,45 +168,9 @@ class RayDevice(SupervisedDevice):
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
         """The items of `fn` in the actor; see `DeviceClient.stream`."""
-        so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []
-        begun = 0  # in incarnations that it lost since its last item
-        while True:
-            try:
-                incarnation = await self._serving_incarnation(None, wait_for_restart)
-            except DeviceLostError as error:
-                raise (sending.lost_stream(self.name, error, begun) if begun else error) from None
-            number, delivered = incarnation.numbers.new_number(), len(so_far)
-            items = incarnation.sink(number)
-            extra = {"so_far": list(so_far)} if resume else {}
-            payload = payload_of(fn, args, {**kwargs, **extra})
-            request = asyncio.ensure_future(
-                self._sender.send(self.actor, incarnation, number, "stream", payload, None, None)
-            )
-            try:
-                async for item in items.until(request):
-                    so_far.append(item)
-                    yield item
-                outcome = unpickle(await request)
-                if await self._must_resend(outcome):
-                    continue
-                count = result_of(outcome, self.name)
-                for item in await items.rest(count):
-                    yield item
-                return
-            except IncarnationLostError as lost:
-                if number not in incarnation.started:
-                    continue
-                # An item since the last loss is progress, so the count begins anew.
-                begun = 1 if len(so_far) > delivered else begun + 1
-                if resume and begun < MAX_BEGUN:
-                    continue
-                raise sending.lost_stream(self.name, lost, begun if resume else 0) from None
-            finally:
-                # The consumer may leave in the middle: the generator is closed on the device, too.
-                if not request.done():
-                    request.cancel()
-                incarnation.numbers.ack(number)
-                incarnation.drop(number)
+        return streamed(
+            lambda take: self._forward(take, fn, args, kwargs, resume=resume, wait=wait_for_restart)
+        )
 
     async def control(self, kind: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
         """Ask a handler of the hosted code through the side channel; see `DeviceClient.control`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from layerzero.actors.remote.ray_actor import DeviceSpec, Heartbeat, StartReport
 from layerzero.actors.rpc.client import DeviceFacts, DeviceHealth
 from layerzero.actors.rpc.connection import Connection
 from layerzero.actors.rpc.frames import Address
-from layerzero.actors.rpc.server import MAX_DECIDED
+from layerzero.actors.rpc.server import MAX_DECIDED, CallOutcome
 from layerzero.actors.rpc.settling import RequestNumbers
 from layerzero.spec.settings import Settings
 
@@ -48,7 +49,7 @@ class ActorIncarnation:
         self.decisions_received = 0  # of its decisions
         self.sending = 0  # requests without an answer
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._sinks: dict[int, Items] = {}
+        self._sinks: dict[int, ItemSink] = {}
         self._channel: Connection | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -92,10 +93,10 @@ class ActorIncarnation:
             if sink is not None:
                 sink.add(item)
 
-    def sink(self, number: int) -> Items:
-        """Where the items of a request go."""
-        items = self._sinks[number] = Items()
-        return items
+    def sink(self, number: int, take: Callable[[Any], None]) -> ItemSink:
+        """Pass the items of a request on to `take`."""
+        sink = self._sinks[number] = ItemSink(take)
+        return sink
 
     def drop(self, number: int) -> None:
         """Forget a request's items."""
@@ -114,51 +115,85 @@ class ActorIncarnation:
             self._channel.close()
 
 
-class Items:
-    """The items of one stream, in order."""
+class ItemSink:
+    """Passes the items of one request on to `take`, in order, in the turn of the loop that read them.
 
-    def __init__(self) -> None:
-        self._items: list[Any] = []
-        self._taken = 0
-        self._waiter: asyncio.Future[None] | None = None
+    `count` is how many have come.
+    """
+
+    def __init__(self, take: Callable[[Any], None]) -> None:
+        self._take = take
+        self.count = 0
+        self._wanted = 0
+        self._complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def add(self, item: Any) -> None:
-        """One more."""
-        self._items.append(item)
-        self._wake()
+        """One more; none after `take` has raised."""
+        if self._complete.done():
+            return
+        self.count += 1
+        try:
+            self._take(item)
+        except Exception as error:
+            self._complete.set_exception(error)
+            self._complete.exception()  # who waits gets it; who has gone needs no warning
+        else:
+            if self.count == self._wanted:
+                self._complete.set_result(None)
 
-    def _wake(self, _: object = None) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    async def until(self, request: asyncio.Future[CallOutcome]) -> CallOutcome:
+        """The answer to a request. Raises: what `take` raised before it came."""
+        either: tuple[asyncio.Future[Any], ...] = (request, self._complete)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._complete.done():
+            self._complete.result()
+        return await request
 
-    async def _more(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+    async def all(self, count: int) -> None:
+        """Wait until `count` items have come, after the answer: the channel may be slower than Ray.
 
-    async def until(self, request: asyncio.Future[Any]) -> AsyncIterator[Any]:
-        """The items that come before `request` is answered, each as soon as it is there."""
-        request.add_done_callback(self._wake)
-        while True:
-            while self._taken < len(self._items):
-                self._taken += 1
-                yield self._items[self._taken - 1]
-            if request.done():
-                return
-            await self._more()
-
-    async def rest(self, count: int) -> list[Any]:
-        """What is missing of `count` items after the answer came: the channel may be slower than Ray.
-
-        Raises: IncarnationLostError: it does not come.
+        Raises: IncarnationLostError: they do not come. What `take` raised.
         """
+        self._wanted = count
+        if self.count == count and not self._complete.done():
+            return
         try:
             async with asyncio.timeout(_REST_S):
-                while len(self._items) < count:
-                    await self._more()
+                await self._complete
         except TimeoutError:
-            missing = f"{count - len(self._items)} of its items"
+            missing = f"{count - self.count} of its items"
             raise IncarnationLostError(f"{missing} did not come {_REST_S:g} s after its end") from None
-        return self._items[self._taken : count]
+
+
+async def streamed(
+    forward: Callable[[Callable[[Any], None]], Coroutine[Any, Any, None]],
+) -> AsyncIterator[Any]:
+    """The items that `forward(take)` passes on to `take`, each as soon as it is there.
+
+    Raises: what `forward` raises, behind the items that came before.
+    """
+    items: deque[Any] = deque()
+    more = asyncio.Event()
+
+    def take(item: Any) -> None:
+        items.append(item)
+        more.set()
+
+    task = asyncio.ensure_future(forward(take))
+    task.add_done_callback(lambda _: more.set())
+    try:
+        while items or not task.done():
+            while items:
+                yield items.popleft()
+            if not task.done():
+                more.clear()
+                await more.wait()
+        await task
+    finally:
+        # The consumer may leave in the middle: the generator is closed on the device, too.
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
 
 
 class RestartPolicy:

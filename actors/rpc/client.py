@@ -144,6 +144,25 @@ class DeviceClient(Protocol):
         """
         ...
 
+    async def forward(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        to: Callable[[Any], None],
+        resume: bool = False,
+        wait_for_restart: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Call `to` with each item of `stream`, in the turn of this event loop that brings it.
+
+        No task runs for an item, so a process that passes on the items of many streams serves more of them.
+        `to` may not wait.
+
+        Raises: as `stream`; what `to` raises, which ends the generator on the device.
+        """
+        ...
+
     async def control(self, kind: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
         """Ask the handler that hosted code registered for `kind`; plain values, tens of microseconds.
 

@@ -167,6 +167,27 @@ class LocalClient:
                         queue.get_nowait()
                     await asyncio.sleep(0)
 
+    async def forward(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        to: Callable[[Any], None],
+        resume: bool = False,
+        wait_for_restart: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Pass on the items of `fn`; see `DeviceClient.forward`."""
+        host = await self._serving()
+        if resume:
+            kwargs = {"so_far": [], **kwargs}
+
+        async def emit(item: Any) -> None:
+            to(item)
+            await asyncio.sleep(0)
+
+        await self._run_once(host, lambda: host.emit(fn, args, kwargs, emit), None)
+
     async def control(self, kind: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
         """Ask a handler of the hosted code; see `DeviceClient.control`."""
         async with asyncio.timeout(timeout_s):

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import aclosing
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -94,10 +93,7 @@ class _Server:
                 start.prompt, start.sampling, start.max_tokens, start.user, start.constraint,
                 start.ignore_eos, start.patient, grammar,
             )  # fmt: skip
-            tokens = service.generate(choice, start.so_far)
-            async with aclosing(tokens):
-                async for drawn in tokens:
-                    send(Token(number, *drawn))
+            await service.forward(choice, start.so_far, lambda drawn: send(Token(number, *drawn)))
         except lz.OverloadedError as overloaded:
             send(End(number, ("OverloadedError", str(overloaded), overloaded.retry_after)))
         except (lz.DeviceLostError, lz.GrammarLimitError) as ended:  # this process can continue

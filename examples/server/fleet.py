@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import site
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -84,19 +84,35 @@ class FleetService(Front):
 
         Raises: DeviceLostError: no replica serves. What a replica raises.
         """
+        with self._routed(choice, so_far) as (call, where, drew):
+            items = self.pool.stream(*call, **where)
+            async with aclosing(items):  # type: ignore[type-var]
+                async for item in items:
+                    yield drew(item)
+
+    async def forward(self, choice: Choice, so_far: Sequence[int], to: Callable[[Drawn], None]) -> None:
+        """The same tokens, as they come."""
+        with self._routed(choice, so_far) as (call, where, drew):
+            await self.pool.forward(*call, to=lambda item: to(drew(item)), **where)
+
+    @contextmanager
+    def _routed(
+        self, choice: Choice, so_far: Sequence[int]
+    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], Drawn]]]:
+        """What to ask of the pool, where, and what makes of an item what was drawn."""
         tokens = [*choice.prompt, *so_far]
-        sent = replace(choice, grammar=None)
         before = [(token, None, (), False, True) for token in so_far]
+
+        def drew(item: Any) -> Drawn:
+            token, logprob, likeliest, ends, is_text = item
+            placed.drew()
+            tokens.append(token)
+            return Drawn(token, logprob, tuple(map(tuple, likeliest)), ends, is_text)
+
         with self.router.open(choice.prompt) as placed:
-            items = self.pool.stream(
-                replica.generate, sent, on=partial(self._place, placed), resume=True, so_far=before
-            )
+            where = {"on": partial(self._place, placed), "resume": True, "so_far": before}
             try:
-                async with aclosing(items):  # type: ignore[type-var]
-                    async for token, logprob, likeliest, ends, is_text in items:
-                        placed.drew()
-                        tokens.append(token)
-                        yield Drawn(token, logprob, tuple(map(tuple, likeliest)), ends, is_text)
+                yield (replica.generate, replace(choice, grammar=None)), where, drew
             finally:
                 placed.publish(tokens)
 

@@ -197,6 +197,13 @@ class Front(ABC):
     def generate(self, choice: Choice, so_far: Sequence[int] = ()) -> AsyncGenerator[Drawn, None]:
         """The tokens of one choice behind those that were drawn `so_far`; see `Engine.generate`."""
 
+    async def forward(self, choice: Choice, so_far: Sequence[int], to: Callable[[Drawn], None]) -> None:
+        """Pass the tokens that `generate` would give on to `to`."""
+        tokens = self.generate(choice, so_far)
+        async with aclosing(tokens):
+            async for drawn in tokens:
+                to(drawn)
+
     async def answer(self, ask: Ask, emit: Emit) -> Usage:
         """Give the answer's pieces to `emit` as they come, choices in any order; the counts at the end.
 

@@ -185,6 +185,10 @@ async def stumble(n: int) -> AsyncIterator[int]:
     raise ValueError("stumbled")
 
 
+async def named(to: int) -> AsyncIterator[int]:
+    yield to
+
+
 async def odd_item() -> AsyncIterator[Any]:
     yield object()
 

@@ -180,11 +180,53 @@ async def test_streams_keep_order_and_end(device_pool: DevicePool) -> None:
     await until(closed)
 
 
+async def test_forwarded_items_keep_order_and_end(device_pool: DevicePool) -> None:
+    """As a stream's; an error of the receiver, and a caller that is cancelled, close the generator."""
+    got: list[int] = []
+    await device_pool.forward(hosted.count, 50, to=got.append)
+    assert got == list(range(50))
+    got.clear()
+    with pytest.raises(ValueError, match="stumbled"):
+        await device_pool.forward(hosted.stumble, 3, to=got.append)
+    assert got == [0, 1, 2]
+
+    def refuse(item: int) -> None:
+        got.append(item)
+        raise LookupError(f"nobody wants {item}")
+
+    got.clear()
+    with pytest.raises(LookupError, match="nobody wants 0"):
+        await device_pool.forward(hosted.count, 100_001, to=refuse)
+    assert got == [0]
+    task = asyncio.ensure_future(device_pool.forward(hosted.count, 100_002, to=got.append))
+
+    async def begun() -> bool:
+        return len(got) > 1
+
+    await until(begun)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    async def closed() -> bool:
+        events = await device_pool.run(hosted.events)
+        return "count(100001) closed" in events and "count(100002) closed" in events
+
+    await until(closed)
+
+
+async def test_a_stream_passes_every_keyword_on(device_pool: DevicePool) -> None:
+    """`to` too, which only `forward` has for itself."""
+    assert [item async for item in device_pool.stream(hosted.named, to=3)] == [3]
+
+
 async def test_a_function_that_is_no_generator_is_refused(device_pool: DevicePool) -> None:
     """`stream` names what it needs."""
     with pytest.raises(TypeError, match="async generator"):
         async for _ in device_pool.stream(hosted.plain, 1):
             pass
+    with pytest.raises(TypeError, match="async generator"):
+        await device_pool.forward(hosted.plain, 1, to=print)
 
 
 async def test_seeded_generation_is_the_same_everywhere(device_pool: DevicePool) -> None:

@@ -18,7 +18,7 @@ from benchmarks.hosting.namespaces import ADDRESSES, Network, cut, mend, shape
 from layerzero.actors.group import channel as group_channel
 from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
 from layerzero.actors.remote import stores
-from layerzero.actors.remote.restarts import IncarnationLostError, Items
+from layerzero.actors.remote.restarts import IncarnationLostError, ItemSink
 from layerzero.actors.remote.stores import TorchStore
 from layerzero.actors.rpc import channel as rpc_channel
 from layerzero.actors.rpc.channel import Listener, connect
@@ -155,11 +155,13 @@ def test_a_dial_that_no_host_answers_ends(
 async def test_items_that_never_come_are_a_loss_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer came by another way than the items: a stream that may resume does, any other says so."""
     monkeypatch.setattr("layerzero.actors.remote.restarts._REST_S", 0.01)
-    items = Items()
+    got: list[str] = []
+    items = ItemSink(got.append)
     items.add("one")
-    assert await items.rest(1) == ["one"]
+    await items.all(1)
+    assert got == ["one"]
     with pytest.raises(IncarnationLostError, match="2 of its items did not come"):
-        await items.rest(3)
+        await items.all(3)
 
 
 @pytest.mark.parametrize("loss", [0.2])

@@ -308,9 +308,8 @@ async def test_a_device_fault_ends_the_engine(monkeypatch: pytest.MonkeyPatch, t
         async def grammar(self, constraint: Any) -> None:
             return None
 
-        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        async def forward(self, *args: Any) -> None:
             raise RuntimeError(text)
-            yield
 
     class Ended(BaseException):
         """What stands for the end of the process."""

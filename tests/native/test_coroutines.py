@@ -295,7 +295,7 @@ def test_a_known_call_needs_no_coroutine_of_pythons(ways: str, compiled: Any) ->
 
 @pytest.mark.asyncio
 async def test_a_process_that_awaits_no_op_has_its_tasks_compiled_too(compiled: Any) -> None:
-    """As one that passes on what the devices of a cluster draw: a step of a task in Python takes far longer."""
+    """As one that passes on what a cluster's devices draw: a step of a task in Python takes far longer."""
     FAST_PATH.use(None)
     FAST_PATH.state = UNUSED
     async with lz.start(lz.Settings(device="cpu"), scoped=True):

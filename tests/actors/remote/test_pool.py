@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -55,6 +55,12 @@ class Port:
         yield len(so_far or ())
         if self.script:
             raise self.script.pop(0)
+
+    async def forward(
+        self, fn: Any, *args: Any, to: Callable[[int], None], so_far: list[int] | None = None, **kwargs: Any
+    ) -> None:
+        async for item in self.stream(fn, so_far=so_far):
+            to(item)
 
 
 def device_pool(*ports: Any, patience_s: float = LIMIT_S) -> DevicePool:
@@ -139,6 +145,11 @@ async def test_a_stream_that_gets_on_may_lose_any_number_of_devices() -> None:
     """Only losses without an item between them count."""
     items = device_pool(Port("a", RUNNING, *begun(8))).stream(print, resume=True)
     assert [item async for item in items] == list(range(9))
+    got: list[int] = []
+    await device_pool(Port("b", RUNNING, *begun(8))).forward(print, to=got.append, resume=True)
+    assert got == list(range(9))
+    with pytest.raises(DeviceLostError, match="lost while it ran"):
+        await device_pool(Port("c", RUNNING, *begun(1))).forward(print, to=got.append)
 
 
 async def test_a_function_takes_one_of_the_devices_that_serve_again_after_each_loss() -> None:
