@@ -46,6 +46,7 @@ from torch import Tensor  # noqa: E402
 
 import layerzero as lz  # noqa: E402
 from layerzero.native import FAST_PATH  # noqa: E402
+from layerzero.selection.plan import load_until_best  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "lane_h200.json"
 PAGE_SIZE = 16
@@ -153,13 +154,10 @@ def attention(runtime: lz.Runtime, model: Any, here: crowd.Crowd) -> tuple[str, 
         bound: Any = by_hand.chosen_attention(model, here.requests, here.limit)
         return bound.binding.plan.kernel, bound
 
-    kernel, bound = chosen()
     device = runtime.device(model.cache.device)
-    better = bound.binding.plan.selection.when_warm
-    while better is not None:  # loaded now, not in the background of a round
-        device.warm((better,))
-        kernel, bound = chosen()
-        better = bound.binding.plan.selection.when_warm
+    # Loaded now, not in the background of a round.
+    load_until_best(lambda: chosen()[1].binding.plan.selection, device.warm)
+    kernel, bound = chosen()
     if model.cache.device.type == "cuda" and kernel.startswith("reference."):
         runtime.add_kernel(GATHERED)
         kernel, bound = chosen()

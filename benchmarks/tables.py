@@ -23,6 +23,7 @@ from layerzero.actors.device.local_device import LocalDevice
 from layerzero.actors.device.registry import Registry
 from layerzero.backends import load_builtin
 from layerzero.ops import table as ops_table
+from layerzero.selection.plan import load_until_best
 from layerzero.selection.policy import program
 from layerzero.selection.policy.policy import EMPTY, Policy
 
@@ -38,10 +39,7 @@ def _settled(device: LocalDevice, plan: Callable[[], Any]) -> None:
     device.loader.close(60.0)  # what loads in the background would make a generation in the midst of a row
     if device.workspace_budget.refresh(device.settings):
         device.refresh()
-    better = plan().selection.when_warm
-    while better is not None:
-        device.warm((better,))
-        better = plan().selection.when_warm
+    load_until_best(lambda: plan().selection, device.warm)
 
 
 # -- a: hits --------------------------------------------------------------------------------------------

@@ -151,8 +151,9 @@ def dry_run(
     request = device.table(definition, snapshot).describe(full, device.mode())
     settings, policy = device.settings, snapshot.policy
     knobs = SelectionOptions(
-        settings.strict if strict is None else strict, settings.tie_band, settings.default_gain
-    )
+        settings.strict if strict is None else strict, settings.tie_band, settings.default_gain,
+        payback_calls=settings.payback_calls,
+    )  # fmt: skip
     if hardware is None:
         if strict is None:
             return device.plan(definition, signature, full, device.mode(), snapshot).selection_for_request()

@@ -14,11 +14,10 @@ import weakref
 from collections.abc import Awaitable, Callable, Hashable, MutableMapping, Sequence
 from contextlib import nullcontext
 from types import FunctionType, MethodType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero._util import log
 from layerzero.calls.await_path import NewCall, awaitable_call
@@ -27,6 +26,8 @@ from layerzero.calls.blocking import LAST, context_runtime
 from layerzero.calls.call_cache import find_nothing
 from layerzero.calls.functions import (
     Args,
+    BatchedFunctionCache,
+    BatchedMethod,
     as_columns,
     captured_values,
     describe_rows,
@@ -67,9 +68,11 @@ class Batched(Generic[R]):
         owner = fn.__self__ if isinstance(fn, MethodType) else None
         self._owner = weakref.ref(owner) if owner is not None else None
         self._function: Callable[..., Any] = unbound(fn)
+        self._method: weakref.ref[BatchedMethod] | None = None
         self._wants_counts = takes_counts(fn)
         self._device = device
         self.name = name
+        self.__doc__ = fn.__doc__
         self.pure = pure
         self.us_per_row = float("inf")
         # Whether results want a gradient that no argument shows: of weights. Each run says so again.
@@ -81,6 +84,21 @@ class Batched(Generic[R]):
         self._await, self._follow = awaitable_call(self, self)
         self.install_cache(FAST_PATH.module)
         _ALL.add(self)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Batched[R]:
+        """The method of an object whose class wraps the function; anything else binds to nothing."""
+        if instance is None or self._owner is not None or not isinstance(self._function, FunctionType):
+            return self
+        method = MethodType(self._function, instance)
+        return batched(method, pure=self.pure, key=self.name, device=self._device)
+
+    def of_object(self, owner: object) -> Any:
+        """This function of a method with the object that it belongs to; one while somebody keeps it."""
+        method = self._method and self._method()
+        if method is None:
+            method = BatchedMethod(self, owner)
+            self._method = weakref.ref(method)
+        return method
 
     def install_cache(self, module: Any) -> None:
         """Remember kinds of calls in the compiled twin, or with None go without."""
@@ -268,25 +286,8 @@ class _Scoped:
             SCOPE.reset(token)
 
 
-# By identity: equal objects may compute other things. A function made inside another, and an object that is
-# called, live as long as their wrapping is referenced; it holds them, so that this table must not hold it.
-_FUNCTIONS: MutableMapping[Any, dict[Hashable, Batched[Any]]] = WeakIdKeyDictionary()
+_FUNCTIONS: BatchedFunctionCache[Batched[Any]] = BatchedFunctionCache()
 _ALL: weakref.WeakSet[Batched[Any]] = weakref.WeakSet()  # those of rank groups too
-_SHORT_LIVED: MutableMapping[Any, weakref.WeakValueDictionary[Hashable, Batched[Any]]] = WeakIdKeyDictionary()
-
-
-def _entries(fn: Any, name: str) -> MutableMapping[Hashable, Batched[Any]]:
-    """Where the wrappings of `fn` are stored. Raises: TypeError: its holder takes no weak reference."""
-    holder = fn.__self__ if isinstance(fn, MethodType) else fn
-    try:
-        if isinstance(fn, MethodType) or (isinstance(fn, FunctionType) and "<l" not in name):
-            return _FUNCTIONS.setdefault(holder, {})
-        return _SHORT_LIVED.setdefault(holder, weakref.WeakValueDictionary())
-    except TypeError:
-        raise TypeError(
-            f"fn needs an object with a weak reference (`__weakref__` among its `__slots__`), got {name} of "
-            f"{type(holder).__name__}"
-        ) from None
 
 
 def _install(module: Any) -> None:
@@ -350,10 +351,10 @@ def batched(
     list with one result a caller, or a tuple of those. Where results want a gradient, of an argument or of
     weights that `fn` holds, calls run alone, as those of ops do. The same function, or the same method of
     the same object, is one batcher entry wherever it is wrapped. A lambda, a function made inside another and
-    an object that is called are remembered as long as their wrapping is kept: wrap them once. The wrapping
-    of a method does not keep its object: hold that until the last call has ended, else it raises
-    ReferenceError. `pure=True` allows the batcher to run a failed batch again in halves to find the caller at
-    fault; leave it False for a function that writes a KV cache.
+    an object that is called are remembered as long as their wrapping is kept: wrap them once. A wrapping
+    keeps the object of its method; in a class body `@lz.batched` wraps the method of each object. `pure=True`
+    allows the batcher to run a failed batch again in halves to find the caller at fault; leave it False for a
+    function that writes a KV cache.
 
     Raises: TypeError: `fn` is no function, is a coroutine function, or is a lambda or a function made
         inside another without a `key`, which says that it is not made anew for each call: every one of
@@ -370,8 +371,8 @@ def batched(
     """
     if not callable(fn):
         raise TypeError(f"fn needs a function, got {type(fn).__name__}")
-    if isinstance(fn, Batched):
-        return fn
+    if isinstance(fn, Batched | BatchedMethod):
+        return cast("Batched[Any]", fn)
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
         called = getattr(fn, "__name__", type(fn).__name__)
         raise TypeError(
@@ -389,8 +390,8 @@ def batched(
         raise ValueError(f"device needs one of torch's, got {device!r:.80}") from error
     # A method's own function too: an object may have several of one name, one after another or at once.
     entry = (id(plain) if isinstance(fn, MethodType) else 0, key or name, pure, where)
-    entries = _entries(fn, name)
-    batched = entries.get(entry)
-    if batched is None:
-        batched = entries[entry] = Batched(fn, pure=pure, name=key or name, device=where)
-    return batched
+    entries = _FUNCTIONS.of(fn, name)
+    wrapped = entries.get(entry)
+    if wrapped is None:
+        wrapped = entries[entry] = Batched(fn, pure=pure, name=key or name, device=where)
+    return wrapped.of_object(fn.__self__) if isinstance(fn, MethodType) else wrapped

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Coroutine, Hashable, Iterator, MutableMapping, Sequence
 from functools import partial
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero.native import FAST_PATH
 from layerzero.ops.batching import concat_rows, split_pieces
 
 Args = tuple[Any, ...]
+W = TypeVar("W")
 
 
 def unbound(fn: Any) -> Any:
@@ -30,6 +33,61 @@ def takes_counts(fn: Any) -> bool:
         return False
     counts = parameters.get("counts")
     return counts is not None and counts.kind in (counts.POSITIONAL_OR_KEYWORD, counts.KEYWORD_ONLY)
+
+
+class BatchedFunctionCache(Generic[W]):
+    """The wrappings of functions, by identity: equal objects may compute other things.
+
+    Those of a method are remembered as long as its object lives, and must not hold it. A function made
+    inside another, and an object that is called, live as long as their wrapping is referenced; it holds them,
+    so that no table may hold it.
+    """
+
+    def __init__(self) -> None:
+        self._lasting: MutableMapping[Any, dict[Hashable, W]] = WeakIdKeyDictionary()
+        self._passing: MutableMapping[Any, WeakValueDictionary[Hashable, W]] = WeakIdKeyDictionary()
+
+    def of(self, fn: Any, name: str) -> MutableMapping[Hashable, W]:
+        """Those of `fn`. Raises: TypeError: its holder takes no weak reference."""
+        holder = fn.__self__ if isinstance(fn, MethodType) else fn
+        try:
+            if isinstance(fn, MethodType) or (isinstance(fn, FunctionType) and "<l" not in name):
+                return self._lasting.setdefault(holder, {})
+            return self._passing.setdefault(holder, WeakValueDictionary())
+        except TypeError:
+            raise TypeError(
+                f"fn needs an object with a weak reference (`__weakref__` among its `__slots__`), got {name} "
+                f"of {type(holder).__name__}"
+            ) from None
+
+
+class BatchedMethod:
+    """A batched function of a method beside the method's object, which it keeps.
+
+    The function itself is remembered as long as that object lives, and must not keep it; all the rest is its
+    own.
+    """
+
+    def __init__(self, function: Any, owner: object) -> None:
+        self.__dict__.update(_function=function, _owner=owner, __doc__=function.__doc__)
+
+    def __call__(self, *args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
+        """As the function's; what is awaited keeps the object."""
+        call = self._call(args, options)
+        call.__qualname__ = self._function.name
+        return call
+
+    async def _call(self, args: Args, options: dict[str, Any]) -> Any:
+        return await self._function(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__.get("_function"), name)  # None while it is being copied
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._function, name, value)
+
+    def __repr__(self) -> str:
+        return repr(self._function)
 
 
 _EMPTY = CellType()

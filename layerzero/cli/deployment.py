@@ -31,7 +31,7 @@ from layerzero.calls.blocking import context_runtime, last_selection
 from layerzero.cli.common import call_arguments
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
-from layerzero.selection.plan import signature_of
+from layerzero.selection.plan import load_until_best, signature_of
 from layerzero.spec.errors import ConfigurationError, LayerZeroError
 from layerzero.spec.settings import Settings
 from layerzero.spec.tolerances import mismatches
@@ -154,18 +154,18 @@ async def examine(calls: Sequence[DeploymentCall]) -> DeviceResults:
 def _make_ready(device: LocalDevice, calls: Sequence[tuple[Op, Args]]) -> None:
     """Read the measurements and load what would serve the calls better: no choice changes afterwards."""
     device.wait_for_costs()
+    if device.settings.warm == "off":
+        return  # what is never loaded cannot come in between either
     for op, args in calls:
-        signature, tried = signature_of(op, args), set[str]()
         try:
-            plan = device.plan(op, signature, args, device.mode())
-            while (better := plan.selection.when_warm) is not None and better not in tried:
-                if device.settings.warm == "off":
-                    break  # what is never loaded cannot come in between either
-                tried.add(better)
-                device.warm((better,), plan.selection.request)
-                plan = device.plan(op, signature, args, device.mode())
+            _load_best(device, op, args)
         except LayerZeroError as error:
             log.debug("consistency.not_ready", op=op.name, error=str(error))  # the call's answer says so too
+
+
+def _load_best(device: LocalDevice, op: Op, args: Args) -> None:
+    signature = signature_of(op, args)
+    load_until_best(lambda: device.plan(op, signature, args, device.mode()).selection, device.warm)
 
 
 def _arguments(call: DeploymentCall, device: torch.device) -> Args:

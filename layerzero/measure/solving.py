@@ -25,6 +25,7 @@ from layerzero.selection.cost.latency_model import fit as fit_latency
 from layerzero.selection.cost.measured import MeasuredCosts
 from layerzero.selection.cost.roofline import MEASURED, SHIPPED, TIMED, ideal_us
 from layerzero.selection.dispatch_table import Bucket, HeldOutResult
+from layerzero.selection.plan import load_until_best
 from layerzero.selection.record import Selection
 from layerzero.selection.solver.families import Family, ends_of, family_of, grid_below, grid_points
 from layerzero.selection.solver.tree import Floats, Node, Samples, choices, collapse, fit, leaves_of
@@ -181,13 +182,8 @@ def _samples(op: Op, points: Sequence[_Point], limit: int) -> list[CallSpec]:
 
 def _warm(device: TunableDevice, op: Op, request: CallSpec) -> None:
     """Load what is better than what is ready; a kernel that does not load is no longer better."""
-    tried: set[str] = set()
     try:
-        selection = device.table(op).recompute(request, use_dispatch_table=False)
-        while (better := selection.when_warm) is not None and better not in tried:
-            tried.add(better)
-            device.warm((better,), request)
-            selection = device.table(op).recompute(request, use_dispatch_table=False)
+        load_until_best(lambda: device.table(op).recompute(request, use_dispatch_table=False), device.warm)
     except NoKernelFoundError as error:
         log.warning(BUCKET_REFUSED, op=op.name, why=str(error).partition("\n")[0])
         return

@@ -32,6 +32,7 @@ from layerzero.planner.values import (
 from layerzero.selection.context import SelectionOptions
 from layerzero.selection.decide import pick
 from layerzero.selection.dispatch import DispatchState
+from layerzero.selection.plan import load_until_best
 from layerzero.selection.record import Candidate, Selection
 from layerzero.selection.transform import COPY_LAUNCH_US, VIEW_US
 from layerzero.spec.errors import NoKernelFoundError
@@ -91,16 +92,13 @@ class BlockSelector:
 
         Raises: NoKernelFoundError: no kernel takes it. ValueError, TypeError: an argument is wrong.
         """
-        tried: set[str] = set()
+
+        def decide() -> Selection:
+            table = self.device.table(op, self.snapshot(op.name, backend))
+            return table.recompute(table.describe(full, self.bits), use_dispatch_table=True)
+
         with foreign.outside():
-            while True:
-                table = self.device.table(op, self.snapshot(op.name, backend))
-                selection = table.recompute(table.describe(full, self.bits), use_dispatch_table=True)
-                better = selection.when_warm
-                if not self.warm or better is None or better in tried:
-                    return selection
-                tried.add(better)
-                self.device.warm((better,), selection.request)
+            return load_until_best(decide, self.device.warm) if self.warm else decide()
 
 
 class Choices:

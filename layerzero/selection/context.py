@@ -75,7 +75,8 @@ class SelectionOptions:
     """The settings that bear on a decision; `workspace_budget` is in bytes.
 
     `budget_is_agreed` says that it is what the poorest rank of a rank group has. `overlay` is the digest of
-    what the deployment took from the kernels' capabilities.
+    what the deployment took from the kernels' capabilities. Within `payback_calls` compiling a module has to
+    be repaid; None takes any gain.
     """
 
     strict: bool = False
@@ -84,6 +85,7 @@ class SelectionOptions:
     workspace_budget: int | None = None
     budget_is_agreed: bool = False
     overlay: str = ""
+    payback_calls: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

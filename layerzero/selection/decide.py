@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from layerzero.ops.op import Op
 from layerzero.selection.context import CostModel, SelectionContext, SelectionOptions
 from layerzero.selection.cost.roofline import ESTIMATE_MARGIN, ROOFLINE, TIMED, ideal_us, roofline_us
@@ -75,9 +77,9 @@ def decide(
     ready = [c for c in eligible if c.accepted is not None and c.accepted.ready]
     sm = context.hardware.sm
     preferred = preferred_on(op.name, sm) if sm is not None else ()
-    best_warm, _ = pick(eligible, by_id, options, preferred)
     pool = ready or eligible
     chosen, why = pick(pool, by_id, options, preferred)
+    best_warm, unrepaid = _best_once_loaded(eligible, chosen, by_id, request, options, preferred)
     if lock is not None:
         why = f"locked by {lock.source}" + (f": {lock.note}" if lock.note else "")
     elif isinstance(table_entry, Rejected):
@@ -89,7 +91,8 @@ def decide(
     others = sorted((c for c in pool if c is not chosen), key=lambda c: (_accepted_of(c).total_us, c.kernel))
     return _selection(
         request, context, chosen,
-        why=why, trace=trace, order=(chosen.kernel, *(c.kernel for c in others)),
+        why=why, order=(chosen.kernel, *(c.kernel for c in others)),
+        trace=tuple(unrepaid.get(c.kernel, c) for c in trace) if unrepaid else trace,
         when_warm=best_warm.kernel if best_warm.kernel != chosen.kernel else None,
         table_miss=table_entry if lock is None and isinstance(table_entry, Rejected) else None,
     )  # fmt: skip
@@ -242,6 +245,44 @@ def pick(
         why = f"first in fixed order among {len(band)} within {options.tie_band:.0%} of {floor:.1f} us"
         return first, why
     return best, f"cheapest at {floor:.1f} us expected"
+
+
+def _best_once_loaded(
+    eligible: Sequence[Candidate],
+    chosen: Candidate,
+    by_id: Mapping[str, Kernel],
+    request: CallSpec,
+    options: SelectionOptions,
+    preferred: Sequence[str],
+) -> tuple[Candidate, dict[str, Candidate]]:
+    """What to take once all that is worth it is loaded; by id the better kernels that are not, with why."""
+    pool, unrepaid = list(eligible), dict[str, Candidate]()
+    while True:
+        best, _ = pick(pool, by_id, options, preferred)
+        if best is chosen or _accepted_of(best).ready:  # nothing that has to be loaded is taken instead
+            return chosen, unrepaid
+        note = _why_not_compiled(best, chosen, by_id[best.kernel], request, options)
+        if not note:
+            return best, unrepaid
+        accepted = msgspec.structs.replace(_accepted_of(best), note=note)
+        unrepaid[best.kernel] = msgspec.structs.replace(best, accepted=accepted)
+        pool.remove(best)
+
+
+def _why_not_compiled(
+    better: Candidate, chosen: Candidate, kernel: Kernel, request: CallSpec, options: SelectionOptions
+) -> str:
+    """The price at which a module is left uncompiled; empty where it is built, repaid or asked for."""
+    accepted, calls = _accepted_of(better), options.payback_calls
+    if calls is None or kernel.on_disk is None:
+        return ""
+    if accepted.total_us < accepted.kernel_us + accepted.transform_us:  # the policy favours it
+        return ""
+    gain_us = _accepted_of(chosen).total_us - accepted.total_us
+    if kernel.compile_s * 1e6 <= gain_us * calls or kernel.on_disk(request):
+        return ""
+    needed = f"after {kernel.compile_s * 1e6 / gain_us:,.0f} calls" if gain_us > 0 else "never"
+    return f"not compiled: {kernel.compile_s:g} s are repaid {needed}, of {calls:,} expected"
 
 
 def _of_globs(pool: Sequence[Candidate], globs: Sequence[str]) -> list[Candidate]:

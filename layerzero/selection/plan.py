@@ -136,3 +136,18 @@ def signature_of(op: Op, args: Sequence[Any]) -> Signature:
 @functools.cache
 def _parameters(build: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(build).parameters)
+
+
+def load_until_best(
+    decide: Callable[[], Selection], warm: Callable[[tuple[str], CallSpec], object]
+) -> Selection:
+    """Decide anew after each load of what would be better, until nothing is; each kernel is loaded once.
+
+    Where the last one stays unready, the selection still names it as `when_warm`.
+    """
+    tried, selection = set[str](), decide()
+    while (better := selection.when_warm) is not None and better not in tried:
+        tried.add(better)
+        warm((better,), selection.request)
+        selection = decide()
+    return selection

@@ -66,7 +66,8 @@ class Kernel:
     `compile_key(spec)` names what is compiled together for a request, where loading alone compiles nothing,
     and `compile(spec)` compiles it; until then the kernel is not ready for requests of that unit.
     `on_disk(spec)` says whether what that would compile lies on disk, where every process finds it; a kernel
-    that has it may be compiled by a process of its own.
+    that has it may be compiled by a process of its own. `compile_s` is about how long that takes, in
+    seconds, which its gain has to repay (`Settings.payback_calls`).
     `origin`, "module:function", says what gives this kernel in another process, where no backend there
     has it; `isolated` is the place where it runs, "process" or an interpreter's path, empty in this process.
     `revision` says which of several this is, where its distributions' versions do not.
@@ -89,6 +90,7 @@ class Kernel:
     compile_key: Callable[[CallSpec], str] | None = field(default=None)
     compile: Callable[[CallSpec], None] | None = field(default=None)
     on_disk: Callable[[CallSpec], bool] | None = field(default=None)
+    compile_s: float = 0.0
     descriptor: bool = False
     origin: str = ""
     isolated: str = ""

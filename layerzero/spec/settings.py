@@ -87,8 +87,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         default_gain: relative gain a kernel needs over the library's default to replace it; where both were
             timed at the very size, `tie_band` does if that is less.
         warm: import and compile better kernels in the "background", before start returns ("eager"), or never.
-        compile_processes: processes that compile slow kernels side by side; 0 compiles in this one, None has
-            as many as cores and free memory allow.
+        compile_processes: processes that compile side by side; 0: this one; None: as cores and memory allow.
+        payback_calls: calls within which a kernel has to repay its module's compilation; None: for any gain.
         max_keys: distinct keys remembered for each op, those used last; 0 chooses anew for every call.
         plan_ttl_s: seconds after which what is remembered is chosen anew; None remembers it until it changes.
         shared_choices_s: seconds for which choices serve this user's other processes; None: 60 in a cluster.
@@ -158,6 +158,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     default_gain: NotNegative = 0.05
     warm: Literal["background", "eager", "off"] = "background"
     compile_processes: Whole | None = None
+    payback_calls: Count | None = 10_000_000
     max_keys: Whole = 4096
     plan_ttl_s: AboveZero | None = None
     shared_choices_s: NotNegative | None = None
@@ -286,8 +287,8 @@ def _build(values: Mapping[str, Any]) -> Settings:
             raise error.__cause__ from None
         name = path_in(str(error)) or tuple(n for n, v in plain.items() if v == getattr(error, "object", ""))
         field = str(name[0]) if name else "settings"
-        message = f"{field} needs {_needs(field)}, got {quote(plain.get(field))}"
-        raise ConfigurationError(message, field=field) from error
+        got = quote(plain.get(field))
+        raise ConfigurationError(f"{field} needs {_needs(field)}, got {got}", field=field) from error
 
 
 def _refuse_unknown(values: Mapping[str, Any], what: str) -> None:
@@ -310,9 +311,8 @@ def _from_environment(variables: Mapping[str, str]) -> dict[str, Any]:
             continue
         hint = suggestion(variable[len(PREFIX) :], [n[len(PREFIX) :] for n in (*fields, *OTHER_VARIABLES)])
         if hint.startswith("did you mean"):
-            raise ConfigurationError(
-                f"unknown environment variable {variable}: after {PREFIX}, {hint}", variable=variable
-            )
+            message = f"unknown environment variable {variable}: after {PREFIX}, {hint}"
+            raise ConfigurationError(message, variable=variable)
         log.warning(SETTING_IGNORED, variable=variable)
     return values
 

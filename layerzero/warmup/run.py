@@ -17,14 +17,13 @@ from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.modes import GRAD
-from layerzero.selection.plan import Plan, signature_of
+from layerzero.selection.plan import Plan, load_until_best, signature_of
 from layerzero.spec.call_spec import CallSpec
 from layerzero.spec.hardware import Hardware
 from layerzero.warmup.monitor import CompileEvent, watching
 
 WARMED = "warmup.call_ready"
 WARM_FAILED = "warmup.call_failed"
-_ROUNDS = 4
 
 
 class AheadCompiler(Protocol):
@@ -129,14 +128,12 @@ class WarmupRunner:
         """The plan once everything that would be better has been loaded, or has failed to."""
         device = self._device
         with torch.no_grad():
-            plan = device.plan(op, signature, args, device.mode())
-            for _ in range(_ROUNDS):
-                better = plan.selection.when_warm
-                if better is None:
-                    return plan
-                device.warm((better,), plan.selection.request)
-                plan = device.plan(op, signature, args, device.mode())
-        raise RuntimeError(f"{plan.selection.when_warm} stays unready after {_ROUNDS} attempts to load it")
+            best = load_until_best(
+                lambda: device.plan(op, signature, args, device.mode()).selection, device.warm
+            )
+            if best.when_warm is not None:
+                raise RuntimeError(f"{best.when_warm} stays unready after it was loaded")
+            return device.plan(op, signature, args, device.mode())
 
     def _rehearse(self, op: Op, signature: Signature, args: Args) -> None:
         with rehearsal():

@@ -253,6 +253,14 @@ def compiled_apart(at: Site) -> Any:
     return at.cpu.loader._apart.takes(slow, CallSpec(op="rms_norm"))
 
 
+def repaid(at: Site) -> Any:
+    """Whether a module that gains little is compiled for that."""
+    small = kernel("module.layer_norm", launch_us=0.25, cold=True)
+    if at.cpu.registry.get(small.id) is None:
+        at.runtime.add_kernel(dataclasses.replace(small, compile_s=40.0, on_disk=lambda _: False))
+    return lz.select("layer_norm", X, WEIGHT).when_warm
+
+
 def fitting(at: Site) -> Any:
     """The kernel of a call for which one wants a workspace."""
     chosen: Any = None

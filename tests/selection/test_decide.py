@@ -173,3 +173,15 @@ def test_the_record_survives_json() -> None:
 def test_the_grid_is_fixed(size: int, point: int) -> None:
     """Stored measurements and keys rely on these points."""
     assert grid(size) == point
+
+
+def test_what_is_ready_already_is_never_waited_for() -> None:
+    """A cold kernel that moves the margins but is not taken itself promises nothing that comes later."""
+    selection = choose(
+        [
+            kernel("d.rms_norm", launch_us=100.0, default=True),
+            kernel("c.rms_norm", launch_us=96.0, rank=10),
+            kernel("cold.rms_norm", launch_us=94.0, cold=True, rank=20),
+        ]
+    )
+    assert (selection.kernel, selection.when_warm) == ("d.rms_norm", None)

@@ -118,15 +118,17 @@ class SelectionInputs:
         if any(kernel.workspace_bytes for kernel in kernels):
             free_bytes = self.budget.bytes  # None before the first look
             budget_bytes = settings.workspace_limit_bytes if free_bytes is None else free_bytes
+        options = SelectionOptions(
+            settings.strict, settings.tie_band, settings.default_gain, budget_bytes,
+            payback_calls=settings.payback_calls,
+        )  # fmt: skip
         fingerprint = getattr(self.cost, "fingerprint", None)
         return SelectionContext(
             kernels=kernels,
             hardware=self._hardware,
             policy=policy,
             status=self._status(),
-            options=self._registry.with_overlay(
-                SelectionOptions(settings.strict, settings.tie_band, settings.default_gain, budget_bytes)
-            ),
+            options=self._registry.with_overlay(options),
             modes=frozenset({"batch_invariant"}) if settings.determinism == "strict" else frozenset(),
             cost_fingerprint=fingerprint(op) if fingerprint else None,
             # What a table remembers, and what the compiler makes of a selection, follows from these, too.
