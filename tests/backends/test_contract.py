@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +31,8 @@ AGAIN = 1 if cases.DEVICE == "cpu" else 3
 EVERY = 8 if os.environ.get("TRITON_INTERPRET") == "1" else 1
 
 
+# Calls whose ids lie apart.
+STRIDED = 6
 # What is rounded to eight bits is a sum first, in any order: a code may be its neighbour.
 ROUNDS_SUMS = frozenset({"add_rms_norm_quantize"})
 
@@ -64,18 +67,24 @@ def ran(kernel: Kernel) -> list[Ran]:
     """
     op = table.get(kernel.op)
     found = []
+    for case, args in calls(kernel):
+        before = [a.clone() if isinstance(a, Tensor) else a for a in args]
+        with torch.no_grad():
+            outs = cases.results(op, loaded(kernel), args)
+        pairs = enumerate(zip(args, before, strict=True))
+        changed = [at for at, (a, b) in pairs if isinstance(a, Tensor) and not torch.equal(a, b)]
+        found.append(Ran(case, args, outs, changed))
+    return found
+
+
+def calls(kernel: Kernel) -> Iterator[tuple[cases.Case, Args]]:
+    """The generated calls that the kernel's capability lets through, in every dtype it claims."""
+    op = table.get(kernel.op)
     for dtype in cases.dtypes(kernel):
         for case in cases.cases_of(kernel):
             args = cases.call(case, dtype)
-            if rejections(kernel, op.check(args), cases.HERE):
-                continue
-            before = [a.clone() if isinstance(a, Tensor) else a for a in args]
-            with torch.no_grad():
-                outs = cases.results(op, loaded(kernel), args)
-            pairs = enumerate(zip(args, before, strict=True))
-            changed = [at for at, (a, b) in pairs if isinstance(a, Tensor) and not torch.equal(a, b)]
-            found.append(Ran(case, args, outs, changed))
-    return found
+            if not rejections(kernel, op.check(args), cases.HERE):
+                yield case, args
 
 
 @pytest.mark.parametrize("kernel", cases.KERNELS, ids=[k.id for k in cases.KERNELS])
@@ -143,18 +152,23 @@ def test_ids_may_be_strided(kernel: Kernel) -> None:
 
     On a device nothing copies them first.
     """
-    op = table.get(kernel.op)
-    for case, args, outs, _ in ran(kernel)[::EVERY][:4]:
+    op, compared = table.get(kernel.op), 0
+    for case, args in calls(kernel):
         whole = [isinstance(a, Tensor) and a.dtype in (torch.int32, torch.int64) for a in args]
         pairs = zip(args, whole, strict=True)
         apart = tuple(torch.stack([a, a.flip(0)], -1)[..., 0] if is_id else a for a, is_id in pairs)
         if not any(whole) or rejections(kernel, op.check(apart), cases.HERE):
             continue
         with torch.no_grad():
-            again = cases.results(op, loaded(kernel), apart)
+            outs, again = (cases.results(op, loaded(kernel), each) for each in (args, apart))
         for out, wanted in zip(again, outs, strict=True):
             bits = (t.clone(memory_format=torch.contiguous_format).view(-1) for t in (out, wanted))
             assert torch.equal(*(t.view(torch.uint8) for t in bits)), case
+        compared += 1
+        if compared == STRIDED:
+            return
+    if not compared:
+        pytest.skip("no call of it has ids that may lie apart")
 
 
 @pytest.mark.parametrize("name", sorted(BOUNDS))

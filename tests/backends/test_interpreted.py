@@ -27,16 +27,28 @@ INTERPRETED = {
 }  # fmt: skip
 
 
+# What reads ids and has no float32.
+IDS = (
+    "triton.paged_attention.decode", "triton.paged_attention.rows", "triton.paged_attention.decode_codes",
+    "triton.mla_attention.numbers", "triton.mla_attention.numbers_in_order", "triton.ragged_attention.codes",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module", params=["float32", pytest.param("float16", marks=pytest.mark.slow)])
 def contract(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
     """The contract tests of every interpreted kernel in one dtype, in one process."""
     wanted = " or ".join(f"[{kernel}]" for kernels in INTERPRETED.values() for kernel in kernels)
+    return contract_run(wanted, request.param)
+
+
+def contract_run(wanted: str, dtype: str) -> subprocess.CompletedProcess[str]:
+    """The wanted contract tests in one dtype, in a process of their own."""
     return subprocess.run(
         [sys.executable, "-m", "pytest", CONTRACT, "-vv", "-p", "no:cacheprovider", "-k", wanted],
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1", "LAYERZERO_TEST_DTYPES": request.param},
+        env=os.environ | {"TRITON_INTERPRET": "1", "LAYERZERO_TEST_DTYPES": dtype},
     )
 
 
@@ -52,3 +64,14 @@ def test_interpreted_kernels_keep_the_contract(
     assert contract.returncode == 0, contract.stdout[-4000:] + contract.stderr[-1000:]
     for kernel in INTERPRETED[library]:
         assert f"test_results_are_within_tolerance[{kernel}] PASSED" in contract.stdout, contract.stdout
+
+
+def test_kernels_of_16_bits_read_ids_that_lie_apart() -> None:
+    """Tables, lengths and offsets of sequences, in float16."""
+    if wrong := interpreter.why_not():
+        pytest.skip(wrong)
+    wanted = "test_ids_may_be_strided and (" + " or ".join(f"[{kernel}]" for kernel in IDS) + ")"
+    ended = contract_run(wanted, "float16")
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-1000:]
+    for kernel in IDS:
+        assert f"test_ids_may_be_strided[{kernel}] PASSED" in ended.stdout, ended.stdout

@@ -151,11 +151,12 @@ def _run(call: MlaArgs, parts: int, least_part: int, rows_at_once: int, alone: b
     scales = [call.ckv_scale, call.kpe_scale]
     steps = [(0, 0) if scale is None or scale.dim() == 0 else scale.stride() for scale in scales]
     starts = None if call.cu_seqlens_q is None else call.cu_seqlens_q.contiguous()
+    lens = call.seq_lens.contiguous()
     at_once, (_, tile, warps, stages) = _heads_at_once(heads), _CUT
     for first in range(0, tokens, rows_at_once):
         rows = min(rows_at_once, tokens - first)
         _attend[(rows + sequences, triton.cdiv(heads, at_once), parts)](
-            q, call.q_pe, ckv, kpe, tables, call.seq_lens, starts, mixed, best, weight, *scales,
+            q, call.q_pe, ckv, kpe, tables, lens, starts, mixed, best, weight, *scales,
             call.scale * LOG2_E, sequences, heads, first, rows, parts, least_part,
             *q.stride()[:2], *call.q_pe.stride()[:2], *ckv.stride()[:2], *kpe.stride()[:2],
             tables.stride(0), *steps[0], *steps[1],

@@ -215,7 +215,7 @@ def paged_attention(call: PagedArgs) -> Tensor:
     group = heads // pool.key_heads
     tile, warps, stages = _NUMBERS if call.k_scale is None else _CODES
     _decode[(sequences, pool.key_heads, parts)](
-        q, call.k_cache, call.v_cache, tables, call.seq_lens, mixed, best, weight, *pool.scales,
+        q, call.k_cache, call.v_cache, tables, call.seq_lens.contiguous(), mixed, best, weight, *pool.scales,
         scale_log2(call.scale, width), q.stride(0), q.stride(1), *pool.steps, tables.stride(0),
         *pool.scale_steps,
         GROUP=group, ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), WIDTH=width, TILE=tile,

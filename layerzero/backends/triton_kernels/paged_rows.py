@@ -179,10 +179,10 @@ def paged_attention(call: PagedArgs) -> Tensor:
     cut, queries = tile_of(heads // pool.key_heads, width)
     out = torch.empty((rows, heads, width), dtype=q.dtype, device=q.device)
     attend[(rows // queries + sequences, pool.key_heads)](
-        q, call.k_cache, call.v_cache, tables, call.seq_lens, cu_seqlens_q, None, out, None, None,
-        *pool.scales, scale_log2(call.scale, width), 0.0, sequences, 0, 0, 0, 0, 0, q.stride(0), q.stride(1),
-        *pool.steps, tables.stride(0), *pool.scale_steps, 0, out.stride(0), out.stride(1), *[0] * 6,
-        LEFT=False, RIGHT=call.is_causal, WIDE=getattr(tl, str(q.dtype).removeprefix("torch.")),
-        SOFTCAP=False, **cut, **pool.constants,
+        q, call.k_cache, call.v_cache, tables, call.seq_lens.contiguous(), cu_seqlens_q.contiguous(), None,
+        out, None, None, *pool.scales, scale_log2(call.scale, width), 0.0, sequences, 0, 0, 0, 0, 0,
+        q.stride(0), q.stride(1), *pool.steps, tables.stride(0), *pool.scale_steps, 0,
+        out.stride(0), out.stride(1), *[0] * 6, LEFT=False, RIGHT=call.is_causal,
+        WIDE=getattr(tl, str(q.dtype).removeprefix("torch.")), SOFTCAP=False, **cut, **pool.constants,
     )  # fmt: skip
     return out
