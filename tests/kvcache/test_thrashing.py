@@ -16,7 +16,7 @@ REQUESTS, PROMPT, DRAWN = 20, 10, 30
 
 
 async def computed(pauses: int) -> int:
-    """Tokens computed for twenty texts in twenty pages, with readers that pause so many turns at each token."""
+    """Tokens computed for twenty texts in twenty pages; readers pause so many turns at each token."""
     cache = PagedCache(SPEC, pages=20, page_size=8)
     requests = PagedRequests(cache, prefixes=PrefixCache(cache))
     counts = []
