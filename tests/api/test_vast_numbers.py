@@ -66,9 +66,7 @@ def test_a_block_of_a_policy_may_be_entered_again(make: Callable[[], Any]) -> No
     """Behind itself, inside itself, as a decorator, and from several tasks at once."""
     block = make()
 
-    @block
-    def inside() -> str:
-        return lz.which("rms_norm", X)
+    inside = block(lambda: lz.which("rms_norm", X))
 
     async def task(turns: int) -> list[str]:
         seen = []

@@ -10,7 +10,7 @@ import torch
 
 import layerzero as lz
 from layerzero.formats import QuantizedTensor
-from tests.checkpoints.writers import NAME, WRITERS, save
+from tests.checkpoints.writers import NAME, nf4, save
 
 STATE = f"{NAME}.weight.quant_state.bitsandbytes__nf4"
 
@@ -18,7 +18,7 @@ STATE = f"{NAME}.weight.quant_state.bitsandbytes__nf4"
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_block_of_zeros_has_a_scale_of_zero_in_nf4(nested: bool, tmp_path: Path) -> None:
     """A scale that is stored in eight bits may come back a little below zero, and is zero."""
-    tensors, said, numbers = WRITERS["nf4"](nested)
+    tensors, said, numbers = nf4(nested)
     absmax = tensors[f"{NAME}.weight.absmax"]
     if nested:
         table, size = tensors[f"{NAME}.weight.nested_quant_map"], tensors[f"{NAME}.weight.nested_absmax"]
