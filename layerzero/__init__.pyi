@@ -461,7 +461,9 @@ async def dequantize(
     Waiting: backend is a kernel's id or a backend's name, for this call alone.
         priority is 0 (first), 1 or 2 (last). timeout is the number of seconds within which the call must have
         started, else DeadlineExceededError. batching "off", "rows" or "all" goes before the settings' own.
-    Returns: (codes - zero_point) times scale times tensor_scale, multiplied in float32, (..., C).
+    Returns: (codes - zero_point) times scale times tensor_scale, multiplied in float32, (..., C). Numbers
+        under a scale that is NaN or infinite, as `quantize` gives it for such numbers, are not finite. On a
+        CPU a negative scale is refused, and zero where the format has none (nf4 and nvfp4 have).
     Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
     """
 

@@ -259,7 +259,9 @@ def dequantize(
         format is what the dtype of codes does not say; zero_point uint8 in scale's shape (int4);
         tensor_scale float32 () or one a matrix (nvfp4).
     Choosing: backend is a kernel's id or a backend's name, for this call alone.
-    Returns: (codes - zero_point) times scale times tensor_scale, multiplied in float32, (..., C).
+    Returns: (codes - zero_point) times scale times tensor_scale, multiplied in float32, (..., C). Numbers
+        under a scale that is NaN or infinite, as `quantize` gives it for such numbers, are not finite. On a
+        CPU a negative scale is refused, and zero where the format has none (nf4 and nvfp4 have).
     Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
     """
 

@@ -104,7 +104,10 @@ class MergedCalls:
         self._device = device
         self._batching = batching
         self.native = native
-        self._plans = native.BatchPlans(device, LocalDevice.recover, tuple(batching.trailing_axes_of.items()))
+        operands = tuple(batching.trailing_axes_of.items())
+        self._plans = native.BatchPlans(
+            device, LocalDevice.recover, operands, device.recovery.several_weights_failed
+        )
 
     def run(self, calls: Sequence[Args], modes: Modes) -> list[Any] | None:
         """The outcomes of a known batch, or None where nothing has run."""

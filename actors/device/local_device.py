@@ -115,8 +115,8 @@ class LocalDevice:
         self.table_updater = TableUpdater(self._inputs, self.registry, self.loader, self.refresh)
         self.kernel_calls = KernelCalls(self.device, self.registry, self.settings)
         asked = self._refresh_budget_now, self._reconsidered
-        self._recovery = Recovery(self.kernel_calls, self.health, counters, self.hardware, *asked)
-        self.compiler = PlanCompiler(self.kernel_calls, self.health, self.loader, self._recovery, counters)
+        self.recovery = Recovery(self.kernel_calls, self.health, counters, self.hardware, *asked)
+        self.compiler = PlanCompiler(self.kernel_calls, self.health, self.loader, self.recovery, counters)
         self._live_checks = LiveChecks(self.compiler, self._states, self.clock)
         self._probe_timer = ClockTimer(self.clock, self.health.next_change, self.health.tick)
         self._expiry = ClockTimer(self.clock, self._plans_expire_at, self._drop_plans)
@@ -365,7 +365,7 @@ class LocalDevice:
             self.counters.add("failures", kernel=plan.kernel)
             why = f"raised {type(error).__name__}: {error}; no rank of a rank group falls back alone"
             raise KernelExecutionError(f"{plan.kernel} {why}", kernel=plan.kernel) from error
-        return self._recovery.recover(plan, args, error, snapshot)
+        return self.recovery.recover(plan, args, error, snapshot)
 
     def callable_for(self, op: Op, selection: Selection, kernel_id: str) -> Callable[..., Any]:
         """`kernel_id`'s callable with the transforms that `selection`'s trace gives it."""

@@ -160,6 +160,12 @@ class Recovery:
         self._counters.add("fallbacks", kernel=plan.kernel, reason=_reason_of(error))
         return result, self._record_fallback(plan, smallest, error)
 
+    def several_weights_failed(self, plan: Plan, error: Exception) -> None:
+        """Count what a kernel's function for several weights raised; each weight is launched by itself."""
+        self._count_failure(plan, plan.kernel, f"{plan.kernel}, each weight by itself", error)
+        if self._calls.spans is not None:
+            self._calls.spans.fell_back(plan, plan.kernel, error)
+
     def _count_failure(self, plan: Plan, broken: str, used: str, error: Exception) -> None:
         self._counters.add("fallbacks", kernel=broken, reason=_reason_of(error))
         log.warning("kernel.fell_back", kernel=broken, used=used, op=plan.op.name, error=_short(error))

@@ -306,7 +306,7 @@ def parse(arguments: list[str] | None) -> Options:
         default=defaults.engine_process,
         help="draw tokens in a process of their own, so that HTTP takes none of its time; by default on CUDA",
     )
-    parser.add_argument("--strict", action="store_true", help="only kernels whose rows ignore their batch")
+    parser.add_argument("--strict", action="store_true", help="only kernels whose rows ignore other requests")
     parser.add_argument("--host", default=defaults.host)
     parser.add_argument("--port", type=int, default=defaults.port)
     options = parser.parse_args(arguments)

@@ -101,6 +101,8 @@ def suggestion(name: str, candidates: Iterable[str]) -> str:
 
 def quote(value: object) -> str:
     """`repr` of a value from outside, cut so that an error stays readable."""
+    if isinstance(value, int) and value.bit_length() > 4096:
+        return f"an int of {value.bit_length()} bits"  # Python writes none of some thousand digits
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 

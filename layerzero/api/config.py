@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any
 
+import msgspec
+
+from layerzero._util.strict_yaml import quote
 from layerzero.backends import installed_plugins
 from layerzero.calls.blocking import context_runtime
 from layerzero.calls.scope import SCOPE, Scope
@@ -18,7 +21,7 @@ from layerzero.selection.policy import lock as policy_lock
 from layerzero.selection.policy import unlock as policy_unlock
 from layerzero.selection.policy.rules import Layer, split_op
 from layerzero.spec.errors import PolicyValidationError
-from layerzero.spec.settings import Settings
+from layerzero.spec.settings import AboveZero, Settings
 
 
 def get_config() -> Settings:
@@ -141,40 +144,55 @@ def reset_policy() -> None:
     context_runtime().set_program_policy(EMPTY)
 
 
-@contextlib.contextmanager
-def prefer(*kernels: str, op: str = "*") -> Iterator[None]:
+def prefer(*kernels: str, op: str = "*") -> PolicyScope:
     """Inside the block, take matching kernels wherever they are accepted; local to this context.
 
+    What it returns may be used for several blocks, one inside another too, and as a decorator.
     Raises: PolicyValidationError: a pattern does not parse.
     """
-    with _scoped(preference(*kernels, op=op)):
-        yield
+    return PolicyScope(preference(*kernels, op=op))
 
 
-@contextlib.contextmanager
-def disable(*kernels: str, op: str = "*") -> Iterator[None]:
+def disable(*kernels: str, op: str = "*") -> PolicyScope:
     """Inside the block, never take matching kernels; without any, take nothing but the references.
 
+    What it returns may be used for several blocks, one inside another too, and as a decorator.
     Raises: PolicyValidationError: a pattern does not parse.
     """
-    policy = exclusion(*kernels, op=op) if kernels else allow_only("reference.*", op=op)
-    with _scoped(policy):
-        yield
+    return PolicyScope(exclusion(*kernels, op=op) if kernels else allow_only("reference.*", op=op))
 
 
-@contextlib.contextmanager
-def _scoped(policy: Policy) -> Iterator[None]:
-    outer = SCOPE.get()
-    token = SCOPE.set((outer or Scope()).nested(policy))
-    try:
-        yield
-    finally:
-        SCOPE.reset(token)
+class PolicyScope(contextlib.ContextDecorator):
+    """More rules for a block of code, local to its context, as often as it is entered."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def __enter__(self) -> None:
+        outer = SCOPE.get()
+        _ENTERED.set((*_ENTERED.get(), (self, outer)))
+        SCOPE.set((outer or Scope()).nested(self._policy))
+
+    def __exit__(self, *error: object) -> None:
+        entered = _ENTERED.get()
+        place = max((i for i, (scope, _) in enumerate(entered) if scope is self), default=None)
+        if place is None:
+            raise RuntimeError(f"a block under {self._policy.rules[0].source} needs to end where it began")
+        _ENTERED.set(entered[:place] + entered[place + 1 :])
+        SCOPE.set(entered[place][1])
+
+
+# What was entered in this context and not left yet, each with the scope around it.
+_ENTERED: ContextVar[tuple[tuple[PolicyScope, Scope | None], ...]] = ContextVar(
+    "layerzero_entered", default=()
+)
 
 
 def _until(for_s: float | None) -> float | None:
     if for_s is None:
         return None
-    if isinstance(for_s, bool) or not isinstance(for_s, int | float) or not for_s > 0:
-        raise ValueError(f"for_s needs a number of seconds above 0, got {for_s!r}")
+    try:
+        msgspec.convert(for_s, AboveZero)
+    except msgspec.ValidationError:
+        raise ValueError(f"for_s needs a finite number of seconds above 0, got {quote(for_s)}") from None
     return context_runtime().clock.now() + for_s

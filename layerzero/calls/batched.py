@@ -90,10 +90,10 @@ class Batched(Generic[R]):
         if instance is None or self._owner is not None or not isinstance(self._function, FunctionType):
             return self
         method = MethodType(self._function, instance)
-        return batched(method, pure=self.pure, key=self.name, device=self._device)
+        return cast("Batched[R]", batched(method, pure=self.pure, key=self.name, device=self._device))
 
     def of_object(self, owner: object) -> Any:
-        """This function of a method with the object that it belongs to; one while somebody keeps it."""
+        """This function of a method with the object that it belongs to; one while it is referenced."""
         method = self._method and self._method()
         if method is None:
             method = BatchedMethod(self, owner)

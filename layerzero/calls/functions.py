@@ -73,9 +73,9 @@ class BatchedMethod:
 
     def __call__(self, *args: Any, **options: Any) -> Coroutine[Any, Any, Any]:
         """As the function's; what is awaited keeps the object."""
-        call = self._call(args, options)
+        call: Any = self._call(args, options)
         call.__qualname__ = self._function.name
-        return call
+        return call  # type: ignore[no-any-return]
 
     async def _call(self, args: Args, options: dict[str, Any]) -> Any:
         return await self._function(*args, **options)

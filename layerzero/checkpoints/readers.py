@@ -163,7 +163,8 @@ def nf4(parts: WeightTensors) -> QuantizedTensor:
         values = parts.need(".weight.nested_quant_map", torch.float32)[scale.long()]
         parts.need_shape(".weight.nested_absmax", nested, (-(-values.numel() // size),))
         blocks = torch.arange(values.numel()) // size
-        scale = values * nested[blocks] + float(state["nested_offset"])
+        # That of a block of zeros may come back below zero, by the rounding of its own eight bits.
+        scale = (values * nested[blocks] + float(state["nested_offset"])).clamp_min(0)
     return QuantizedTensor(codes, scale.float().view(shape[0], -1), "nf4")
 
 

@@ -159,15 +159,18 @@ def check_second_scale(name: str, scale: Any, form: Format, shape: tuple[int, ..
         raise FormatError(name, needs, tuple(scale.shape), Reason.SCALE_SHAPE_MISMATCH)
 
 
-def check_scale_values(name: str, scale: Tensor) -> None:
+def check_scale_values(name: str, scale: Tensor, form: Format | None = None) -> None:
     """Refuse scales that are not positive, finite numbers; reads them, and so waits for a GPU.
 
+    Zero is one where a `form` is given whose blocks of zeros have it.
     Raises: FormatError: with the first place.
     """
     wide = scale.float()
+    may_be_zero = form is not None and form.zero_scales
+    needs_sign = "positive numbers or zero" if may_be_zero else "positive numbers"
     for wrong, needs, reason in (
         (~wide.isfinite(), "finite numbers", Reason.SCALE_NOT_FINITE),
-        (wide <= 0, "positive numbers", Reason.SCALE_NOT_POSITIVE),
+        (wide < 0 if may_be_zero else wide <= 0, needs_sign, Reason.SCALE_NOT_POSITIVE),
     ):
         if bool(wrong.any()):
             place = tuple(wrong.nonzero()[0].tolist())

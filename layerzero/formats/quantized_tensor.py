@@ -29,7 +29,7 @@ class QuantizedTensor:
         scale's shape, 8 where there is none; tensor_scale, of nvfp4, float32 of shape () or (...) without R
         and C. A number is (code - zero_point) * scale * tensor_scale.
     Raises: FormatError: something does not fit the format or each other; a scale that is not a positive,
-        finite number is among it. `reason` says which.
+        finite number is among it; nf4 and nvfp4 have zero, too. `reason` says which.
     """
 
     codes: Tensor
@@ -50,7 +50,7 @@ class QuantizedTensor:
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != self.codes.device:
                 raise ValueError(f"{name} needs to be on {self.codes.device} like codes, got {tensor.device}")
-        checks.check_scale_values("scale", self.scale)
+        checks.check_scale_values("scale", self.scale, form)
         if self.tensor_scale is not None:
             checks.check_scale_values("tensor_scale", self.tensor_scale)
         if self.zero_point is not None:

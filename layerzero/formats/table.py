@@ -23,8 +23,9 @@ class Format:
     """A number format: `name`, its element and its scales, the most usual granularity first.
 
     `group_sizes` are those that the format allows, the usual one first; any where `open_groups`. `scales` are
-    the dtypes of scales, the one that `quantize` gives first. With `two_level` scales are multiplied by one
-    of float32 for the whole tensor. `zero_points` says that codes may be shifted, by a code for each scale.
+    the dtypes of scales, the one that `quantize` gives first; zero is a scale where `zero_scales`. With
+    `two_level` scales are multiplied by one of float32 for the whole tensor. `zero_points` says that codes
+    may be shifted, by a code for each scale.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Format:
     scales: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     two_level: bool = False
     zero_points: bool = False
+    zero_scales: bool = False
 
     @property
     def packed(self) -> int:
@@ -77,12 +79,16 @@ _FORMATS = (
     Format("fp8_e4m3", ELEMENTS["e4m3"], _FP8_SCALES, f"{_FP8_SOURCE}; blocks: arXiv 2412.19437"),
     Format("fp8_e5m2", ELEMENTS["e5m2"], _FP8_SCALES, _FP8_SOURCE),
     Format("int4", ELEMENTS["int4"], _INT4_SCALES, "arXiv 2210.17323", zero_points=True),
-    Format("nf4", ELEMENTS["nf4"], _INT4_SCALES, "arXiv 2305.14314", (64, 128, 32)),
+    # bitsandbytes writes the largest magnitude of a block of zeros as it is.
+    Format(
+        "nf4", ELEMENTS["nf4"], _INT4_SCALES, "arXiv 2305.14314", (64, 128, 32), zero_scales=True
+    ),
     Format("mxfp4", ELEMENTS["e2m1"], ("group",), OCP, **_MX),
     Format("mxfp8", ELEMENTS["e4m3"], ("group",), OCP, **_MX),
     Format(
         "nvfp4", ELEMENTS["e2m1"], ("group",), "docs.nvidia.com, TensorRT: NVFP4", (16,), False,
-        (torch.float8_e4m3fn,), two_level=True,
+        # A block far below the tensor's largest number has a scale below the least of float8_e4m3fn.
+        (torch.float8_e4m3fn,), two_level=True, zero_scales=True,
     ),
 )  # fmt: skip
 FORMATS: Mapping[str, Format] = MappingProxyType({form.name: form for form in _FORMATS})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Hashable, Sequence
+from time import monotonic
 
 import anyio
 
@@ -22,19 +23,19 @@ from layerzero.ops import checks
 from layerzero.spec.errors import OverloadedError
 
 PREEMPTED = "kvcache.request_preempted"
-IDLE_CHECK_S = 0.5
+IDLE_S = 0.5  # a reader is away that takes nothing for so long: others look as often
 
 
 class PagedRequest:
     """One request of a `PagedRequests`, which gave it; a context manager that gives its pages back.
 
     Each `step` says which of the request's tokens are to be computed now; a request that was preempted is
-    asked for all of them again. Set `is_idle` while no reader takes what the steps gave: the request then
-    gives its pages to any other that needs them.
+    asked for all of them again. Set `is_idle` while no reader takes what the steps gave: after half a second
+    the request gives its pages to any other that needs them.
     """
 
     __slots__ = (
-        "_charged", "_is_stepping", "_is_yielding", "_pool", "age", "arrival", "client", "is_idle",
+        "_charged", "_idle_since", "_is_stepping", "_is_yielding", "_pool", "age", "arrival", "client",
         "keys", "preemptions", "sequence",
     )  # fmt: skip
 
@@ -43,7 +44,21 @@ class PagedRequest:
         self.age: int | None = None  # the number of its first admission
         self.sequence: PagedSequence | None = None
         self.preemptions = self._charged = 0
-        self.is_idle = self._is_stepping = self._is_yielding = False
+        self._idle_since: float | None = None
+        self._is_stepping = self._is_yielding = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no reader takes what the steps gave."""
+        return self._idle_since is not None
+
+    @is_idle.setter
+    def is_idle(self, is_idle: bool) -> None:
+        self._idle_since = monotonic() if is_idle else None
+
+    def _is_left(self) -> bool:
+        """Whether it was idle for long: of one that only sends, others would take pages at every token."""
+        return self._idle_since is not None and monotonic() - self._idle_since >= IDLE_S
 
     def step(self, tokens: Sequence[int], limit: int) -> _Step:
         """An async context manager that gives the range of `tokens` to compute now, at most `limit` of them.
@@ -199,7 +214,7 @@ class PagedRequests:
 
     def _take_from_idle(self, request: PagedRequest) -> bool:
         """Have the youngest of those without a reader give its pages back; False where there is none."""
-        idle = [other for other in self._running if other.is_idle and other is not request]
+        idle = [other for other in self._running if other is not request and other._is_left()]
         if idle:
             self._preempt(idle[-1])
         return bool(idle)
@@ -280,7 +295,7 @@ class PagedRequests:
                 event = anyio.Event()
                 self._waiting[request] = event, len(tokens)
                 if self._running or not self._may_go(request):  # else no request is left to wake it
-                    with anyio.move_on_after(IDLE_CHECK_S):  # nothing tells that another is idle by now
+                    with anyio.move_on_after(IDLE_S):  # nothing tells that another is idle by now
                         await event.wait()
                 span = self._try_step(request, tokens, limit)
                 if span is not None:

@@ -33,16 +33,23 @@ Ref grouped_by(PyObject* plan) {
   return says;
 }
 
-// The products by a kernel's own function; empty where it has none for these, or fails.
-Ref products_of(PyObject* function, PyObject* rows, const std::vector<int64_t>& parts, PyObject* weights) {
+// The products by the own function of a plan's kernel; empty where it has none for these, or fails, which `failed` is told.
+Ref products_of(PyObject* function, PyObject* rows, const std::vector<int64_t>& parts, PyObject* weights, PyObject* failed,
+                PyObject* plan) {
   Ref counts(PyList_New(0));
   for (const int64_t part : parts) {
     Ref count(PyLong_FromLongLong(part));
     if (!counts || !count || PyList_Append(counts.get(), count.get())) throw PythonError();
   }
   Ref out(PyObject_CallFunctionObjArgs(function, rows, counts.get(), weights, nullptr));
-  if (!out && !PyErr_ExceptionMatches(PyExc_Exception)) throw PythonError();
-  PyErr_Clear();
+  if (!out) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw PythonError();
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    Ref kind(type), error(value), where(trace);
+    if (!Ref(PyObject_CallFunctionObjArgs(failed, plan, error.get(), nullptr))) throw PythonError();
+  }
   return out && is_tensor(out.get()) ? std::move(out) : Ref();
 }
 
@@ -106,7 +113,7 @@ PyObject* ran_as_products(BatchPlans* self, PyObject* calls, int mask, const std
   }
   Ref whole;
   if (grouped.get() != Py_True) {
-    whole = products_of(grouped.get(), joined.get(), taken, owners.get());
+    whole = products_of(grouped.get(), joined.get(), taken, owners.get(), self->failed, plans.front().get());
     if (!whole) return nullptr;
   } else {
     try {

@@ -7,14 +7,14 @@
 
 struct BatchPlans {
   PyObject_HEAD
-  PyObject *device, *recover;
+  PyObject *device, *recover, *failed;
   std::vector<std::pair<Py_ssize_t, Py_ssize_t>>* operands;  // positions that are joined, and their axes behind the rows
   Ref* snapshot;                                             // the generation that `known` belongs to
   Table<Ref>* known;
 
   template <typename F>
   void each(F&& visit) {
-    all_of(visit, device, recover);
+    all_of(visit, device, recover, failed);
   }
   template <typename F>
   void inside(F&& visit) const {
@@ -236,10 +236,11 @@ PyObject* batches_remember(BatchPlans* self, PyObject* const* given, Py_ssize_t 
   });
 }
 
-// BatchPlans(device, recover, ((position, axes behind the rows), ...))
+// BatchPlans(device, recover, ((position, axes behind the rows), ...), failed): `failed(plan, error)` is told of a kernel whose
+// function for several weights raised.
 PyObject* batches_new(PyTypeObject* type, PyObject* given, PyObject*) {
-  PyObject *device, *recover, *operands;
-  if (!PyArg_ParseTuple(given, "OOO!", &device, &recover, &PyTuple_Type, &operands)) return nullptr;
+  PyObject *device, *recover, *operands, *failed;
+  if (!PyArg_ParseTuple(given, "OOO!O", &device, &recover, &PyTuple_Type, &operands, &failed)) return nullptr;
   std::vector<std::pair<Py_ssize_t, Py_ssize_t>> joined;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(operands); ++i) {
     Py_ssize_t position, tail;
@@ -250,7 +251,7 @@ PyObject* batches_new(PyTypeObject* type, PyObject* given, PyObject*) {
     }
     joined.emplace_back(position, tail);
   }
-  auto* self = made<BatchPlans>(type, {device, recover});
+  auto* self = made<BatchPlans>(type, {device, recover, failed});
   if (self == nullptr) return nullptr;
   self->operands = new std::vector<std::pair<Py_ssize_t, Py_ssize_t>>(std::move(joined));
   self->snapshot = new Ref();

@@ -30,8 +30,8 @@ def need_tensor(
     """`value` as a tensor of the given rank(s); floating point unless stated otherwise."""
     if not isinstance(value, Tensor):
         remote_hint = getattr(value, "advice", None)  # a handle of another process's tensor says what to do
-        shown = remote_hint if isinstance(remote_hint, str) else _short(value)
-        raise TypeError(f"{name} needs a torch.Tensor, got {type(value).__name__}: {shown}")
+        got = remote_hint if isinstance(remote_hint, str) else shown(value)
+        raise TypeError(f"{name} needs a torch.Tensor, got {type(value).__name__}: {got}")
     if value.is_nested:
         raise ValueError(
             f"{name} needs a plain tensor, got a nested one: its jagged values() are rows, and "
@@ -198,10 +198,11 @@ def need_number(
 ) -> float:
     """`value` as a finite number within [low, high] and greater than `above`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} needs a number, got {type(value).__name__}: {_short(value)}")
-    if not math.isfinite(value) or not low <= value <= high or value <= above:
+        raise TypeError(f"{name} needs a number, got {type(value).__name__}: {shown(value)}")
+    is_finite = isinstance(value, int) or math.isfinite(value)  # an int may be larger than any float
+    if not is_finite or not low <= value <= high or value <= above:
         bounds = f"a finite number in [{low}, {high}]" if above == -math.inf else f"a number > {above:g}"
-        raise ValueError(f"{name} needs {needs or bounds}, got {value}")
+        raise ValueError(f"{name} needs {needs or bounds}, got {shown(value)}")
     _need_64_bits(name, value)
     return float(value)
 
@@ -211,7 +212,7 @@ def need_int(name: str, value: Any, *, low: int | None = None, high: int | None 
     whole = need_any_int(name, value)
     if (low is not None and whole < low) or (high is not None and whole > high):
         span = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{name} needs an int {span}, got {whole}")
+        raise ValueError(f"{name} needs an int {span}, got {shown(whole)}")
     _need_64_bits(name, whole)
     return whole
 
@@ -245,20 +246,20 @@ def need_count(
 def need_any_int(name: str, value: Any) -> int:
     """`value` as an integer of any size."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} needs an int, got {type(value).__name__}: {_short(value)}")
+        raise TypeError(f"{name} needs an int, got {type(value).__name__}: {shown(value)}")
     return value
 
 
 def _need_64_bits(name: str, value: float) -> None:
     """Refuse an int that no tensor holds: a kernel would raise, and be blamed for it."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"{name} needs an int of 64 bits, got {value}")
+        raise ValueError(f"{name} needs an int of 64 bits, got {shown(value)}")
 
 
 def need_bool(name: str, value: Any) -> bool:
     """`value` as a bool."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} needs a bool, got {type(value).__name__}: {_short(value)}")
+        raise TypeError(f"{name} needs a bool, got {type(value).__name__}: {shown(value)}")
     return value
 
 
@@ -273,7 +274,7 @@ def need_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     allowed = tuple(choices)
     if not isinstance(value, str):
         raise TypeError(
-            f"{name} needs one of {', '.join(allowed)}, got {type(value).__name__}: {_short(value)}"
+            f"{name} needs one of {', '.join(allowed)}, got {type(value).__name__}: {shown(value)}"
         )
     if value not in allowed:
         raise ValueError(f"{name} needs one of {', '.join(allowed)}, got {value!r}")
@@ -326,6 +327,9 @@ def alignment_of(tensors: Iterable[Tensor]) -> int:
     return address_bits & -address_bits
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+def shown(value: Any) -> str:
+    """`repr` of an argument, cut so that an error stays readable."""
+    # Python writes no int of more than some thousand digits.
+    is_vast = isinstance(value, int) and value.bit_length() > 4096
+    text = f"an int of {value.bit_length()} bits" if is_vast else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -117,4 +117,4 @@ async def test_what_is_no_plain_function_is_the_same_from_every_object() -> None
     other = Model(5.0)
     holder = type("Holder", (), {"step": lz.batched(other.plain)})
     async with lz.start(scoped=True):
-        assert (await holder().step(ONE))[0, 0].item() == 6.0  # type: ignore[attr-defined]
+        assert (await holder().step(ONE))[0, 0].item() == 6.0

@@ -122,8 +122,13 @@ def test_products_of_several_weights_are_one_launch(runtime: lz.Runtime, threads
 
 
 @pytest.mark.parametrize("how", ["once", "not now", "broken"])
-def test_a_kernel_runs_products_of_several_weights_by_its_own_function(runtime: lz.Runtime, how: str) -> None:
-    """One launch, each call with its own weight's rows and plan; else a launch for each weight."""
+def test_a_kernel_runs_products_of_several_weights_by_its_own_function(
+    runtime: lz.Runtime, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One launch, each call with its own weight's rows and plan; else a launch for each weight.
+
+    That its function raised is counted and told.
+    """
     executor, own, launches = executor_of(runtime), [torch.randn(16, 16) for _ in range(5)], list[str]()
 
     def alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -154,6 +159,12 @@ def test_a_kernel_runs_products_of_several_weights_by_its_own_function(runtime: 
                 break
             time.sleep(0.05)
         assert launches == ["grouped"] + ([] if how == "once" else ["alone"] * len(own))
+        counted = runtime.counters.snapshot().items()
+        failures = {series.labels: n for series, n in counted if series.name == "fallbacks" and n}
+        labels = (("kernel", "t.linear.grouped"), ("reason", "RuntimeError"))
+        assert failures == ({labels: 1} if how == "broken" else {})
+        told = [record.getMessage() for record in caplog.records if "kernel.fell_back" in record.getMessage()]
+        assert len(told) == (how == "broken") and all("out of order" in each for each in told)
     finally:
         lz.unlock("linear")
 

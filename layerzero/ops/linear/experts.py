@@ -157,8 +157,10 @@ def _weight(call: ExpertsArgs, end: str, features: set[str], sizes: list[int]) -
 
 def _validate_values(args: Args) -> Args:
     """Scales and zero points of both weights, the first time that they come."""
-    for end in ("up", "down"):
-        need_part_values(_part_names(end), ExpertsArgs._make(args).parts(end))
+    call = ExpertsArgs._make(args)
+    for end, weight in (("up", call.w_up), ("down", call.w_down)):
+        if call.parts(end)[0] is not None:
+            need_part_values(_part_names(end), call.parts(end), format_of(weight.dtype, call.format))
     return args
 
 

@@ -74,8 +74,8 @@ def weight_features(
 _READ: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
 
-def need_part_values(names: Sequence[str], parts: Sequence[Tensor | None]) -> None:
-    """Refuse scales that are not positive and finite, and zero points that are no codes; of CPUs alone.
+def need_part_values(names: Sequence[str], parts: Sequence[Tensor | None], form: Format) -> None:
+    """Refuse scales that are none of a format's, and zero points that are no codes; of CPUs alone.
 
     A part is read when it comes first and when torch has counted a change of it; what is written through
     `.data`, or to a tensor of inference mode, is not seen.
@@ -91,7 +91,8 @@ def need_part_values(names: Sequence[str], parts: Sequence[Tensor | None]) -> No
         if name.endswith("zero_point"):
             format_checks.check_zero_point_values(name, part)
         else:
-            format_checks.check_scale_values(name, part)
+            is_second = name.endswith("tensor_scale")
+            format_checks.check_scale_values(name, part, None if is_second else form)
         _READ[place] = weakref.ref(part, functools.partial(_forget, place)), version
 
 

@@ -19,7 +19,7 @@ from layerzero.formats.rounding import SMALLEST_SCALE as SMALLEST_SCALE
 from layerzero.formats.rounding import layout_of_scale, restore, round_to_format
 from layerzero.formats.rounding import scale_shape as scale_shape
 from layerzero.formats.table import FORMATS as ALL_FORMATS
-from layerzero.formats.table import GRANULARITIES, Format
+from layerzero.formats.table import GRANULARITIES, Format, format_of
 from layerzero.ops import checks
 from layerzero.ops.batching import RowBatching
 from layerzero.ops.describe import describe, estimate
@@ -178,7 +178,9 @@ def dequantize(
         neighbours, or with block_size b (..., R / b, C / b) rounded up; dtype is the name of the result's;
         format is what the dtype of codes does not say; zero_point uint8 in scale's shape (int4);
         tensor_scale float32 () or one a matrix (nvfp4).
-    Returns: (codes - zero_point) times scale times tensor_scale, multiplied in float32, (..., C).
+    Returns: (codes - zero_point) times scale times tensor_scale, multiplied in float32, (..., C). Numbers
+        under a scale that is NaN or infinite, as `quantize` gives it for such numbers, are not finite. On a
+        CPU a negative scale is refused, and zero where the format has none (nf4 and nvfp4 have).
     Raises: ValueError, TypeError: an argument does not fit, by name; FormatError has a reason code.
     """
     raise NotImplementedError
@@ -217,6 +219,18 @@ def numbers(
     return restore(codes, scale, form, granularity, size, zero_point, per_matrix(tensor_scale), dtype)
 
 
+def _validate_dequantize(args: Args) -> Args:
+    """What `quantize` would not give: the scale of a row that is not finite is not either."""
+    codes, scale, _, name, zero_point, tensor_scale, _ = args
+    for part, given in (("scale", scale), ("tensor_scale", tensor_scale)):
+        if given is not None and checks.can_read_values(given):
+            form = format_of(codes.dtype, name) if part == "scale" else None
+            format_checks.check_scale_values(part, given.float().nan_to_num(nan=1.0, posinf=1.0), form)
+    if zero_point is not None and checks.can_read_values(zero_point):
+        format_checks.check_zero_point_values("zero_point", zero_point)
+    return args
+
+
 def _dequantize_outputs(args: Args) -> tuple[OutputSpec, ...]:
     codes, _, dtype, name, *_ = args
     packed = 1 if name is None else ALL_FORMATS[name].packed
@@ -236,6 +250,7 @@ DEQUANTIZE = define_op(
     work=estimate(lambda N, C: (N * C, N * C, N * C)),
     operands=(0,),
     exact_dims=frozenset({"C", "S"}),
+    validate_values=_validate_dequantize,
     batching=RowBatching(row_operands=(0, 1, 4), accepts=_rows_alone),
     differentiable=False,
     wide_outputs=frozenset({0}),

@@ -71,7 +71,8 @@ def _check(args: Args) -> CallSpec:
 
 def _validate_values(args: Args) -> Args:
     """Scales and zero points, the first time that a weight comes."""
-    need_part_values(("scale", "zero_point", "tensor_scale"), (args[2], args[6], args[7]))
+    form = format_of(args[1].dtype, args[5])
+    need_part_values(("scale", "zero_point", "tensor_scale"), (args[2], args[6], args[7]), form)
     return args
 
 

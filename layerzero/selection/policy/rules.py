@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from fnmatch import translate
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import msgspec
 
@@ -151,8 +151,8 @@ def make_rule(
     if action == "lock" and not name.strip("*"):
         raise PolicyValidationError(f"lock needs an op, got {quote(name)}")
     _check_boost(factor, add_us)
-    if until is not None and not math.isfinite(until):
-        raise PolicyValidationError(f"until needs a finite time, got {until}")
+    if until is not None and not _is_finite(until):
+        raise PolicyValidationError(f"until needs a finite time, got {quote(until)}")
     return Rule(
         action=action,
         patterns=globs,
@@ -215,9 +215,14 @@ def _check_boost(factor: float, add_us: float) -> None:
         raise PolicyValidationError(
             f"factor needs a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}, got {quote(factor)}"
         )
-    if not _is_number(add_us) or not math.isfinite(add_us):
+    if not _is_finite(add_us):
         raise PolicyValidationError(f"add_us needs a finite number of microseconds, got {quote(add_us)}")
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a number that a float holds."""
+    return _is_number(value) and -sys.float_info.max <= value <= sys.float_info.max

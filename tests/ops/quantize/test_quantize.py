@@ -286,6 +286,35 @@ def test_a_scale_without_codes_is_refused(given: dict[str, Any]) -> None:
     assert lz.sync.dequantize(*lz.sync.quantize(x, scale=scale))[1].isnan().all()
 
 
+@pytest.mark.parametrize("form", ["int8", "int4", "nf4", "mxfp4", "nvfp4"])
+def test_dequantize_takes_the_scales_that_a_format_has(form: Any) -> None:
+    """Zero in those whose blocks of zeros have it, NaN as `quantize` gives it, nothing below zero."""
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
+    codes, scale = lz.sync.quantize(x, format=form)
+    given: dict[str, Any] = {"format": form}
+    if form.startswith("mx"):  # its scales are powers of two
+        with pytest.raises(ValueError, match="scale needs"):
+            lz.sync.dequantize(codes, -scale.float(), **given)
+        return
+    zeros = scale.float().index_fill(0, torch.tensor([1]), 0.0).to(scale.dtype)
+    if form.startswith("n"):
+        assert lz.sync.dequantize(codes, zeros, **given)[1].count_nonzero() == 0
+        weight = QuantizedTensor(codes, zeros, form)
+        out = lz.sync.quantized_linear(x, **weight.arguments())
+        torch.testing.assert_close(out, x @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
+        assert out[:, 1].count_nonzero() == 0
+    else:
+        with pytest.raises(FormatError, match=r"scale needs positive numbers, got 0\.0 at") as caught:
+            lz.sync.dequantize(codes, zeros, **given)
+        assert caught.value.reason is Reason.SCALE_NOT_POSITIVE
+    with pytest.raises(FormatError, match="scale needs positive numbers") as caught:
+        lz.sync.dequantize(codes, (-scale.float()).to(scale.dtype), **given)
+    assert caught.value.reason is Reason.SCALE_NOT_POSITIVE
+    unfinished = scale.float().index_fill(0, torch.tensor([1]), torch.nan).to(scale.dtype)
+    out = lz.sync.dequantize(codes, unfinished, **given)
+    assert out[1].isnan().all() and out[::2].isfinite().all()
+
+
 def test_a_kernel_says_which_format_and_scales_it_needs() -> None:
     """Reasons name the quantized format and the layout of the scales."""
     weight = torch.ones(3, 8).to(torch.float8_e4m3fn)
