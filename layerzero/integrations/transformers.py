@@ -42,8 +42,8 @@ FELL_BACK = "transformers.own_attention"
 # What says nothing beside the mask, or speaks to other parts of the model.
 _ELSEWHERE = frozenset(
     {
-        "cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
-        "output_router_logits", "position_ids", "sliding_window", "use_cache",
+        "cache_position", "ignore_index", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
+        "output_router_logits", "position_ids", "shift_labels", "sliding_window", "use_cache",
     }
 )  # fmt: skip
 _TAKEN = _ELSEWHERE | {"position_bias", "s_aux", "softcap"}
