@@ -110,7 +110,7 @@ class LazyLogits(Tensor):
 
 
 class _Later(torch.autograd.Function):
-    """The gradient of waiting logits, for a function of autograd: that gets them without torch's functions."""
+    """The gradient of waiting logits, for a function of autograd, which gets them as they are."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Any, dtype: Any) -> LazyLogits:
