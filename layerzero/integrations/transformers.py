@@ -52,6 +52,8 @@ _SWITCHES = frozenset({"deterministic", "output_attentions"})
 # What a model puts into the mask instead where it believes to run on SDPA, as a patched one does.
 _IN_THE_MASK = frozenset({"block_indices", "indices"})
 _WARNED: set[tuple[str, str]] = set()
+# Where transformers keeps what a model's caller asked to see of its modules.
+_KEPT: Any = None
 
 
 class PatchedName(str):
@@ -180,6 +182,9 @@ def _configs(model: Any) -> list[Any]:
 
 
 def _register() -> None:
+    global _KEPT
+    capturing: Any = importlib.import_module("transformers.utils.output_capturing")
+    _KEPT = capturing._active_collector
     modeling: Any = importlib.import_module("transformers.modeling_utils")
     masking: Any = importlib.import_module("transformers.masking_utils")
     if NAME not in modeling.ALL_ATTENTION_FUNCTIONS:
@@ -226,6 +231,8 @@ def forward(
         kwargs = {name: value for name, value in kwargs.items() if name in _TAKEN | _SWITCHES}
     passed = tuple(name for name, value in kwargs.items() if value is not None)
     strange = [name for name in _strange(passed) if name not in _SWITCHES or kwargs[name]]
+    if not strange and _weights_are_kept():
+        strange = ["output_attentions"]
     if strange:
         if not torch.compiler.is_compiling():
             _warn_fallback(module, query, strange)
@@ -257,6 +264,12 @@ def masked_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """The same for a model whose masks say all: a call without one sees everything."""
     return forward(module, query, key, value, mask, **{**kwargs, "is_causal": False})
+
+
+def _weights_are_kept() -> bool:
+    """Whether a model's caller gets attention's weights, of which some modules tell the function nothing."""
+    kept: Any = _KEPT.global_var if torch.compiler.is_compiling() else _KEPT.get()
+    return kept is not None and any(key.endswith("attentions") for key in kept)
 
 
 @as_constant
