@@ -182,9 +182,6 @@ def _configs(model: Any) -> list[Any]:
 
 
 def _register() -> None:
-    global _KEPT
-    capturing: Any = importlib.import_module("transformers.utils.output_capturing")
-    _KEPT = capturing._active_collector
     modeling: Any = importlib.import_module("transformers.modeling_utils")
     masking: Any = importlib.import_module("transformers.masking_utils")
     if NAME not in modeling.ALL_ATTENTION_FUNCTIONS:
@@ -343,4 +340,5 @@ def _additive(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> 
 
 
 if importlib.util.find_spec("transformers") is not None:
+    _KEPT = importlib.import_module("transformers.utils.output_capturing")._active_collector
     _register()  # `from_config(attn_implementation="layerzero")` asks for no patch before it
