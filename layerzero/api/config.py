@@ -16,6 +16,7 @@ from layerzero.selection.policy import EMPTY, Policy, allow_only, exclusion, mer
 from layerzero.selection.policy import get_locks as policy_locks
 from layerzero.selection.policy import lock as policy_lock
 from layerzero.selection.policy import unlock as policy_unlock
+from layerzero.selection.policy.names import raise_for_unknown
 from layerzero.selection.policy.rules import Layer, split_op
 from layerzero.spec.errors import PolicyValidationError
 from layerzero.spec.settings import Settings
@@ -120,7 +121,7 @@ def get_locks() -> dict[str, str]:
 def add_policy(*, prefer: str = "", deny: str = "", op: str = "*", for_s: float | None = None) -> None:
     """Add a preference or a denial to the whole process, for `for_s` seconds where given.
 
-    Raises: PolicyValidationError: a pattern does not parse.
+    Raises: PolicyValidationError: a pattern does not parse, the op is unknown, or there is neither.
 
     Example:
         >>> import torch, layerzero as lz
@@ -132,7 +133,9 @@ def add_policy(*, prefer: str = "", deny: str = "", op: str = "*", for_s: float 
     runtime = context_runtime()
     until = _until(for_s)
     kinds = (preference, prefer), (exclusion, deny)
-    added = [make(glob, op=op, until=until, layer=Layer.PROGRAM) for make, glob in kinds if glob]
+    added = [_known(make(glob, op=op, until=until, layer=Layer.PROGRAM)) for make, glob in kinds if glob]
+    if not added:
+        raise PolicyValidationError("add_policy needs prefer or deny, got neither")
     runtime.set_program_policy(merge(runtime.program_policy, *added))
 
 
@@ -145,7 +148,7 @@ def reset_policy() -> None:
 def prefer(*kernels: str, op: str = "*") -> Iterator[None]:
     """Inside the block, take matching kernels wherever they are accepted; local to this context.
 
-    Raises: PolicyValidationError: a pattern does not parse.
+    Raises: PolicyValidationError: a pattern does not parse, or the op is unknown.
     """
     with _scoped(preference(*kernels, op=op)):
         yield
@@ -155,7 +158,7 @@ def prefer(*kernels: str, op: str = "*") -> Iterator[None]:
 def disable(*kernels: str, op: str = "*") -> Iterator[None]:
     """Inside the block, never take matching kernels; without any, take nothing but the references.
 
-    Raises: PolicyValidationError: a pattern does not parse.
+    Raises: PolicyValidationError: a pattern does not parse, or the op is unknown.
     """
     policy = exclusion(*kernels, op=op) if kernels else allow_only("reference.*", op=op)
     with _scoped(policy):
@@ -165,11 +168,16 @@ def disable(*kernels: str, op: str = "*") -> Iterator[None]:
 @contextlib.contextmanager
 def _scoped(policy: Policy) -> Iterator[None]:
     outer = SCOPE.get()
-    token = SCOPE.set((outer or Scope()).nested(policy))
+    token = SCOPE.set((outer or Scope()).nested(_known(policy)))
     try:
         yield
     finally:
         SCOPE.reset(token)
+
+
+def _known(policy: Policy) -> Policy:
+    raise_for_unknown(policy, known_ops=frozenset(ops_table.names()), known_kernels=None)
+    return policy
 
 
 def _until(for_s: float | None) -> float | None:
