@@ -85,6 +85,15 @@ def test_weights_that_a_module_does_not_ask_for_are_there(
         assert runtime.device().counters.get("own_attention", argument="output_attentions") == 2
 
 
+@torch.no_grad()
+def test_a_layer_alone_is_compiled_whole() -> None:
+    """What transformers collects is looked at without what breaks a graph."""
+    model = lz.patch(models.build("gpt2"))
+    layer, x = model.transformer.h[0], torch.randn(2, 9, 32)
+    found = torch.compile(layer, fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(found, layer(x), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["deberta", "deberta_first", "falcon"])
 def test_gradients_are_the_models_own(family: str) -> None:
     """Every parameter's, in training without dropout."""
