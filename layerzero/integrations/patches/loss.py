@@ -61,7 +61,7 @@ class LazyLogits(Tensor):
     @staticmethod
     def of(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> LazyLogits:
         """Logits with a gradient, where gradients are on."""
-        later: LazyLogits = _Later.apply(rows, weight, bias, dtype)
+        later: LazyLogits = _Later.apply(rows, weight, bias, dtype)  # type: ignore[no-untyped-call]
         later.has_gradient = torch.is_grad_enabled()
         return later
 
@@ -118,7 +118,7 @@ class _Later(torch.autograd.Function):
         return LazyLogits(rows, weight, bias, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rows, weight), asks = ctx.saved_tensors, ctx.needs_input_grad
         grad = grad.to(rows.dtype)
         flat = grad.flatten(0, -2)
