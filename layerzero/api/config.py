@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
@@ -19,6 +21,7 @@ from layerzero.selection.policy import EMPTY, Policy, allow_only, exclusion, mer
 from layerzero.selection.policy import get_locks as policy_locks
 from layerzero.selection.policy import lock as policy_lock
 from layerzero.selection.policy import unlock as policy_unlock
+from layerzero.selection.policy.names import raise_for_unknown
 from layerzero.selection.policy.rules import Layer, split_op
 from layerzero.spec.errors import PolicyValidationError
 from layerzero.spec.settings import AboveZero, Settings
@@ -123,7 +126,7 @@ def get_locks() -> dict[str, str]:
 def add_policy(*, prefer: str = "", deny: str = "", op: str = "*", for_s: float | None = None) -> None:
     """Add a preference or a denial to the whole process, for `for_s` seconds where given.
 
-    Raises: PolicyValidationError: a pattern does not parse.
+    Raises: PolicyValidationError: a pattern does not parse, the op is unknown, or there is neither.
 
     Example:
         >>> import torch, layerzero as lz
@@ -135,7 +138,9 @@ def add_policy(*, prefer: str = "", deny: str = "", op: str = "*", for_s: float 
     runtime = context_runtime()
     until = _until(for_s)
     kinds = (preference, prefer), (exclusion, deny)
-    added = [make(glob, op=op, until=until, layer=Layer.PROGRAM) for make, glob in kinds if glob]
+    added = [_known(make(glob, op=op, until=until, layer=Layer.PROGRAM)) for make, glob in kinds if glob]
+    if not added:
+        raise PolicyValidationError("add_policy needs prefer or deny, got neither")
     runtime.set_program_policy(merge(runtime.program_policy, *added))
 
 
@@ -148,7 +153,7 @@ def prefer(*kernels: str, op: str = "*") -> PolicyScope:
     """Inside the block, take matching kernels wherever they are accepted; local to this context.
 
     What it returns may be used for several blocks, one inside another too, and as a decorator.
-    Raises: PolicyValidationError: a pattern does not parse.
+    Raises: PolicyValidationError: a pattern does not parse, or the op is unknown.
     """
     return PolicyScope(preference(*kernels, op=op))
 
@@ -157,7 +162,7 @@ def disable(*kernels: str, op: str = "*") -> PolicyScope:
     """Inside the block, never take matching kernels; without any, take nothing but the references.
 
     What it returns may be used for several blocks, one inside another too, and as a decorator.
-    Raises: PolicyValidationError: a pattern does not parse.
+    Raises: PolicyValidationError: a pattern does not parse, or the op is unknown.
     """
     return PolicyScope(exclusion(*kernels, op=op) if kernels else allow_only("reference.*", op=op))
 
@@ -166,7 +171,19 @@ class PolicyScope(contextlib.ContextDecorator):
     """More rules for a block of code, local to its context, as often as it is entered."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+        self._policy = _known(policy)
+
+    def __call__(self, func: Any) -> Any:
+        """`func` under the rules, each time that it is called, or awaited."""
+        if not inspect.iscoroutinefunction(func):
+            return super().__call__(func)
+
+        @functools.wraps(func)
+        async def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return await func(*args, **kwargs)
+
+        return inside
 
     def __enter__(self) -> None:
         outer = SCOPE.get()
@@ -186,6 +203,11 @@ class PolicyScope(contextlib.ContextDecorator):
 _ENTERED: ContextVar[tuple[tuple[PolicyScope, Scope | None], ...]] = ContextVar(
     "layerzero_entered", default=()
 )
+
+
+def _known(policy: Policy) -> Policy:
+    raise_for_unknown(policy, known_ops=frozenset(ops_table.names()), known_kernels=None)
+    return policy
 
 
 def _until(for_s: float | None) -> float | None:

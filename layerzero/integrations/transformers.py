@@ -42,8 +42,8 @@ FELL_BACK = "transformers.own_attention"
 # What says nothing beside the mask, or speaks to other parts of the model.
 _ELSEWHERE = frozenset(
     {
-        "cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
-        "output_router_logits", "position_ids", "sliding_window", "use_cache",
+        "cache_position", "ignore_index", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
+        "output_router_logits", "position_ids", "shift_labels", "sliding_window", "use_cache",
     }
 )  # fmt: skip
 _TAKEN = _ELSEWHERE | {"position_bias", "s_aux", "softcap"}
@@ -52,6 +52,8 @@ _SWITCHES = frozenset({"deterministic", "output_attentions"})
 # What a model puts into the mask instead where it believes to run on SDPA, as a patched one does.
 _IN_THE_MASK = frozenset({"block_indices", "indices"})
 _WARNED: set[tuple[str, str]] = set()
+# Where transformers keeps what a model's caller asked to see of its modules.
+_KEPT: Any = None
 
 
 class PatchedName(str):
@@ -226,6 +228,8 @@ def forward(
         kwargs = {name: value for name, value in kwargs.items() if name in _TAKEN | _SWITCHES}
     passed = tuple(name for name, value in kwargs.items() if value is not None)
     strange = [name for name in _strange(passed) if name not in _SWITCHES or kwargs[name]]
+    if not strange and _weights_are_kept():
+        strange = ["output_attentions"]
     if strange:
         if not torch.compiler.is_compiling():
             _warn_fallback(module, query, strange)
@@ -257,6 +261,12 @@ def masked_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """The same for a model whose masks say all: a call without one sees everything."""
     return forward(module, query, key, value, mask, **{**kwargs, "is_causal": False})
+
+
+def _weights_are_kept() -> bool:
+    """Whether a model's caller gets attention's weights, of which some modules tell the function nothing."""
+    kept: Any = _KEPT.global_var if torch.compiler.is_compiling() else _KEPT.get()
+    return kept is not None and any(key.endswith("attentions") for key in kept)
 
 
 @as_constant
@@ -330,4 +340,5 @@ def _additive(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> 
 
 
 if importlib.util.find_spec("transformers") is not None:
+    _KEPT = importlib.import_module("transformers.utils.output_capturing")._active_collector
     _register()  # `from_config(attn_implementation="layerzero")` asks for no patch before it

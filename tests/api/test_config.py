@@ -60,6 +60,22 @@ def test_a_lock_on_what_does_not_exist_raises_at_once() -> None:
     assert lz.get_locks() == {}
 
 
+@pytest.mark.parametrize("scope", [lz.prefer, lz.disable])
+def test_a_rule_for_an_op_that_does_not_exist_is_refused(scope: Any) -> None:
+    """A name written wrong is no rule that says nothing; kernels of other machines may be named."""
+    with lz.start(scoped=True):
+        for wrong in ("rms_nrm", "rsm_*/causal"):
+            with pytest.raises(lz.PolicyValidationError, match="unknown op"), scope("torch.*", op=wrong):
+                pass
+            for rule in ({"deny": "torch.*"}, {"prefer": "torch.*"}):
+                with pytest.raises(lz.PolicyValidationError, match="unknown op"):
+                    lz.add_policy(**rule, op=wrong)
+        with pytest.raises(lz.PolicyValidationError, match="prefer or deny, got neither"):
+            lz.add_policy(op="rms_norm")
+        with scope("gaudi.*", op="rms_*"), scope("torch.*", op="attention/causal"), scope("torch.*"):
+            lz.add_policy(deny="gaudi.*", op="rms_norm")
+
+
 def test_backend_for_one_call() -> None:
     """`backend=` is a lock of that call alone."""
     layerzero.sync.rms_norm(X, backend="reference")

@@ -300,7 +300,7 @@ def test_a_step_under_a_policy_that_is_forgotten_is_captured_anew(
     step, x = lz.compile(preferring, buckets=(2,)), torch.randn(2, 8)
     step(x)
     for number in range(70):
-        with lz.prefer("there", op=f"linear_{number}*"):
+        with lz.prefer(f"there_{number}", op="linear*"):
             lz.sync.rms_norm(torch.randn(3, 8), WEIGHT)
     step(x)
     assert step.captures == 2

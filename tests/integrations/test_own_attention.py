@@ -67,6 +67,33 @@ def test_weights_of_attention_are_asked_of_the_models_own(runtime: lz.Runtime, f
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(after, before, strict=True))
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize("backend", [None, "eager"])
+@torch.no_grad()
+def test_weights_that_a_module_does_not_ask_for_are_there(
+    runtime: lz.Runtime, family: str, backend: str | None
+) -> None:
+    """Where transformers collects them behind an attention that tells its function nothing; compiled, too."""
+    model = models.build(family, attn_implementation="eager")
+    before = model(**models.text(9, 4), output_attentions=True)
+    run = lz.patch(model) if backend is None else torch.compile(lz.patch(model), backend=backend)
+    after = run(**models.text(9, 4), output_attentions=True)
+    assert len(before.attentions) == len(after.attentions) == 2
+    torch.testing.assert_close(after.attentions, before.attentions, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(after.logits, before.logits, atol=1e-5, rtol=1e-4)
+    if backend is None:
+        assert runtime.device().counters.get("own_attention", argument="output_attentions") == 2
+
+
+@torch.no_grad()
+def test_a_layer_alone_is_compiled_whole() -> None:
+    """What transformers collects is looked at without what breaks a graph."""
+    model = lz.patch(models.build("gpt2"))
+    layer, x = model.transformer.h[0], torch.randn(2, 9, 32)
+    found = torch.compile(layer, fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(found, layer(x), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["deberta", "deberta_first", "falcon"])
 def test_gradients_are_the_models_own(family: str) -> None:
     """Every parameter's, in training without dropout."""

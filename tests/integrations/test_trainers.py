@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from pathlib import Path
@@ -211,6 +212,83 @@ def test_accelerate_prepares_a_patched_model() -> None:
     with models.counting() as calls:
         assert torch.equal(models.answer(hooked, "llama"), models.answer(models.build("llama"), "llama"))
     assert calls == {}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+def test_logits_read_without_gradients_have_theirs(mode: Any) -> None:
+    """A count of right tokens before the backward pass takes no gradient away from a second loss."""
+    found = []
+    for patched in (False, True):
+        model = models.build("llama").train()
+        output = (lz.patch(model) if patched else model)(**batch())
+        with mode():
+            best = output.logits.argmax(-1)
+        (output.loss + output.logits.logsumexp(-1).pow(2).mean()).backward()
+        found.append((best, model.lm_head.weight.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[1][1], found[0][1], atol=1e-6, rtol=1e-4)
+
+
+def test_logits_are_those_of_the_weights_of_their_step() -> None:
+    """Read after the optimizer's step they are as they were, or refused; never those of the new weights."""
+    model = lz.patch(models.build("llama").train())
+    read, unread = (model(**batch()) for _ in range(2))
+    before = read.logits.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    read.loss.backward()
+    optimizer.step()
+    assert torch.equal(read.logits.detach(), before)
+    with pytest.raises(RuntimeError, match="read before its weights change"):
+        unread.logits.argmax(-1)
+
+
+class Cubed(torch.autograd.Function):
+    """A loss as kernels of others have it: autograd gives it its operands as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.pow(3).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Three times the square."""
+        return 3 * ctx.saved_tensors[0].pow(2) * grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_function_of_autograd_gives_logits_their_gradient(dtype: torch.dtype) -> None:
+    """Unread before, as they are and as float32, under autocast too; without gradients they have none."""
+    found = []
+    for patched in (False, True):
+        model = models.build("llama").train()
+        with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
+            output = (lz.patch(model) if patched else model)(**batch())
+        (output.loss + Cubed.apply(output.logits) + Cubed.apply(output.logits.float())).backward()
+        found.append((output.loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    same(found[1], found[0], rtol=1e-4 if dtype is torch.float32 else 0.03)
+    with torch.no_grad():
+        output = model(**batch())
+    assert not output.logits.requires_grad and not output.logits.float().requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_were_written_stay_written(dtype: torch.dtype) -> None:
+    """As those of the model, whose float32 logits `float` gives back."""
+    model = models.build("llama").train().to(dtype)
+    output = lz.patch(model)(**batch())
+    assert (output.logits.float() is output.logits) == (dtype is torch.float32)
+    output.logits.detach()[..., 0] = 7.0
+    assert torch.all(output.logits.float()[..., 0] == 7.0)
+
+
+def test_arguments_of_the_loss_do_not_reach_attention(runtime: lz.Runtime) -> None:
+    """Targets that were shifted before, and another number that stands for none."""
+    ids = batch()["input_ids"]
+    model = models.build("llama").train()
+    theirs = step(model, shift_labels=ids, ignore_index=5)
+    same(step(lz.patch(model), shift_labels=ids, ignore_index=5), theirs, rtol=1e-4)
+    assert runtime.device().counters.total("own_attention") == 0
 
 
 def trained(folder: Path, patched: bool, **more: Any) -> tuple[list[float], Any]:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import layerzero.sync as sync
+from layerzero._util import foreign
 from layerzero.integrations.patches.substitute import (
     PLAIN,
     SUBSTITUTE,
@@ -43,6 +44,8 @@ class LazyLogits(Tensor):
     weight: Tensor
     bias: Tensor | None
     computed: Tensor | None
+    versions: list[int]
+    has_gradient: bool
 
     @staticmethod
     def __new__(
@@ -52,12 +55,32 @@ class LazyLogits(Tensor):
             cls, (*rows.shape[:-1], weight.shape[0]), dtype=dtype or rows.dtype, device=rows.device
         )
         later.rows, later.weight, later.bias, later.computed = rows, weight, bias, None
+        later.versions, later.has_gradient = _versions(later), False
         return later  # type: ignore[no-any-return]
 
+    @staticmethod
+    def of(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> LazyLogits:
+        """Logits with a gradient, where gradients are on."""
+        later: LazyLogits = _Later.apply(rows, weight, bias, dtype)  # type: ignore[no-untyped-call]
+        later.has_gradient = torch.is_grad_enabled()
+        return later
+
     def now(self) -> Tensor:
-        """The logits, computed once."""
+        """The logits, computed once, with their gradient whatever the reader's modes are.
+
+        Raises: RuntimeError: what they are computed from was changed since.
+        """
         if self.computed is None:
-            with torch.autocast(self.rows.device.type, enabled=False):
+            if _versions(self) != self.versions:
+                raise RuntimeError(
+                    "logits of a model patched for loss need to be read before its weights change, got an "
+                    "optimizer's step first: read them before it, or patch without the part 'loss'"
+                )
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(self.has_gradient),
+                torch.autocast(self.rows.device.type, enabled=False),
+            ):
                 self.computed = functional.linear(self.rows, self.weight, self.bias).to(self.dtype)
         return self.computed
 
@@ -67,9 +90,12 @@ class LazyLogits(Tensor):
         if function in _SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        if function is Tensor.float and len(args) == 1:
+        if function is Tensor.float and len(args) == 1 and args[0].computed is None:
             self = args[0]
-            return LazyLogits(self.rows, self.weight, self.bias, torch.float32)
+            if self.dtype is torch.float32:
+                return self
+            with torch.set_grad_enabled(self.has_gradient and torch.is_grad_enabled()):
+                return LazyLogits.of(self.rows, self.weight, self.bias, torch.float32)
         args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.now, (args, kwargs or {}))
         return function(*args, **kwargs)
 
@@ -81,6 +107,29 @@ class LazyLogits(Tensor):
         raise RuntimeError(
             f"logits that were not computed reached {function}; read them with torch's functions"
         )
+
+
+class _Later(torch.autograd.Function):
+    """The gradient of waiting logits, for a function of autograd, which gets them as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Any, dtype: Any) -> LazyLogits:
+        ctx.save_for_backward(rows, weight)
+        return LazyLogits(rows, weight, bias, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (rows, weight), asks = ctx.saved_tensors, ctx.needs_input_grad
+        grad = grad.to(rows.dtype)
+        flat = grad.flatten(0, -2)
+        of_weight = flat.T @ rows.flatten(0, -2) if asks[1] else None
+        return grad @ weight if asks[0] else None, of_weight, flat.sum(0) if asks[2] else None, None
+
+
+def _versions(of: LazyLogits) -> list[int]:
+    """How often each tensor that the logits are computed from was written."""
+    tensors = (of.rows, of.weight, of.bias)
+    return [t._version for t in tensors if t is not None and not t.is_inference()]
 
 
 def _is_part_of_a_step() -> bool:
@@ -192,7 +241,7 @@ class HeadForward(PatchedForward):
         cast = autocast_dtype(rows)
         if cast is not None:
             rows, weight, bias = rows.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
-        return LazyLogits(rows, weight, bias)
+        return LazyLogits.of(rows, weight, bias)
 
     @staticmethod
     def traced(kind: Any, learnt: Callable[[], Any]) -> Callable[..., Any]:
@@ -214,6 +263,8 @@ class HeadForward(PatchedForward):
             return "arguments"
         if self.kind is not nn.Linear or type(args[0]) is not Tensor or type(linear.weight) not in PLAIN:
             return "tensor subclass"
+        if foreign.in_transform():
+            return "transform"
         if (
             linear._forward_hooks
             or linear._forward_pre_hooks
