@@ -5,6 +5,7 @@ They are made for the CPU, or for the device that LAYERZERO_TEST_DEVICE names (`
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from dataclasses import dataclass, field, replace
@@ -100,7 +101,7 @@ def _modifiers(
     """Sinks, a score modifier that reads a table of the heads, a block mask."""
     named: dict[str, Any] = {}
     if "block_mask" in asks:
-        named["block_mask"] = _blocks(b, sq, sk, "empty_rows" in asks, generator)
+        named["block_mask"] = _blocks(b, sq, sk, "empty_rows" in asks, generator.initial_seed())
     if "sinks" in asks:
         named["sinks"] = torch.randn(hq, generator=generator)
     if "score_mod" in asks:
@@ -111,11 +112,12 @@ def _modifiers(
     return named
 
 
-def _blocks(batch: int, sq: int, sk: int, hiding: bool, generator: torch.Generator) -> Any:
+@functools.lru_cache(maxsize=64)
+def _blocks(batch: int, sq: int, sk: int, hiding: bool, seed: int) -> Any:
     """A block mask that differs between sequences: some blocks full, some partial, some not there."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    seen = torch.rand(batch, sq, sk, generator=generator) > 0.4
+    seen = torch.rand(batch, sq, sk, generator=torch.Generator().manual_seed(seed)) > 0.4
     seen[:, : sq // 2, : sk // 2] = True
     seen[:, sq // 2 :, sk // 2 :] = False
     seen[..., 0] = True
