@@ -6,9 +6,10 @@ import contextlib
 import functools
 import inspect
 import os
+from collections.abc import Callable
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -25,6 +26,8 @@ from layerzero.selection.policy.names import raise_for_unknown
 from layerzero.selection.policy.rules import Layer, split_op
 from layerzero.spec.errors import PolicyValidationError
 from layerzero.spec.settings import AboveZero, Settings
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def get_config() -> Settings:
@@ -173,7 +176,7 @@ class PolicyScope(contextlib.ContextDecorator):
     def __init__(self, policy: Policy) -> None:
         self._policy = _known(policy)
 
-    def __call__(self, func: Any) -> Any:
+    def __call__(self, func: F) -> F:
         """`func` under the rules, each time that it is called, or awaited."""
         if not inspect.iscoroutinefunction(func):
             return super().__call__(func)
@@ -183,7 +186,7 @@ class PolicyScope(contextlib.ContextDecorator):
             with self:
                 return await func(*args, **kwargs)
 
-        return inside
+        return cast("F", inside)
 
     def __enter__(self) -> None:
         outer = SCOPE.get()

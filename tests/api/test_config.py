@@ -67,7 +67,8 @@ def test_a_rule_for_an_op_that_does_not_exist_is_refused(scope: Any) -> None:
         for wrong in ("rms_nrm", "rsm_*/causal"):
             with pytest.raises(lz.PolicyValidationError, match="unknown op"), scope("torch.*", op=wrong):
                 pass
-            for rule in ({"deny": "torch.*"}, {"prefer": "torch.*"}):
+            rules: tuple[dict[str, Any], ...] = ({"deny": "torch.*"}, {"prefer": "torch.*"})
+            for rule in rules:
                 with pytest.raises(lz.PolicyValidationError, match="unknown op"):
                     lz.add_policy(**rule, op=wrong)
         with pytest.raises(lz.PolicyValidationError, match="prefer or deny, got neither"):

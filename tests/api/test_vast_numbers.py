@@ -79,13 +79,12 @@ def test_a_block_of_a_policy_may_be_entered_again(make: Callable[[], Any]) -> No
             seen.append(lz.which("rms_norm", X))
         return seen
 
-    @block
-    async def awaited() -> str:
+    async def behind() -> str:
         """Under the rules behind its first step, too."""
         await asyncio.sleep(0)
         return lz.which("rms_norm", X)
 
-    assert asyncio.run(awaited()) == inside()
+    assert asyncio.run(block(behind)()) == inside()
 
     async def crowd() -> list[list[str]]:
         return list(await asyncio.gather(*(task(turns) for turns in (0, 3, 1))))

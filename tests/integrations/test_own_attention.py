@@ -90,7 +90,8 @@ def test_a_layer_alone_is_compiled_whole() -> None:
     """What transformers collects is looked at without what breaks a graph."""
     model = lz.patch(models.build("gpt2"))
     layer, x = model.transformer.h[0], torch.randn(2, 9, 32)
-    found = torch.compile(layer, fullgraph=True, backend="eager")(x)
+    compiled: Any = torch.compile(layer, fullgraph=True, backend="eager")
+    found = compiled(x)
     torch.testing.assert_close(found, layer(x), atol=1e-5, rtol=1e-4)
 
 
