@@ -17,7 +17,7 @@ from layerzero.actors.remote import sending
 from layerzero.actors.remote.losses import MAX_BEGUN
 from layerzero.actors.remote.parcels import Payload
 from layerzero.actors.remote.ray_actor import Kind
-from layerzero.actors.remote.restarts import IncarnationLostError, health_of, streamed
+from layerzero.actors.remote.restarts import IncarnationLostError, health_of, stream_items
 from layerzero.actors.remote.sending import payload_of, unpickle
 from layerzero.actors.remote.supervised import PAUSE_S, SupervisedDevice
 from layerzero.actors.rpc.client import DeviceHealth, DeviceState
@@ -152,7 +152,7 @@ class RayDevice(SupervisedDevice):
                     continue
                 raise sending.lost_stream(self.name, lost, begun if resume else 0) from None
             finally:
-                # Nobody may want the rest: the generator is closed on the device, too.
+                # A caller that leaves in the middle closes the generator on the device, too.
                 if not request.done():
                     request.cancel()
                 incarnation.numbers.ack(number)
@@ -168,7 +168,7 @@ class RayDevice(SupervisedDevice):
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
         """The items of `fn` in the actor; see `DeviceClient.stream`."""
-        return streamed(
+        return stream_items(
             lambda take: self._forward(take, fn, args, kwargs, resume=resume, wait=wait_for_restart)
         )
 

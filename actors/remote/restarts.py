@@ -49,7 +49,7 @@ class ActorIncarnation:
         self.decisions_received = 0  # of its decisions
         self.sending = 0  # requests without an answer
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._sinks: dict[int, ItemSink] = {}
+        self._sinks: dict[int, ItemReceiver] = {}
         self._channel: Connection | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -93,9 +93,9 @@ class ActorIncarnation:
             if sink is not None:
                 sink.add(item)
 
-    def sink(self, number: int, take: Callable[[Any], None]) -> ItemSink:
+    def sink(self, number: int, take: Callable[[Any], None]) -> ItemReceiver:
         """Pass the items of a request on to `take`."""
-        sink = self._sinks[number] = ItemSink(take)
+        sink = self._sinks[number] = ItemReceiver(take)
         return sink
 
     def drop(self, number: int) -> None:
@@ -115,7 +115,7 @@ class ActorIncarnation:
             self._channel.close()
 
 
-class ItemSink:
+class ItemReceiver:
     """Passes the items of one request on to `take`, in order, in the turn of the loop that read them.
 
     `count` is how many have come.
@@ -165,7 +165,7 @@ class ItemSink:
             raise IncarnationLostError(f"{missing} did not come {_REST_S:g} s after its end") from None
 
 
-async def streamed(
+async def stream_items(
     forward: Callable[[Callable[[Any], None]], Coroutine[Any, Any, None]],
 ) -> AsyncIterator[Any]:
     """The items that `forward(take)` passes on to `take`, each as soon as it is there.
@@ -173,21 +173,21 @@ async def streamed(
     Raises: what `forward` raises, behind the items that came before.
     """
     items: deque[Any] = deque()
-    more = asyncio.Event()
+    arrived = asyncio.Event()
 
     def take(item: Any) -> None:
         items.append(item)
-        more.set()
+        arrived.set()
 
     task = asyncio.ensure_future(forward(take))
-    task.add_done_callback(lambda _: more.set())
+    task.add_done_callback(lambda _: arrived.set())
     try:
         while items or not task.done():
             while items:
                 yield items.popleft()
             if not task.done():
-                more.clear()
-                await more.wait()
+                arrived.clear()
+                await arrived.wait()
         await task
     finally:
         # The consumer may leave in the middle: the generator is closed on the device, too.

@@ -265,8 +265,8 @@ def masked_forward(
 
 def _weights_are_kept() -> bool:
     """Whether a model's caller gets attention's weights, of which some modules tell the function nothing."""
-    kept: Any = _KEPT.global_var if torch.compiler.is_compiling() else _KEPT.get()
-    return kept is not None and any(key.endswith("attentions") for key in kept)
+    collectors: Any = _KEPT.global_var if torch.compiler.is_compiling() else _KEPT.get()
+    return collectors is not None and any(key.endswith("attentions") for key in collectors)
 
 
 @as_constant

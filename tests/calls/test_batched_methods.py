@@ -115,6 +115,6 @@ def test_what_was_learned_of_a_method_outlives_its_wrapping() -> None:
 async def test_what_is_no_plain_function_is_the_same_from_every_object() -> None:
     """A bound method or an object that is called binds to nothing, as in any class."""
     other = Model(5.0)
-    holder = type("Holder", (), {"step": lz.batched(other.plain)})
+    holder: Any = type("Holder", (), {"step": lz.batched(other.plain)})
     async with lz.start(scoped=True):
         assert (await holder().step(ONE))[0, 0].item() == 6.0

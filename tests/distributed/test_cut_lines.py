@@ -18,7 +18,7 @@ from benchmarks.hosting.namespaces import ADDRESSES, Network, cut, mend, shape
 from layerzero.actors.group import channel as group_channel
 from layerzero.actors.group.channel import FollowerChannel, LeaderChannel
 from layerzero.actors.remote import stores
-from layerzero.actors.remote.restarts import IncarnationLostError, ItemSink
+from layerzero.actors.remote.restarts import IncarnationLostError, ItemReceiver
 from layerzero.actors.remote.stores import TorchStore
 from layerzero.actors.rpc import channel as rpc_channel
 from layerzero.actors.rpc.channel import Listener, connect
@@ -156,7 +156,7 @@ async def test_items_that_never_come_are_a_loss_of_their_device(monkeypatch: pyt
     """The answer came by another way than the items: a stream that may resume does, any other says so."""
     monkeypatch.setattr("layerzero.actors.remote.restarts._REST_S", 0.01)
     got: list[str] = []
-    items = ItemSink(got.append)
+    items = ItemReceiver(got.append)
     items.add("one")
     await items.all(1)
     assert got == ["one"]

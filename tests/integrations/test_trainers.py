@@ -251,10 +251,10 @@ class Cubed(torch.autograd.Function):
         return logits.pow(3).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         """Three times the square."""
         (logits,) = ctx.saved_tensors
-        return torch.mul(3 * logits.pow(2), grad)
+        return torch.mul(3 * logits.pow(2), *grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

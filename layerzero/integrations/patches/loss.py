@@ -118,9 +118,9 @@ class _Later(torch.autograd.Function):
         return LazyLogits(rows, weight, bias, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (rows, weight), asks = ctx.saved_tensors, ctx.needs_input_grad
-        grad = grad.to(rows.dtype)
+        grad = grads[0].to(rows.dtype)
         flat = grad.flatten(0, -2)
         of_weight = flat.T @ rows.flatten(0, -2) if asks[1] else None
         return grad @ weight if asks[0] else None, of_weight, flat.sum(0) if asks[2] else None, None
