@@ -16,7 +16,6 @@ from benchmarks.provenance import ROOT, provenance
 OLDER = frozenset(
     {
         "gang_h200.json",
-        "graphs_h200.json",
         "lane.json",
         "ran_cuda_flash_attn_2.json",
         "regret_h200.json",
