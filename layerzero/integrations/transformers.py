@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -265,6 +266,8 @@ def masked_forward(
 
 def _weights_are_kept() -> bool:
     """Whether a model's caller gets attention's weights, of which some modules tell the function nothing."""
+    if _KEPT is None:
+        return False
     collectors: Any = _KEPT.global_var if torch.compiler.is_compiling() else _KEPT.get()
     return collectors is not None and any(key.endswith("attentions") for key in collectors)
 
@@ -340,5 +343,6 @@ def _additive(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> 
 
 
 if importlib.util.find_spec("transformers") is not None:
-    _KEPT = importlib.import_module("transformers.utils.output_capturing")._active_collector
+    with suppress(ImportError, AttributeError):  # its own name, which a version may not have
+        _KEPT = importlib.import_module("transformers.utils.output_capturing")._active_collector
     _register()  # `from_config(attn_implementation="layerzero")` asks for no patch before it
