@@ -171,7 +171,7 @@ def test_every_op_that_reads_indices_has_a_guard(op: str) -> None:
     """
     assert table.get(op).validate_values is not None
     guarded = {name for name in table.FILES if table.get(name).validate_values is not None}
-    of_scales = {"attention", "quantize", "quantized_linear", "fused_experts"}
+    of_scales = {"attention", "dequantize", "quantize", "quantized_linear", "fused_experts"}
     assert guarded - of_scales == set(GOOD) == set(BAD)
 
 

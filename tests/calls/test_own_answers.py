@@ -127,7 +127,7 @@ CALLS: list[tuple[str, Call, Call]] = [
         {"scale": draw(3, 2).abs(), "granularity": ..., "group_size": 2, "format": "fp8_e4m3"},
     ),
     (
-        "dequantize", {"codes": codes(3, 8), "scale": draw(3, 2), "dtype": "float32"},
+        "dequantize", {"codes": codes(3, 8), "scale": draw(3, 2).abs(), "dtype": "float32"},
         {"codes": codes(3, 8), "dtype": "bfloat16"},
     ),
     (
@@ -153,7 +153,7 @@ CALLS: list[tuple[str, Call, Call]] = [
         {"codes": ..., "scale": ..., "format": ..., "tensor_scale": torch.tensor(0.03)},
     ),
     (
-        "dequantize", {"codes": codes(3, 8), "scale": draw(2, 4), "block_size": 2, "format": None},
+        "dequantize", {"codes": codes(3, 8), "scale": draw(2, 4).abs(), "block_size": 2, "format": None},
         {"codes": codes(3, 8), "block_size": ..., "format": ...},
     ),
     ("dequantize", {"codes": nibbles(3, 8), "scale": draw(3, 2).abs(), "format": "int4"}, {"format": "nf4"}),

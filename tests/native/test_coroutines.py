@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -19,8 +20,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.native import FAST_PATH, UNUSED
-from layerzero.scheduler.modes.task_modes import IsolatedCoroutine
+from layerzero.native import FAST_PATH, UNUSED, NativeModule
 from tests.native.twins import compiled
 
 __all__ = ("compiled",)
@@ -294,11 +294,15 @@ def test_a_known_call_needs_no_coroutine_of_pythons(ways: str, compiled: Any) ->
 
 
 @pytest.mark.asyncio
-async def test_a_process_that_awaits_no_op_has_its_tasks_compiled_too(compiled: Any) -> None:
+async def test_a_process_that_awaits_no_op_has_its_tasks_compiled_too(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As one that passes on what a cluster's devices draw: a step of a task in Python takes far longer."""
+    library = SimpleNamespace(ready=True, get=lambda: compiled)  # a second copy's classes would be others
+    monkeypatch.setattr(NativeModule, "_library", lambda _: library)
     FAST_PATH.use(None)
     FAST_PATH.state = UNUSED
     async with lz.start(lz.Settings(device="cpu"), scoped=True):
         task = asyncio.ensure_future(asyncio.sleep(0))
-        assert type(task.get_coro()) is not IsolatedCoroutine
+        assert type(task.get_coro()) is compiled.IsolatedCoroutine
         await task
