@@ -4,7 +4,6 @@
 
 import gc
 import os
-import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -64,18 +63,6 @@ try:
     FAST_PATH.load()
 except BackendNotAvailableError as error:
     print(f"the tests run without the compiled twin: {error}")
-
-# `asyncio.run` ends with asking for the handler of SIGINT. The signal module seeks it among its constants,
-# writes the task, with all tensors of its result, into an error that nobody sees.
-_named = signal._int_to_enum  # type: ignore[attr-defined]
-
-
-def _handler(value: object, names: type) -> object:
-    """A handler is none of the constants."""
-    return value if callable(value) else _named(value, names)
-
-
-signal._int_to_enum = _handler  # type: ignore[attr-defined]
 
 # Settings that a test writes out ask for the user's own measurements: here the user has none. What was
 # compiled stays where it is, since compiling it anew takes longer than most tests.

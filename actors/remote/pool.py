@@ -212,12 +212,12 @@ class DevicePool:
                 losses.add(error, device.name)
 
     async def forward(
-        self, fn: Callable[..., Any], /, *args: Any, to: Callable[[Any], None], on: On = None,
+        self, take: Callable[[Any], None], fn: Callable[..., Any], /, *args: Any, on: On = None,
         resume: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Call `to` with each item that `stream` would give; see `DeviceClient.forward`."""
+        """Call `take` with each item that `stream` would give; see `DeviceClient.forward`."""
         if on is not None and not callable(on):
-            await self.device(on).forward(fn, *args, to=to, resume=resume, **kwargs)
+            await self.device(on).forward(take, fn, *args, resume=resume, **kwargs)
             return
         so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []
         losses = LostIncarnations(resume, self._patience_s, None)
@@ -225,13 +225,13 @@ class DevicePool:
         def keep(item: Any) -> None:
             so_far.append(item)
             losses.begun = 0  # it gets on
-            to(item)
+            take(item)
 
         while True:
             device = await self._pick(losses, on)
             named = {**kwargs, "so_far": list(so_far)} if resume else kwargs
             try:
-                await device.forward(fn, *args, to=keep if resume else to, wait_for_restart=False, **named)
+                await device.forward(keep if resume else take, fn, *args, wait_for_restart=False, **named)
                 return
             except DeviceLostError as error:
                 losses.add(error, device.name)

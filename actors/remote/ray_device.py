@@ -97,41 +97,29 @@ class RayDevice(SupervisedDevice):
 
     async def forward(
         self,
+        take: Callable[[Any], None],
         fn: Callable[..., Any],
         /,
         *args: Any,
-        to: Callable[[Any], None],
         resume: bool = False,
         wait_for_restart: bool = True,
         **kwargs: Any,
     ) -> None:
         """Pass on the items of `fn` in the actor; see `DeviceClient.forward`."""
-        await self._forward(to, fn, args, kwargs, resume=resume, wait=wait_for_restart)
-
-    async def _forward(
-        self,
-        to: Callable[[Any], None],
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        resume: bool,
-        wait: bool,
-    ) -> None:
         so_far: list[Any] = list(kwargs.pop("so_far", ())) if resume else []
         begun = 0  # in incarnations that it lost since its last item
 
         def keep(item: Any) -> None:
             so_far.append(item)
-            to(item)
+            take(item)
 
         while True:
             try:
-                incarnation = await self._serving_incarnation(None, wait)
+                incarnation = await self._serving_incarnation(None, wait_for_restart)
             except DeviceLostError as error:
                 raise (sending.lost_stream(self.name, error, begun) if begun else error) from None
             number = incarnation.numbers.new_number()
-            items = incarnation.sink(number, keep if resume else to)
+            items = incarnation.sink(number, keep if resume else take)
             extra = {"so_far": list(so_far)} if resume else {}
             payload = payload_of(fn, args, {**kwargs, **extra})
             request = asyncio.ensure_future(
@@ -168,9 +156,8 @@ class RayDevice(SupervisedDevice):
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
         """The items of `fn` in the actor; see `DeviceClient.stream`."""
-        return stream_items(
-            lambda take: self._forward(take, fn, args, kwargs, resume=resume, wait=wait_for_restart)
-        )
+        named = {"resume": resume, "wait_for_restart": wait_for_restart, **kwargs}
+        return stream_items(lambda take: self.forward(take, fn, *args, **named))
 
     async def control(self, kind: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
         """Ask a handler of the hosted code through the side channel; see `DeviceClient.control`."""

@@ -146,20 +146,20 @@ class DeviceClient(Protocol):
 
     async def forward(
         self,
+        take: Callable[[Any], None],
         fn: Callable[..., Any],
         /,
         *args: Any,
-        to: Callable[[Any], None],
         resume: bool = False,
         wait_for_restart: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Call `to` with each item of `stream`, in the turn of this event loop that brings it.
+        """Call `take` with each item of `stream`, in the turn of this event loop that brings it.
 
         No task runs for an item, so a process that passes on the items of many streams serves more of them.
-        `to` may not wait.
+        `take` may not wait.
 
-        Raises: as `stream`; what `to` raises, which ends the generator on the device.
+        Raises: as `stream`; what `take` raises, which ends the generator on the device.
         """
         ...
 

@@ -169,10 +169,10 @@ class LocalClient:
 
     async def forward(
         self,
+        take: Callable[[Any], None],
         fn: Callable[..., Any],
         /,
         *args: Any,
-        to: Callable[[Any], None],
         resume: bool = False,
         wait_for_restart: bool = True,
         **kwargs: Any,
@@ -183,7 +183,7 @@ class LocalClient:
             kwargs = {"so_far": [], **kwargs}
 
         async def emit(item: Any) -> None:
-            to(item)
+            take(item)
             await asyncio.sleep(0)
 
         await self._run_once(host, lambda: host.emit(fn, args, kwargs, emit), None)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ Point = tuple[int, int]  # requests, context
 ROUNDS = 3
 # Under way in a grid of two stages. One more than stages leaves no slack: a step that a rank ends late idles
 # the other stage.
-BATCHES = int(os.environ.get("GRID_BATCHES", "4"))
+BATCHES = 4
 
 
 def points(me: Rank) -> list[Point]:

@@ -93,7 +93,7 @@ class FleetService(Front):
     async def forward(self, choice: Choice, so_far: Sequence[int], to: Callable[[Drawn], None]) -> None:
         """The same tokens, as they come."""
         with self._routed(choice, so_far) as (call, where, drew):
-            await self.pool.forward(*call, to=lambda item: to(drew(item)), **where)
+            await self.pool.forward(lambda item: to(drew(item)), *call, **where)
 
     @contextmanager
     def _routed(

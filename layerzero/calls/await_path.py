@@ -14,8 +14,9 @@ from collections.abc import Callable, Coroutine
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol, cast
 
+from layerzero._util.strict_yaml import quote
 from layerzero.calls.blocking import LAST
-from layerzero.ops.checks import need_number, shown
+from layerzero.ops.checks import need_number
 from layerzero.ops.op import Args
 from layerzero.scheduler.core.pending_call import PendingCall
 from layerzero.scheduler.fast_queue import FAST_QUEUE
@@ -215,7 +216,7 @@ def set_priority(pending: PendingCall, driver: LoopDriver, priority: int, timeou
     Raises: ValueError: a priority outside 0..2, or a negative timeout.
     """
     if not isinstance(priority, int) or not 0 <= priority <= 2:
-        raise ValueError(f"priority needs 0, 1 or 2, got {shown(priority)}")
+        raise ValueError(f"priority needs 0, 1 or 2, got {quote(priority)}")
     pending.priority = priority
     if timeout is not None:
         pending.deadline = driver.loop.time() + need_number("timeout", timeout, low=0.0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from layerzero._util import foreign
+from layerzero._util.strict_yaml import quote
 from layerzero.formats.elements import dtype_name as dtype_name
 from layerzero.formats.errors import FormatError
 from layerzero.native import FAST_PATH
@@ -30,7 +31,7 @@ def need_tensor(
     """`value` as a tensor of the given rank(s); floating point unless stated otherwise."""
     if not isinstance(value, Tensor):
         remote_hint = getattr(value, "advice", None)  # a handle of another process's tensor says what to do
-        got = remote_hint if isinstance(remote_hint, str) else shown(value)
+        got = remote_hint if isinstance(remote_hint, str) else quote(value)
         raise TypeError(f"{name} needs a torch.Tensor, got {type(value).__name__}: {got}")
     if value.is_nested:
         raise ValueError(
@@ -198,11 +199,11 @@ def need_number(
 ) -> float:
     """`value` as a finite number within [low, high] and greater than `above`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} needs a number, got {type(value).__name__}: {shown(value)}")
+        raise TypeError(f"{name} needs a number, got {type(value).__name__}: {quote(value)}")
     is_finite = isinstance(value, int) or math.isfinite(value)  # an int may be larger than any float
     if not is_finite or not low <= value <= high or value <= above:
         bounds = f"a finite number in [{low}, {high}]" if above == -math.inf else f"a number > {above:g}"
-        raise ValueError(f"{name} needs {needs or bounds}, got {shown(value)}")
+        raise ValueError(f"{name} needs {needs or bounds}, got {quote(value)}")
     _need_64_bits(name, value)
     return float(value)
 
@@ -212,7 +213,7 @@ def need_int(name: str, value: Any, *, low: int | None = None, high: int | None 
     whole = need_any_int(name, value)
     if (low is not None and whole < low) or (high is not None and whole > high):
         span = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{name} needs an int {span}, got {shown(whole)}")
+        raise ValueError(f"{name} needs an int {span}, got {quote(whole)}")
     _need_64_bits(name, whole)
     return whole
 
@@ -246,20 +247,20 @@ def need_count(
 def need_any_int(name: str, value: Any) -> int:
     """`value` as an integer of any size."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} needs an int, got {type(value).__name__}: {shown(value)}")
+        raise TypeError(f"{name} needs an int, got {type(value).__name__}: {quote(value)}")
     return value
 
 
 def _need_64_bits(name: str, value: float) -> None:
     """Refuse an int that no tensor holds: a kernel would raise, and be blamed for it."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"{name} needs an int of 64 bits, got {shown(value)}")
+        raise ValueError(f"{name} needs an int of 64 bits, got {quote(value)}")
 
 
 def need_bool(name: str, value: Any) -> bool:
     """`value` as a bool."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} needs a bool, got {type(value).__name__}: {shown(value)}")
+        raise TypeError(f"{name} needs a bool, got {type(value).__name__}: {quote(value)}")
     return value
 
 
@@ -274,7 +275,7 @@ def need_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     allowed = tuple(choices)
     if not isinstance(value, str):
         raise TypeError(
-            f"{name} needs one of {', '.join(allowed)}, got {type(value).__name__}: {shown(value)}"
+            f"{name} needs one of {', '.join(allowed)}, got {type(value).__name__}: {quote(value)}"
         )
     if value not in allowed:
         raise ValueError(f"{name} needs one of {', '.join(allowed)}, got {value!r}")
@@ -325,11 +326,3 @@ def alignment_of(tensors: Iterable[Tensor]) -> int:
             for size, step in zip(sizes, steps, strict=False):
                 address_bits |= step * tensor.element_size() if size > 1 else 0
     return address_bits & -address_bits
-
-
-def shown(value: Any) -> str:
-    """`repr` of an argument, cut so that an error stays readable."""
-    # Python writes no int of more than some thousand digits.
-    is_vast = isinstance(value, int) and value.bit_length() > 4096
-    text = f"an int of {value.bit_length()} bits" if is_vast else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -185,8 +185,8 @@ async def stumble(n: int) -> AsyncIterator[int]:
     raise ValueError("stumbled")
 
 
-async def named(to: int) -> AsyncIterator[int]:
-    yield to
+async def named(take: int, fn: int) -> AsyncIterator[int]:
+    yield take + fn
 
 
 async def odd_item() -> AsyncIterator[Any]:

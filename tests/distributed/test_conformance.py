@@ -183,11 +183,11 @@ async def test_streams_keep_order_and_end(device_pool: DevicePool) -> None:
 async def test_forwarded_items_keep_order_and_end(device_pool: DevicePool) -> None:
     """As a stream's; an error of the receiver, and a caller that is cancelled, close the generator."""
     got: list[int] = []
-    await device_pool.forward(hosted.count, 50, to=got.append)
+    await device_pool.forward(got.append, hosted.count, 50)
     assert got == list(range(50))
     got.clear()
     with pytest.raises(ValueError, match="stumbled"):
-        await device_pool.forward(hosted.stumble, 3, to=got.append)
+        await device_pool.forward(got.append, hosted.stumble, 3)
     assert got == [0, 1, 2]
 
     def refuse(item: int) -> None:
@@ -196,9 +196,9 @@ async def test_forwarded_items_keep_order_and_end(device_pool: DevicePool) -> No
 
     got.clear()
     with pytest.raises(LookupError, match="nobody wants 0"):
-        await device_pool.forward(hosted.count, 100_001, to=refuse)
+        await device_pool.forward(refuse, hosted.count, 100_001)
     assert got == [0]
-    task = asyncio.ensure_future(device_pool.forward(hosted.count, 100_002, to=got.append))
+    task = asyncio.ensure_future(device_pool.forward(got.append, hosted.count, 100_002))
 
     async def begun() -> bool:
         return len(got) > 1
@@ -215,9 +215,12 @@ async def test_forwarded_items_keep_order_and_end(device_pool: DevicePool) -> No
     await until(closed)
 
 
-async def test_a_stream_passes_every_keyword_on(device_pool: DevicePool) -> None:
-    """`to` too, which only `forward` has for itself."""
-    assert [item async for item in device_pool.stream(hosted.named, to=3)] == [3]
+async def test_a_keyword_may_have_the_name_of_a_parameter(device_pool: DevicePool) -> None:
+    """`take` and `fn` are by position alone, so that the function may have its own."""
+    assert [item async for item in device_pool.stream(hosted.named, take=3, fn=4)] == [7]
+    got: list[int] = []
+    await device_pool.forward(got.append, hosted.named, take=3, fn=4)
+    assert got == [7]
 
 
 async def test_a_function_that_is_no_generator_is_refused(device_pool: DevicePool) -> None:
@@ -226,7 +229,7 @@ async def test_a_function_that_is_no_generator_is_refused(device_pool: DevicePoo
         async for _ in device_pool.stream(hosted.plain, 1):
             pass
     with pytest.raises(TypeError, match="async generator"):
-        await device_pool.forward(hosted.plain, 1, to=print)
+        await device_pool.forward(print, hosted.plain, 1)
 
 
 async def test_seeded_generation_is_the_same_everywhere(device_pool: DevicePool) -> None:

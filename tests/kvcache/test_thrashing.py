@@ -54,8 +54,8 @@ def test_a_reader_that_stays_away_does(monkeypatch: pytest.MonkeyPatch) -> None:
     with requests.open() as request:
         assert not request.is_idle and not request._is_left()
         request.is_idle = True
-        for now, left in ((0.0, False), (IDLE_S - 0.01, False), (IDLE_S, True)):
-            clock.now = now
+        for seconds, left in ((0.0, False), (IDLE_S - 0.01, False), (IDLE_S, True)):
+            clock.now = seconds
             assert request.is_idle and request._is_left() is left
         request.is_idle = False
         assert not request.is_idle and not request._is_left()

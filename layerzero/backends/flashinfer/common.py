@@ -161,7 +161,7 @@ def planned_bytes(request: CallSpec) -> int:
 
 
 ESTIMATE = "an estimate for an H200, {}"
-# One module on 16 cores, in seconds: benchmarks/results/start_cold_h200.json, until nothing is left to load.
+# Seconds, an estimate: three side by side took most of `cold` in benchmarks/results/start_h200.json.
 _COMPILE_S = 40.0
 kernel = functools.partial(
     Kernel.of,

@@ -57,10 +57,10 @@ class Port:
             raise self.script.pop(0)
 
     async def forward(
-        self, fn: Any, *args: Any, to: Callable[[int], None], so_far: list[int] | None = None, **kwargs: Any
+        self, take: Callable[[int], None], fn: Any, *args: Any, so_far: list[int] | None = None, **kwargs: Any
     ) -> None:
         async for item in self.stream(fn, so_far=so_far):
-            to(item)
+            take(item)
 
 
 def device_pool(*ports: Any, patience_s: float = LIMIT_S) -> DevicePool:
@@ -146,10 +146,10 @@ async def test_a_stream_that_gets_on_may_lose_any_number_of_devices() -> None:
     items = device_pool(Port("a", RUNNING, *begun(8))).stream(print, resume=True)
     assert [item async for item in items] == list(range(9))
     got: list[int] = []
-    await device_pool(Port("b", RUNNING, *begun(8))).forward(print, to=got.append, resume=True)
+    await device_pool(Port("b", RUNNING, *begun(8))).forward(got.append, print, resume=True)
     assert got == list(range(9))
     with pytest.raises(DeviceLostError, match="lost while it ran"):
-        await device_pool(Port("c", RUNNING, *begun(1))).forward(print, to=got.append)
+        await device_pool(Port("c", RUNNING, *begun(1))).forward(got.append, print)
 
 
 async def test_a_function_takes_one_of_the_devices_that_serve_again_after_each_loss() -> None:
