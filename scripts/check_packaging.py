@@ -96,15 +96,14 @@ number: int = LayerZeroError(name)
 # What stands in for CXX: a module that this user's cache holds, of the same sources and flags, is copied,
 # everything else compiled.  Only modules for every CPU of a kind are; a wheel that stays is compiled whole.
 COMPILER = """#!{python}
-import itertools, os, runpy, shutil, sys
+import os, runpy, shutil, sys
 from pathlib import Path
 
 flags, out = sys.argv[1 : sys.argv.index("-o")], sys.argv[sys.argv.index("-o") + 1]
 source = Path(flags.pop())
-given = tuple(itertools.takewhile(lambda flag: not flag.startswith("-I"), flags))
 building = runpy.run_path({building!r})
 for digest, own, kept in {kept!r}:
-    if own == given and building["Source"]("", source, own).digest() == digest:
+    if own == tuple(flags[: len(own)]) and building["Source"]("", source, own).digest() == digest:
         shutil.copyfile(kept, out)
         sys.exit()
 os.execv({compiler!r}, [{compiler!r}, *sys.argv[1:]])
@@ -193,20 +192,16 @@ def compiled() -> set[str]:
 
 
 def keeping_compiler(path: Path) -> Path:
-    """The script `COMPILER` at `path`; what its user has not compiled yet is compiled here."""
+    """Write `COMPILER`; what this user has not compiled yet is compiled here, once for the tests as well."""
     found = building.compiler()
     if found is None:
         sys.exit("needs a C++ compiler, got none")
     portable = [library(name) for name, own in building.SOURCES.items() if "-march=native" not in own.flags]
     for module in portable:
         module.get()
-    return write_compiler(path, found, [(m.digest(), m.flags, str(m.target())) for m in portable])
-
-
-def write_compiler(path: Path, compiler: str, kept: list[tuple[str, tuple[str, ...], str]]) -> Path:
-    """Write `COMPILER` to `path`; `kept` has the digest of a module's sources, its flags, where it lies."""
+    kept = [(module.digest(), module.flags, str(module.target())) for module in portable]
     path.write_text(
-        COMPILER.format(python=sys.executable, building=building.__file__, kept=kept, compiler=compiler)
+        COMPILER.format(python=sys.executable, building=building.__file__, kept=kept, compiler=found)
     )
     path.chmod(0o755)
     return path

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from layerzero._util.requirements import TORCH_MIN
-from layerzero.native.building import Source
-from scripts.check_packaging import write_compiler
 from tests import children
 from tests.waiting import LIMIT_S
 
@@ -146,33 +144,6 @@ def test_the_version_stands_in_one_place() -> None:
 def test_build_needs_no_torch() -> None:
     """An isolated build must not download gigabytes."""
     assert PROJECT["build-system"]["requires"] == ["setuptools>=77"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "text", "wanted"),
-    [
-        (("-O2", "-fPIC"), "int x;", "kept"),
-        (("-O3", "-fPIC"), "int x;", "compiled"),
-        (("-O2",), "int x;", "compiled"),
-        (("-O2", "-fPIC", "-g"), "int x;", "compiled"),
-        (("-O2", "-fPIC"), "int y;", "compiled"),
-    ],
-    ids=["the same", "other flags", "fewer flags", "more flags", "other sources"],
-)
-def test_the_check_copies_only_what_the_same_sources_and_flags_gave(
-    flags: tuple[str, ...], text: str, wanted: str, tmp_path: Path
-) -> None:
-    """Everything else goes to the compiler as it came."""
-    source, out, real, kept = (tmp_path / name for name in ("a.cpp", "a.so", "real", "kept.so"))
-    source.write_text("int x;")
-    kept.write_text("kept")
-    real.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nprintf compiled > "$2"\n')
-    real.chmod(0o755)
-    digest = Source("", source, ()).digest()
-    compiler = write_compiler(tmp_path / "compiler", str(real), [(digest, ("-O2", "-fPIC"), str(kept))])
-    source.write_text(text)
-    subprocess.run([compiler, *flags, "-Isomewhere", source, "-o", out, "-lc"], check=True, timeout=LIMIT_S)
-    assert out.read_text() == wanted
 
 
 def test_import_loads_nothing_foreign(tmp_path: Path) -> None:
