@@ -28,7 +28,6 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from layerzero.native import building
-from layerzero.native.compiling import library
 
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = shutil.ignore_patterns(
@@ -90,23 +89,6 @@ from layerzero.actors import __name__ as name
 from layerzero.spec.errors import LayerZeroError
 
 number: int = LayerZeroError(name)
-"""
-
-
-# What stands in for CXX: a module that this user's cache holds, of the same sources and flags, is copied,
-# everything else compiled.  Only modules for every CPU of a kind are; a wheel that stays is compiled whole.
-COMPILER = """#!{python}
-import os, runpy, shutil, sys
-from pathlib import Path
-
-flags, out = sys.argv[1 : sys.argv.index("-o")], sys.argv[sys.argv.index("-o") + 1]
-source = Path(flags.pop())
-building = runpy.run_path({building!r})
-for digest, own, kept in {kept!r}:
-    if own == tuple(flags[: len(own)]) and building["Source"]("", source, own).digest() == digest:
-        shutil.copyfile(kept, out)
-        sys.exit()
-os.execv({compiler!r}, [{compiler!r}, *sys.argv[1:]])
 """
 
 
@@ -191,26 +173,10 @@ def compiled() -> set[str]:
     return {f"layerzero/native/built/{name}" for name in (*names, building.STAMP)}
 
 
-def keeping_compiler(path: Path) -> Path:
-    """Write `COMPILER`; what this user has not compiled yet is compiled here, once for the tests as well."""
-    found = building.compiler()
-    if found is None:
-        sys.exit("needs a C++ compiler, got none")
-    portable = [library(name) for name, own in building.SOURCES.items() if "-march=native" not in own.flags]
-    for module in portable:
-        module.get()
-    kept = [(module.digest(), module.flags, str(module.target())) for module in portable]
-    path.write_text(
-        COMPILER.format(python=sys.executable, building=building.__file__, kept=kept, compiler=found)
-    )
-    path.chmod(0o755)
-    return path
-
-
-def build(tree: Path, out: Path, compiler: Path | None) -> tuple[Path, Path]:
+def build(tree: Path, out: Path) -> tuple[Path, Path]:
     """Build the sdist, and the wheel from it; check what both hold; return (wheel, sdist)."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(tree)]
-    say(command, tree, LZ_BUILD="native", **({} if compiler is None else {"CXX": str(compiler)}))
+    say(command, tree, LZ_BUILD="native")
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     held = {n for n in zipfile.ZipFile(wheel).namelist() if not n.endswith("/")}
     tops = {name.partition("/")[0] for name in held if ".dist-info/" not in name}
@@ -291,8 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
         torch = linked(work / "torch", below("torch"))
         everything = linked(work / "everything", below(*wanted_by("layerzero-runtime"), "setuptools"))
         begin = time.perf_counter()
-        compiler = keeping_compiler(work / "compiler") if out is None else None
-        wheel, sdist = build(tree, work / "dist", compiler)
+        wheel, sdist = build(tree, work / "dist")
         print(f"built {wheel.name} and {sdist.name} in {time.perf_counter() - begin:.1f} s")
         ways: tuple[Install, ...] = (  # the longest first
             Install("git tree", (f"git+file://{ROOT}",), offline=False),
