@@ -4,7 +4,7 @@ Run `OMP_NUM_THREADS=1 python -m benchmarks.compiled --json benchmarks/results/c
 share their weights and give the same numbers; each ratio is the median over the rounds of torch's time over
 ours, and that over a second model on torch's ops, the control, says how far from 1 no difference is. The
 overhead is that of `torch.ops.layerzero.rms_norm.default` over `lz.sync.rms_norm` on a row that costs next to
-nothing. With `--device cuda` the compiled ones are captured, too.
+nothing. With `--device cuda` the model is in bfloat16, and the compiled ones are captured, too.
 """
 
 from __future__ import annotations
@@ -141,12 +141,13 @@ def compare(device: str, shape: tuple[int, int], plan: Plan = PLAN) -> dict[str,
     """Median microseconds of each way to run the model, and torch's time over ours."""
     arms = {"torch": "", "control": "", "ours": "runtime", "frozen": "freeze"}
     models = {name: Model(choice) for name, choice in arms.items()}
-    theirs, ours = models["torch"].to(device), models["ours"]
+    dtype, bound = (torch.bfloat16, 5e-2) if device == "cuda" else (torch.float32, 1e-3)
+    theirs, ours = models["torch"].to(device, dtype), models["ours"]
     # Where weights lie would be a part of a ratio; other tensors over them would be compared by turns.
     for model in models.values():
         model.load_state_dict(theirs.state_dict(keep_vars=True), assign=True)
     ids = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(1)).to(device)
-    torch.testing.assert_close(ours(ids), theirs(ids), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours(ids), theirs(ids), rtol=bound, atol=bound)
     settle(lambda: ours(ids), device)
     record = {"eager": measured({name: models[name] for name in ("torch", "control", "ours")}, ids, plan)}
     modes: dict[str, dict[str, Any]] = {"compiled": {}}

@@ -38,6 +38,7 @@ TRUTH = "test_flashinfer_truth"
 CODES = ("test_coded_attention", "test_coded_experts", "test_codes")  # each compiles for minutes
 # When a group starts: alone, beside what compiles longest, with all the rest; how long the next ones wait.
 FIRST, EARLY, LATER = 0, 1, 2
+CUT_OFF = "time was up"
 LONGEST_S = {FIRST: 45.0, EARLY: 60.0, LATER: float("inf")}
 
 
@@ -146,6 +147,7 @@ class Running:
     log: Path
     process: subprocess.Popen[bytes]
     started: float = field(default_factory=time.monotonic)
+    cut_off: bool = False
 
     @property
     def ended(self) -> bool:
@@ -167,7 +169,7 @@ class Running:
         except (OSError, ValueError):
             found = {"counts": {}, "tests": []}
         status = self.process.poll()
-        found["exit"] = "still running" if status is None else status
+        found["exit"] = CUT_OFF if self.cut_off or status is None else status
         if status not in (0, 5):  # 5: nothing was selected
             found["log"] = self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
         return found
@@ -207,11 +209,14 @@ def start(group: Group, folder: Path) -> Running:
 
 
 def outcomes(records: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """What the proof says of each kernel: the worst of its dtypes; a test that never ended is a failure."""
+    """What the proof says of each kernel: the worst of its dtypes.
+
+    A test that was under way when its process died is a failure, one when the time was up says nothing.
+    """
     proof, order, found = PROOFS["cuda"], ("failed", "passed", "skipped"), dict[str, str]()
     for record in records:
         ran = [(entry["test"], entry["outcome"]) for entry in record["tests"]]
-        if record.get("running"):
+        if record.get("running") and record["exit"] != CUT_OFF:
             ran.append((record["running"], "failed"))
         for test, outcome in ran:
             parameter = re.search(r"\[([a-z0-9_.]+)\]$", test)
@@ -293,6 +298,7 @@ def main() -> int:
             wait(running, awaited, options.out, min(until, time.monotonic() + LONGEST_S[when]), earlier)
         for one in running:
             if not one.ended:
+                one.cut_off = True
                 one.process.kill()
                 one.process.wait()
         save(options.out, running, earlier)
