@@ -11,7 +11,7 @@ C channels, F inner channels.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -301,9 +301,8 @@ class Llama:
         return logits
 
     def forward_all_positions_batch(self, ids: Tensor, spans: list[TokenRange]) -> Tensor:
-        """`every` for all callers at once: (T, V)."""
-        metadata = replace(self.cache.attention_metadata(spans), logits_indices=slice(None))
-        return run_sync(self.forward(BLOCKING, self._blocking, ids, metadata))
+        """`forward_all_positions` for all callers at once: (T, V), by graphs on CUDA."""
+        return self.runners[1].all_positions(spans, ids)
 
     def step_batch(self, ids: Tensor, spans: list[TokenRange]) -> Tensor:
         """`step` for all callers at once: (B, V)."""

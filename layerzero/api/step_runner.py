@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ TOO_LONG = "step_runner.too_long"
 PREFILL_UNCAPTURED = "step_runner.prefill_not_captured"
 # Widths of block tables by default: in steps of so much, and none narrower than so many pages.
 WIDTH_STEP, NARROWEST = 8, 128
+# Tokens of a sequence that take rows of their own in a graph of decoding: each row reads all keys before it.
+MAX_DRAFTED = 16
 
 
 class StepRunner:
@@ -105,12 +108,7 @@ class StepRunner:
             `forward` raises. CudaGraphUnsafeError: an op of it has no kernel that may be captured.
         """
         ranges = list(ranges)
-        counts = [span.count for span in ranges]
-        if not ranges or input_ids.dim() != 1 or input_ids.shape[0] != sum(counts):
-            raise ValueError(
-                f"input_ids needs shape ({sum(counts)},), a row for each token of {len(ranges)} ranges, "
-                f"got {tuple(input_ids.shape)}"
-            )
+        counts = _need_rows(ranges, input_ids)
         for value in values:
             if not value.dim() or value.shape[0] != len(ranges):
                 raise ValueError(f"values needs {len(ranges)} rows each, got shape {tuple(value.shape)}")
@@ -122,6 +120,22 @@ class StepRunner:
         elif self._has_prefill_bucket(len(counts), sum(counts), values):
             return self._captured_prefill(ranges, input_ids)
         return self._prefill(ranges, input_ids, values)
+
+    def all_positions(self, ranges: Sequence[TokenRange], input_ids: Tensor) -> Tensor:
+        """A row for each token of `ranges`, as the verification of a draft needs them.
+
+        Up to 16 tokens a sequence, or all that fit the largest bucket, replay the graphs of decoding: each
+        token is the row of a sequence that ends with it. Else `forward` runs once and returns its rows for
+        `metadata.logits_indices`, which are all.
+
+        Args: ranges, input_ids: as of a call. Raises: as a call does.
+        """
+        ranges = list(ranges)
+        counts = _need_rows(ranges, input_ids)
+        if self._graphed and (max(counts) <= MAX_DRAFTED or sum(counts) <= self.buckets[-1]):
+            return self([token for span in ranges for token in span.tokens()], input_ids)
+        metadata = replace(self._cache.attention_metadata(ranges), logits_indices=slice(None))
+        return self._forward(metadata, input_ids)
 
     def capture(
         self,
@@ -265,6 +279,17 @@ class StepRunner:
         except CudaGraphUnsafeError as error:
             self._give_up_prefill(error)
             return self._prefill(ranges, input_ids, ())
+
+
+def _need_rows(ranges: list[TokenRange], input_ids: Tensor) -> list[int]:
+    """The tokens of each range, once there is a row for each. Raises: ValueError."""
+    counts = [span.count for span in ranges]
+    if not ranges or input_ids.dim() != 1 or input_ids.shape[0] != sum(counts):
+        raise ValueError(
+            f"input_ids needs shape ({sum(counts)},), a row for each token of {len(ranges)} ranges, "
+            f"got {tuple(input_ids.shape)}"
+        )
+    return counts
 
 
 def _powers_of_two(largest: int) -> list[int]:

@@ -26,6 +26,10 @@ class TokenRange:
         """The sequence's length with these tokens."""
         return self.start + self.count
 
+    def tokens(self) -> list[TokenRange]:
+        """A range of each token."""
+        return [TokenRange(self.sequence, start, 1) for start in range(self.start, self.end)]
+
     def __repr__(self) -> str:
         return f"TokenRange({self.sequence!r}, {self.start}, {self.count})"
 

@@ -89,13 +89,13 @@ async def propose_draft(
     filters: dict[str, Any] = {
         "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p
     }  # fmt: skip
-    tokens, probs = [], []
+    tokens, rows = [], []
     for index in range(num_speculative_tokens):
         logits = need_logits("draft", await decoder.forward(tokens_to_add), 1)[-1:]
         tokens_to_add = await _sample(logits, seed=sampling.seed, offset=sampling.offset + index, **filters)
         tokens.append(tokens_to_add)
-        probs.append(token_probs(logits, **filters))
-    return torch.cat(tokens), torch.cat(probs)
+        rows.append(logits)
+    return torch.cat(tokens), token_probs(torch.cat(rows), **filters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class Generation:
     async def _next_tokens(self) -> list[int]:
         """Draft, verify, and settle both sequences on what is certain now; the tokens that are new."""
         num_drafts = min(self._num_speculative_tokens, self._num_remaining)
-        drafts = self._drafted_ahead or await self._draft_tokens(self._tokens, num_drafts)
+        drafts = self._drafted_ahead or await self._draft_tokens(None, num_drafts)
         self._drafted_ahead = None
         if len(drafts.tokens) > num_drafts:  # near the end fewer are wanted than were drafted ahead
             self.stats.num_discarded += len(drafts.tokens) - num_drafts
@@ -223,8 +223,7 @@ class Generation:
         ahead: list[_Drafts] = []
 
         async def draft_on() -> None:
-            text_ahead = [*self._tokens, *drafts.tokens.tolist()]
-            ahead.append(await self._draft_tokens(text_ahead, self._num_speculative_tokens))
+            ahead.append(await self._draft_tokens(drafts.tokens, self._num_speculative_tokens))
 
         text, num_accepted, tokens = len(self._tokens), 0, list[int]()
         last: Tensor | None = None
@@ -251,10 +250,15 @@ class Generation:
         self._tokens += new
         return new
 
-    async def _draft_tokens(self, text: Sequence[int], num_drafts: int) -> _Drafts:
-        """`num_speculative_tokens` tokens behind `text`, one after the other."""
-        new_tokens = torch.tensor(text[self._draft.length :])
-        sampling = SamplingParams(self._seed, len(text), **self._filter)
+    async def _draft_tokens(self, drafted: Tensor | None, num_drafts: int) -> _Drafts:
+        """`num_drafts` tokens behind the text, and behind the tokens `drafted` (K,) after it."""
+        new_tokens = torch.tensor(self._tokens[self._draft.length :], dtype=torch.int64)
+        offset = len(self._tokens)
+        if drafted is not None:  # they stay on their device: nobody waits for them here
+            unseen = drafted[max(0, self._draft.length - offset) :]
+            new_tokens = torch.cat([new_tokens.to(unseen.device), unseen]) if len(new_tokens) else unseen
+            offset += len(drafted)
+        sampling = SamplingParams(self._seed, offset, **self._filter)
         if isinstance(self._draft, Drafter):
             return _Drafts(*await self._draft.draft(new_tokens, num_drafts, sampling))
         return _Drafts(*await propose_draft(self._draft, new_tokens, num_drafts, sampling))

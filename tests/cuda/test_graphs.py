@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,28 @@ def test_a_step_runner_replays_what_the_plain_step_gives() -> None:
         rows = unsynchronised(runner, ranges, ids) if turn == 3 else runner(ranges, ids)
         torch.testing.assert_close(rows, expected, rtol=2e-2, atol=2e-2)
     assert runner.captures == 1  # four rows and three share a bucket
+
+
+def test_drafts_are_verified_by_graphs_of_decoding() -> None:
+    """Each drafted token is a row that ends with it: the rows of the plain step, and nothing synchronises."""
+    model = Model(128, 64, "cuda", torch.bfloat16)
+    runner = lz.StepRunner(model.forward, model.cache, max_model_len=64, max_num_seqs=8)
+    sequences = opened(model.cache, [3, 9])
+    for turn in range(3):
+        ranges = [sequence.extend(5) for sequence in sequences]
+        ids = torch.arange(10, device="cuda") * 7 % 50
+        metadata = replace(model.cache.attention_metadata(ranges), logits_indices=slice(None))
+        expected = model.forward(metadata, ids)
+        if not turn:
+            runner.all_positions(ranges, ids)  # captures
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = runner.all_positions(ranges, ids)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert runner.captures
 
 
 @pytest.mark.usefixtures("runtime")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,6 +93,23 @@ def test_every_row_is_that_of_the_plain_step(
         sequence.close()
     runner.close()
     assert model.cache.allocator.free == free
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("counts", [(1, 1), (4, 1, 5), (16, 3), (17, 2), (30,)])
+def test_all_positions_are_those_of_the_plain_step(counts: tuple[int, ...], graphs: bool) -> None:
+    """A row for each token, whose keys end with it; few tokens a sequence are rows of the decoding graph."""
+    model = Model(128)
+    runner = lz.StepRunner(model.forward, model.cache, max_model_len=40, max_num_seqs=8, graphs=graphs)
+    sequences = opened(model.cache, [6, 0, 3][: len(counts)])
+    ranges = [sequence.extend(count) for sequence, count in zip(sequences, counts, strict=True)]
+    ids = torch.arange(sum(counts)) * 7 % 50
+    metadata = replace(model.cache.attention_metadata(ranges), logits_indices=slice(None))
+    expected = model.forward(metadata, ids)
+    torch.testing.assert_close(runner.all_positions(ranges, ids), expected)
+    assert bool(runner.captures) == (graphs and max(counts) <= 16)
+    with pytest.raises(ValueError, match="input_ids needs shape"):
+        runner.all_positions(ranges, ids[1:])
 
 
 def test_a_sequence_that_gets_another_page_is_seen() -> None:
