@@ -10,6 +10,7 @@ import bisect
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -218,13 +219,15 @@ class GraphedFunction:
             for buffer, value in zip(static, args, strict=True):
                 shared = min(bucket, value.shape[0])
                 buffer[:shared].copy_(value[:shared])
-            recorder = CudaGraph if device.type == "cuda" else EagerStep
-            recorded = recorder(
-                lambda: self._fn(*static),
-                self._steps.pools.get(device),
-                lambda: self._version(device),
-                waits,
-            )
+            on_cuda = device.type == "cuda"
+            # A thread's device may be another one: a graph has its streams where its tensors are.
+            with torch.cuda.device(device) if on_cuda else nullcontext():
+                recorded = (CudaGraph if on_cuda else EagerStep)(
+                    lambda: self._fn(*static),
+                    self._steps.pools.get(device),
+                    lambda: self._version(device),
+                    waits,
+                )
         expected = self._result_rows or bucket
         for out in recorded.outputs:
             if not out.dim() or out.shape[0] != expected:

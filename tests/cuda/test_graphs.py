@@ -260,7 +260,9 @@ def test_our_triton_kernels_are_captured_as_they_declare() -> None:
         assert lz.is_graph_safe(kernel_id)
 
 
-def unsynchronised(runner: lz.StepRunner, ranges: list[TokenRange], ids: Tensor) -> Tensor:
+def unsynchronised(
+    runner: Callable[[list[TokenRange], Tensor], Tensor], ranges: list[TokenRange], ids: Tensor
+) -> Tensor:
     """A step of the runner, which must not wait for the device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -287,6 +289,8 @@ def test_a_step_runner_replays_what_the_plain_step_gives() -> None:
     assert runner.captures == 1  # four rows and three share a bucket
 
 
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_drafts_are_verified_by_graphs_of_decoding() -> None:
     """Each drafted token is a row that ends with it: the rows of the plain step, and nothing synchronises."""
     model = Model(128, 64, "cuda", torch.bfloat16)
@@ -297,16 +301,25 @@ def test_drafts_are_verified_by_graphs_of_decoding() -> None:
         ids = torch.arange(10, device="cuda") * 7 % 50
         metadata = replace(model.cache.attention_metadata(ranges), logits_indices=slice(None))
         expected = model.forward(metadata, ids)
-        if not turn:
-            runner.all_positions(ranges, ids)  # captures
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            found = runner.all_positions(ranges, ids)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-    assert runner.captures
+        verify = runner.all_positions
+        rows = unsynchronised(verify, ranges, ids) if turn else verify(ranges, ids)
+        torch.testing.assert_close(rows, expected, rtol=2e-2, atol=2e-2)
+    assert runner.captures == 2  # eight rows and two
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_is_captured_on_its_own_device_whatever_the_threads_is() -> None:
+    """A second GPU's graph, captured and replayed by a thread whose device is the first."""
+    model = Model(128, 64, "cuda:1", torch.bfloat16)
+    runner = lz.StepRunner(model.forward, model.cache, max_model_len=64, max_num_seqs=4)
+    (sequence,) = opened(model.cache, [5])
+    for turn in range(3):
+        ranges, ids = [sequence.extend(1)], torch.tensor([turn], device="cuda:1")
+        with torch.cuda.device("cuda:1"):
+            expected = model.plain(ranges, ids)
+        assert torch.cuda.current_device() == 0
+        torch.testing.assert_close(runner(ranges, ids), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.usefixtures("runtime")
