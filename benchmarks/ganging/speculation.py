@@ -27,6 +27,7 @@ SCALES = (0.0, 0.03, 0.02, 0.01, 0.06, 0.15)  # the first three are rates of abo
 PLACES = 4
 TEMPERATURE = 0.3
 PAGES = 512
+DRAFTED = (1, 2, 4, 8)  # rows of a step that verifies, or that drafts on
 
 
 class Damped:
@@ -122,7 +123,11 @@ async def speculate(me: Rank) -> None:
                     each.scale(shares[-1])
                 return [None] * len(shares)
 
-            damping = member.batched(damp, name="damp")
+            def capture(calls: list[int]) -> list[None]:
+                share.model.runners[1].capture(buckets=DRAFTED)
+                return [None] * len(calls)
+
+            damping, capturing = member.batched(damp, name="damp"), member.batched(capture, name="capture")
             if member.rank:
                 await member.follow()
                 return
@@ -131,6 +136,9 @@ async def speculate(me: Rank) -> None:
             alone, numbers = Damped(target), itertools.count()
             several = me.device.type == "cuda" and torch.cuda.device_count() > 1
             away = first_layer(me, torch.device("cuda", 1)) if several else None
+            for model in filter(None, (draft, target, away)):
+                model.runners[1].capture(buckets=DRAFTED)
+            await capturing(0, 0)
             me.row(what="speculation setting", layers=me.config.num_hidden_layers, draft_layers=1,
             places=PLACES,
                    temperature=TEMPERATURE, prompt=len(prompt_of(me, 0)), tokens=sampling(me, 0).max_tokens,
@@ -143,7 +151,12 @@ async def speculate(me: Rank) -> None:
                 alone.scale(scale)
                 with me.trying(**where):
                     await damping(next(numbers), scale)
-                    me.row(**where, **await _ways(me, n, draft, away, target, shard, share))
+                    ways = await _ways(me, n, draft, away, target, shard, share)
+                    devices = {model.cache.device for model in (draft, target, away) if model}
+                    uncaptured = [
+                        runtime.device(device).counters.total("graph_uncaptured_calls") for device in devices
+                    ]
+                    me.row(**where, **ways, steps_without_a_graph=sum(uncaptured))
 
 
 async def _ways(
