@@ -31,7 +31,6 @@ from scripts.result_tables_gpu import (
     over_one,
     plugged,
     served_fleet,
-    staged,
     styles,
     targets_on_gpu,
 )
@@ -393,7 +392,8 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "timeline.json": {"watched": watched, "place": place},
     "since_hot_path.json": {"since": since, "place": place},
     "since_demo.json": {"since": since, "place": place},
-    "gang_h200.json": {"staged": staged, "guessed": guessed, "place": place},
+    "gang_h200.json": {"decoded": decoded, "diverged": diverged, "place": place},
+    "speculation_h200.json": {"guessed": guessed, "place": place},
     "gang_four_h200.json": {
         "decoded": decoded,
         "over_one": over_one,
@@ -414,6 +414,7 @@ FILES: dict[str, dict[str, Callable[[dict[str, Any]], Table]]] = {
     "compiled_cpu.json": {"models": compiled_models, "place": place},
     "compiled_h200.json": {"models": compiled_models, "place": place},
     "served_h200.json": {"served": served_fleet, "place": place},
+    "served_two_h200.json": {"served": served_fleet, "place": place},
     "vllm_plugin_h200.json": {"steps": plugged, "place": place},
     "planner_h200.json": {"planned": planned, "place": place},
     "quantized_h200.json": {"pages": coded_pages, "steps": coded_steps, "place": place},

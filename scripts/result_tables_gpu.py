@@ -267,18 +267,6 @@ def decoded(record: dict[str, Any]) -> Table:
     return {"columns": columns, "rows": rows}
 
 
-def staged(record: dict[str, Any]) -> Table:
-    """Return tokens per second of pipeline stages beside one device."""
-    rows = [
-        [ranks, row["requests"], row["context"], *row["tokens_per_s"].values(), row["over_one_device"]]
-        for ranks, row in _said(record, "stages", "stages")
-    ]
-    return {
-        "columns": ["GPUs", "requests", "context", "stages", "one device", "over one device"],
-        "rows": rows,
-    }
-
-
 def guessed(record: dict[str, Any]) -> Table:
     """Return the speed of speculation over plain decoding, with both models on one GPU and apart."""
     ways = ("speculated", "draft on another GPU", "speculated over the gang")

@@ -15,12 +15,10 @@ from benchmarks.provenance import ROOT, provenance
 # Made before records named their commit and script; each waits for a run on its machine.
 OLDER = frozenset(
     {
-        "gang_h200.json",
         "lane.json",
         "ran_cuda_flash_attn_2.json",
         "regret_h200.json",
         "regret_h200_second.json",
-        "rows_h200.json",
     }
 )
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
