@@ -2,8 +2,9 @@
 
     python -m benchmarks.rows_cuda --out benchmarks/results/rows_h200.json
 
-Device time by CUDA events over `--calls` calls back to back, kernels interleaved round by round, medians of
-the rounds; `forward` alone, and `backward` with it where the kernel has one. The L2 cache stays warm.
+Time between CUDA events over `--calls` calls back to back, kernels interleaved round by round, medians of the
+rounds; `forward` alone, and `backward` with it where the kernel has one. What computes faster than the host
+launches it has the time of its launch: rows of a few tokens mostly. The L2 cache stays warm.
 """
 
 from __future__ import annotations
