@@ -83,11 +83,11 @@ ON_TWO = (
     (400.0, (Run("decode", 2),)),
     (80.0, (Run("alone", 1),)),
     (200.0, (Run("grid", 2),)),
-    (75.0, (Run("speculate", 2),)),
+    (120.0, (Run("speculate", 2),)),
     (32.0, (Run("reordered", 2), Run("other_choice", 2), Run("agree", 2))),
     (50.0, (Run("stages", 2),)),
 )
-ALONE_S = {"stages": 50.0, "decode": 400.0, "agree": 35.0, "speculate": 80.0, "alone": 60.0, "grid": 200.0}
+ALONE_S = {"stages": 50.0, "decode": 400.0, "agree": 35.0, "speculate": 120.0, "alone": 60.0, "grid": 200.0}
 
 
 def port() -> int:

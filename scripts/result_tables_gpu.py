@@ -269,12 +269,16 @@ def decoded(record: dict[str, Any]) -> Table:
 
 def guessed(record: dict[str, Any]) -> Table:
     """Return the speed of speculation over plain decoding, with both models on one GPU and apart."""
-    ways = ("speculated", "draft on another GPU", "speculated over the gang")
+    over_ranks = {
+        row["scale"]: row["over_plain"]["over ranks"]
+        for _, row in _said(record, "speculate", "speculation over ranks")
+    }
     rows = [
         [
             row["acceptance"]["speculated"],
             row["tokens_per_s"]["plain"],
-            *(row["over_plain"].get(way) for way in ways),  # no second GPU, no draft on it
+            *(row["over_plain"].get(way) for way in ("speculated", "draft on another GPU")),
+            over_ranks.get(row["scale"], row["over_plain"].get("speculated over the gang")),
         ]
         for _, row in _said(record, "speculate", "speculation")
     ]

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +109,7 @@ async def shared(me: Rank, draft: Llama, share: TargetShard, n: int, stats: list
 
 
 async def speculate(me: Rank) -> None:
-    """Plain and speculative decoding on one device, with the draft on another, and over the gang."""
+    """Plain and speculative decoding over the ranks; then on one device, and with the draft on another."""
     async with lz.start(me.settings) as runtime:
         # Before joining: what is loaded then may be chosen by the gang.
         warmed(me, runtime, me.ranks, (1, PLACES + 1, 64))
@@ -132,77 +134,61 @@ async def speculate(me: Rank) -> None:
                 await member.follow()
                 return
             draft = first_layer(me, me.device)
-            target = Llama(me.config, me.weights(), kv_pool(me.config, me.device, me.like.dtype, PAGES, 16))
-            alone, numbers = Damped(target), itertools.count()
-            several = me.device.type == "cuda" and torch.cuda.device_count() > 1
-            away = first_layer(me, torch.device("cuda", 1)) if several else None
-            for model in filter(None, (draft, target, away)):
-                model.runners[1].capture(buckets=DRAFTED)
+            draft.runners[1].capture(buckets=DRAFTED)
             await capturing(0, 0)
-            me.row(what="speculation setting", layers=me.config.num_hidden_layers, draft_layers=1,
-            places=PLACES,
-                   temperature=TEMPERATURE, prompt=len(prompt_of(me, 0)), tokens=sampling(me, 0).max_tokens,
-                   draft_elsewhere=several, ranks=member.ranks, awaited_path=await compiled())  # fmt: skip
+            me.row(
+                what="speculation setting", layers=me.config.num_hidden_layers, draft_layers=1,
+                places=PLACES, temperature=TEMPERATURE, prompt=len(prompt_of(me, 0)),
+                tokens=sampling(me, 0).max_tokens, ranks=member.ranks, awaited_path=await compiled(),
+            )  # fmt: skip
+            numbers = itertools.count()
             for n, scale in itertools.product(crowds(me), SCALES):
-                where = {"what": "speculation", "requests": n, "scale": scale}
-                if me.left_s < 6:
-                    me.row(**where, error="no time left")
-                    continue
-                alone.scale(scale)
-                with me.trying(**where):
-                    await damping(next(numbers), scale)
-                    ways = await _ways(me, n, draft, away, target, shard, share)
-                    devices = {model.cache.device for model in (draft, target, away) if model}
-                    uncaptured = [
-                        runtime.device(device).counters.total("graph_uncaptured_calls") for device in devices
-                    ]
-                    me.row(**where, **ways, steps_without_a_graph=sum(uncaptured))
+                guesses = {"over ranks": partial(shared, me, draft, share, n)}
+                await damping(next(numbers), scale)
+                await _row(me, runtime, "speculation over ranks", n, scale, shard, guesses)
+        # The other ranks have ended: a draft on another GPU has it alone.
+        target = Llama(me.config, me.weights(), kv_pool(me.config, me.device, me.like.dtype, PAGES, 16))
+        drafts = {"speculated": draft}
+        if me.device.type == "cuda" and torch.cuda.device_count() > 1:
+            drafts["draft on another GPU"] = first_layer(me, torch.device("cuda", 1))
+        for model in (target, *drafts.values()):
+            model.runners[1].capture(buckets=DRAFTED)
+        alone = Damped(target)
+        for n, scale in itertools.product(crowds(me), SCALES):
+            alone.scale(scale)
+            guesses = {name: partial(guessed, me, small, target, n) for name, small in drafts.items()}
+            await _row(me, runtime, "speculation", n, scale, target, guesses)
 
 
-async def _ways(
+async def _row(
     me: Rank,
+    runtime: lz.Runtime,
+    what: str,
     n: int,
-    draft: Llama,
-    away: Llama | None,
-    target: Llama,
-    shard: TensorParallelLlama,
-    share: TargetShard,
-) -> dict[str, Any]:
+    scale: float,
+    model: Any,
+    guesses: dict[str, Callable[[list[Any]], Coroutine[Any, Any, None]]],
+) -> None:
     """Every way to decode at one scale: tokens a second, over plain decoding, and how many drafts stay."""
-    stats: dict[str, list[Any]] = {
-        "speculated": [],
-        "draft on another GPU": [],
-        "speculated over the gang": [],
-    }
-    arms: dict[str, Any] = {
-        "plain": lambda: _timed(plain(me, target, n)),
-        "speculated": lambda: _timed(guessed(me, draft, target, n, stats["speculated"])),
-        "plain over the gang": lambda: _timed(plain(me, shard, n)),
-        "speculated over the gang": lambda: _timed(
-            shared(me, draft, share, n, stats["speculated over the gang"])
-        ),
-    }
-    if away is not None:
-        arms["draft on another GPU"] = lambda: _timed(
-            guessed(me, away, target, n, stats["draft on another GPU"])
+    where = {"what": what, "requests": n, "scale": scale}
+    if me.left_s < 6:
+        me.row(**where, error="no time left")
+        return
+    stats: dict[str, list[Any]] = {name: [] for name in guesses}
+    arms: dict[str, Any] = {name: partial(guess, stats[name]) for name, guess in guesses.items()}
+    arms["plain"] = partial(plain, me, model, n)
+    with me.trying(**where):
+        found = await interleaved({name: lambda arm=arm: _timed(arm()) for name, arm in arms.items()}, 2)
+        tokens = n * sampling(me, 0).max_tokens
+        speed = {name: tokens / statistics.median(took) for name, took in found.items()}
+        counted = {name: found[n:] for name, found in stats.items()}  # the first round warms up
+        me.row(
+            **where,
+            tokens_per_s=speed,
+            acceptance={
+                name: sum(s.num_accepted for s in each) / max(1, sum(s.num_draft_tokens for s in each))
+                for name, each in counted.items()
+            },
+            over_plain={name: speed[name] / speed["plain"] for name in guesses},
+            steps_without_a_graph=runtime.device(me.device).counters.total("graph_uncaptured_calls"),
         )
-    found = await interleaved(arms, 2)
-    tokens = n * sampling(me, 0).max_tokens
-    speed = {name: tokens / statistics.median(took) for name, took in found.items()}
-    kept = {name: all_[n:] or all_ for name, all_ in stats.items() if all_}
-    return {
-        "tokens_per_s": speed,
-        "acceptance": {
-            name: sum(s.num_accepted for s in each) / max(1, sum(s.num_draft_tokens for s in each))
-            for name, each in kept.items()
-        },
-        "over_plain": {
-            "speculated": speed["speculated"] / speed["plain"],
-            "speculated over the gang": speed["speculated over the gang"] / speed["plain over the gang"],
-            **(
-                {"draft on another GPU": speed["draft on another GPU"] / speed["plain"]}
-                if away is not None
-                else {}
-            ),
-        },
-    }
