@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -55,6 +55,21 @@ class Fork(subprocess.Popen[Any]):
             self._close_pipe_fds(*(meant[name] for name in names))  # type: ignore[attr-defined]
 
 
+def run(args: Sequence[str], *, timeout: float | None = None, check: bool = False, **named: Any) -> Any:
+    """As `subprocess.run` with `capture_output` and `text`: the program's end and what it printed."""
+    pipe = subprocess.PIPE
+    with Fork(args, stdout=pipe, stderr=pipe, text=True, **named) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(args, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
 @contextmanager
 def _orphans_taken() -> Iterator[None]:
     control = ctypes.CDLL(None).prctl
@@ -78,7 +93,7 @@ class Forking(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
 
-    def Popen(self, args: Any, **named: Any) -> subprocess.Popen[Any]:  # noqa: N802  its name there
+    def Popen(self, args: Any, **named: Any) -> subprocess.Popen[Any]:
         """As `subprocess.Popen`."""
         of_this = args[0] == sys.executable and not self.fresh
         return (Fork if of_this else subprocess.Popen)(args, **named)
