@@ -126,8 +126,11 @@ def _parked(descriptor: int) -> int:
 
 def _run(arguments: list[str]) -> None:
     """Do what the interpreter does with its arguments."""
-    arguments = arguments[arguments[0] == "-P" :]
+    safe = arguments[0] == "-P"
+    arguments = arguments[safe:]
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if arguments[0] in ("-c", "-m") and not safe:
+        sys.path.insert(0, os.getcwd())
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         main = sys.modules["__main__"] = ModuleType("__main__")
