@@ -114,7 +114,8 @@ def _become(order: dict[str, Any], received: list[int], connection: socket.socke
         os.setsid()
     with connection:
         connection.send(str(os.getpid()).encode())
-    return order["arguments"]
+    arguments: list[str] = order["arguments"]
+    return arguments
 
 
 def _parked(descriptor: int) -> int:
