@@ -38,6 +38,9 @@ class Fork(subprocess.Popen[Any]):
     """A child of this process like any other; it runs a program of Python's."""
 
     def _execute_child(self, *args: Any, **named: Any) -> None:
+        if sys.platform != "linux":  # only there a process can take another one's child
+            super()._execute_child(*args, **named)  # type: ignore[misc]
+            return
         meant = _MEANT.bind(self, *args, **named).arguments
         pipes = [meant[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         streams = {number: pipe if pipe >= 0 else number for number, pipe in enumerate(pipes)}
