@@ -164,7 +164,7 @@ def test_no_more_children_than_the_bound(
 def test_memory_bounds_the_compilers_of_a_child(
     folder: Path, compiling: Callable[..., ApartCompiler], forks: Forking
 ) -> None:
-    """A child's build tool starts as many as fit beside the other children's. Here it is a new interpreter."""
+    """A child's build tool starts as many as fit beside the other children's; here, a new interpreter."""
     forks.fresh = True
     (folder / "go").touch()
     apart_ = compiling(limit=1, free=lambda: CHILD_BYTES + 1)
