@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import popen
 
 pytest.importorskip("uvicorn")  # the serve extra
 pytest.importorskip("tokenizers")
@@ -118,6 +119,6 @@ def run(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """The status and the record of a rehearsal."""
     script, out = ROOT / "benchmarks" / "engines_http.py", folder / "record.json"
     command = [sys.executable, str(script), "--rehearse", "--out", str(out), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = popen.run(command, timeout=200)
     assert out.exists(), done.stderr[-2000:]
     return done.returncode, json.loads(out.read_text())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from tests import popen
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,11 +38,8 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a quick run of two sections wrote."""
     out = tmp_path_factory.mktemp("lane") / "lane.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "lane.py"), "--quick", "--out", str(out)]
-    done = subprocess.run(
+    done = popen.run(
         [*command, "--sections", "generation,queues"],
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]

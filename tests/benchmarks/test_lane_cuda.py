@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from layerzero.kvcache import KVCacheSpec, PagedCache
 from layerzero.kvcache.static_metadata import StaticMetadata
+from tests import popen
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ pytest.importorskip("safetensors", reason="the model of the examples needs safet
 def rehearsed(out: Path, *more: str) -> dict[str, Any]:
     """The record of a rehearsal."""
     command = [sys.executable, str(SCRIPT), "--rehearse", "--out", str(out), *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    done = popen.run(command, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr[-2000:]
     read: dict[str, Any] = json.loads((out / "lane_h200.json").read_text())
     return read

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import popen
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -46,8 +47,6 @@ def test_tiles_of_triton_hold_a_group() -> None:
 def test_it_runs_in_small() -> None:
     """Each kernel of this machine beside bfloat16, with its error."""
     script = ROOT / "benchmarks" / "quantized_tiles.py"
-    run = subprocess.run(
-        [sys.executable, str(script), "--rehearse"], capture_output=True, text=True, check=True
-    )
+    run = popen.run([sys.executable, str(script), "--rehearse"], check=True)
     assert "2 bfloat16 {'us':" in run.stdout and "torch.quantized_linear.widened {'error':" in run.stdout
     assert "failed" not in run.stdout

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import popen
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,9 +26,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for seconds in (2.5, 20):
         command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", str(seconds)]
-        done = subprocess.run(
-            [*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=LIMIT_S
-        )
+        done = popen.run([*command, "--out", str(out)], timeout=LIMIT_S)
         assert out.exists(), done.stderr[-2000:]
         found = json.loads(out.read_text())["soak"]
         if all(found["ended"].get(name) for name in ENDS):

@@ -9,7 +9,6 @@ import re
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from layerzero.cli.top import DeviceCounts, rows_of
-from tests import children
+from tests import children, popen
 from tests.cli.command import Lz
 
 pytest.importorskip("prometheus_client", reason="it is not installed: pip install 'layerzero-runtime[serve]'")
@@ -98,7 +97,7 @@ def test_a_terminal_shows_it_live(served: str) -> None:
     master, slave = pty.openpty()
     variables = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
     command = [sys.executable, "-c", TOP, "top", served, "--interval", "0.2"]
-    process = subprocess.Popen(
+    process = popen.Fork(
         command, stdin=slave, stdout=slave, stderr=slave, env=variables, start_new_session=True
     )
     os.close(slave)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import popen
 from tests.cli.command import Lz
 from tests.observe.trace_check import read_trace, slices
 
@@ -29,7 +29,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "program.py").write_text(PROGRAM)
     path = folder / "trace.json"
     words = ["-m", "layerzero", "trace", "run", "-o", str(path), str(folder / "program.py"), "--callers", "4"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240)
+    done = popen.run([sys.executable, *words], timeout=240)
     assert done.returncode == 5, done.stderr
     assert f"trace: {path}" in done.stderr
     return path

@@ -8,11 +8,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.hosting.namespaces import Network, shape, why_not
+from tests.distributed import worker
+from tests.forks import ForkServer
 
 # Ray reads its mode when it is imported, so before any test module can import it.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -28,7 +31,9 @@ os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(START_S))
 os.environ.setdefault("RAY_gcs_server_request_timeout_seconds", str(START_S))
 
 # What no test asks: the log's way to the driver, the autoscaler, the agent's page with its well-known port.
+# And workers that find torch imported: its import is most of a new life's time.
 BARE = {
+    "worker_path": worker.__file__,
     "include_dashboard": False,
     "include_log_monitor": False,
     "no_monitor": True,
@@ -43,13 +48,12 @@ def ray() -> Iterator[Any]:
     library = pytest.importorskip("ray", reason="ray is not installed: pip install 'layerzero-runtime[ray]'")
     # A path of a socket has at most 107 bytes, of which Ray takes 70: too many for a folder of pytest's.
     folder = tempfile.mkdtemp(prefix="lz")
-    before = os.environ.get("RAY_TMPDIR")
-    os.environ["RAY_TMPDIR"] = folder
-    yield library
-    if before is None:
-        del os.environ["RAY_TMPDIR"]
-    else:
-        os.environ["RAY_TMPDIR"] = before
+    forks = ForkServer(Path(folder) / "forks", worker.MODULES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv(worker.SOCKET, str(forks.path))
+        yield library
+    forks.close()
     shutil.rmtree(folder, ignore_errors=True)
 
 

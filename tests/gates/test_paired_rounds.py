@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from layerzero.gates import pace_worker
+from layerzero.gates import pace_worker, paired_rounds
 from layerzero.gates.paired_rounds import (
     PacedCall,
     PaceProcess,
@@ -23,6 +23,7 @@ from layerzero.gates.paired_rounds import (
 )
 from layerzero.gates.stages import confirm
 from layerzero.spec.errors import ConfigurationError, FileRefusedError
+from tests.popen import Forking
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL = PacedCall("rms_norm x=4x64:float32 weight=64:float32")
@@ -33,17 +34,25 @@ def __getattr__(name):
 
     function = _blocking(_table.get(name))
     def slow(**arguments):
-        time.sleep(0.002)  # longer than another process holds the core of the tree beside it
+        time.sleep(0.0007)  # a block takes longer than another process holds the core of the tree beside it
         return function(**arguments)
     globals()[name] = slow
     return slow
 """
 
 
+@pytest.fixture(autouse=True)
+def forks(monkeypatch: pytest.MonkeyPatch) -> Forking:
+    """What is timed finds torch imported."""
+    forking = Forking()
+    monkeypatch.setattr(paired_rounds, "subprocess", forking)
+    return forking
+
+
 def test_a_tree_that_is_far_slower_is_found(tmp_path: Path) -> None:
     """Each process measures the tree that it is given: a copy that waits in every call is slower."""
     tree = tmp_path / "slow"
-    shutil.copytree(ROOT / "layerzero", tree / "layerzero", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "layerzero", tree / "layerzero")
     with (tree / "layerzero" / "sync.py").open("a") as file:
         file.write(SLOW)
     found = compare_paces(CALL, ROOT, tree, slower=0.05)
@@ -232,8 +241,9 @@ def test_a_call_that_does_not_run_is_named() -> None:
     assert words in str(caught.value) and "TypeError" in str(caught.value)
 
 
-def test_a_process_that_says_much_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it prints beside its answers, more than a pipe holds, stops nothing."""
+def test_a_process_that_says_much_is_waited_for(monkeypatch: pytest.MonkeyPatch, forks: Forking) -> None:
+    """What it prints beside its answers, more than a pipe holds, stops nothing: a new interpreter says it."""
+    forks.fresh = True
     monkeypatch.setenv("PYTHONVERBOSE", "1")
     with PaceProcess(PacedCall(CALL.call)) as process:
         process.start()

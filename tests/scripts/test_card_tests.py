@@ -15,6 +15,7 @@ from layerzero.backends import load_builtin
 from scripts import card_tests
 from scripts.card_tests import Group, groups, outcomes
 from scripts.support_matrix import PROOFS
+from tests import popen
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER = {"commit": "0123", "clean": True, "machine": "another"}
@@ -87,7 +88,7 @@ def test_a_process_that_dies_says_where(tmp_path: Path) -> None:
     options = ["-q", "-p", "no:cacheprovider", "--noconftest", f"--rootdir={tmp_path}"]
     options += ["-c", str(tmp_path / "pytest.ini"), str(tmp_path / "test_it.py")]
     command = [sys.executable, "-m", "scripts.record_tests", str(target), *options]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True)
+    done = popen.run(command, cwd=ROOT)
     record = json.loads(target.read_text())
     assert done.returncode == 7
     assert record["running"] == "test_it.py::test_dies"
@@ -102,7 +103,7 @@ def test_errors_are_measured_where_the_contract_ran(tmp_path: Path) -> None:
     options = ["-q", "-p", "no:cacheprovider", "-k", chosen, card_tests.OF_A_KERNEL[0]]
     command = [sys.executable, "-m", "scripts.card_group", str(target), str(accuracy), *options]
     own = {**os.environ, "LAYERZERO_TEST_DEVICE": "cpu", "LAYERZERO_TEST_DTYPES": "bfloat16,float32"}
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, env=own)
+    done = popen.run(command, cwd=ROOT, env=own)
     assert done.returncode == 0, done.stdout[-2000:]
     assert "failed" not in json.loads(target.read_text())["counts"]
     rows = json.loads(accuracy.read_text())["kernels"]

@@ -26,6 +26,7 @@ from layerzero.spec.hardware import host_free_bytes
 from layerzero.warmup import apart, watching
 from layerzero.warmup.apart import CHILD_BYTES, COMPILER_BYTES, ApartCompiler
 from tests.kernels import kernel
+from tests.popen import Forking
 
 REQUEST = CallSpec(op="rms_norm", dtype="float32", dims={"N": 4, "C": 32})
 _PATIENCE_S = 200.0
@@ -65,6 +66,14 @@ KERNELS = [slow("slow_a"), slow("slow_b", 0.02), slow("slow_c", 0.03), slow("bro
 def kernels():
     return KERNELS
 """
+
+
+@pytest.fixture(autouse=True)
+def forks(monkeypatch: pytest.MonkeyPatch) -> Forking:
+    """Children find torch imported."""
+    forking = Forking()
+    monkeypatch.setattr(apart, "subprocess", forking)
+    return forking
 
 
 @pytest.fixture
@@ -153,9 +162,10 @@ def test_no_more_children_than_the_bound(
 
 
 def test_memory_bounds_the_compilers_of_a_child(
-    folder: Path, compiling: Callable[..., ApartCompiler]
+    folder: Path, compiling: Callable[..., ApartCompiler], forks: Forking
 ) -> None:
-    """A child's build tool starts as many as fit beside the other children's."""
+    """A child's build tool starts as many as fit beside the other children's; here, a new interpreter."""
+    forks.fresh = True
     (folder / "go").touch()
     apart_ = compiling(limit=1, free=lambda: CHILD_BYTES + 1)
     assert apart_.start(slow("slow_a"), REQUEST, ("slow",)).result(100)

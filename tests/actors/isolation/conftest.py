@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from layerzero.actors.isolation import isolated_worker
+from layerzero.actors.isolation import isolated_worker, worker_process
 from layerzero.actors.isolation.worker_process import pause_s
 from tests.actors.isolation import plugged
+from tests.popen import Forking
+
+
+@pytest.fixture(scope="package", autouse=True)
+def forks() -> Iterator[Forking]:
+    """Workers of this interpreter find torch imported: its import is most of their start."""
+    forking = Forking()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_process, "subprocess", forking)
+        yield forking
+
+
+@pytest.fixture
+def fresh(forks: Forking) -> Iterator[None]:
+    """Workers are new interpreters, as they are everywhere else."""
+    forks.fresh = True
+    yield
+    forks.fresh = False
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,7 @@ from layerzero.selection.cost.roofline import ROOFLINE
 from layerzero.selection.record import Selection
 from layerzero.spec.reasons import Reason
 from tests.actors.isolation import plugged
+from tests.popen import Fork
 
 X = torch.randn(6, 32)
 PATIENCE_S = 60.0
@@ -360,7 +361,7 @@ started = int(layerzero.sync.rms_norm(torch.full((2, 4), {plugged.START}))[0, 0]
 print(runtime.isolation.workers()["wild", "process"].pid, started, flush=True)
 layerzero.sync.rms_norm(torch.full((2, 4), {plugged.HANG}))
 """
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    parent = Fork([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     left = parent.stdout.readline().split()
     assert len(left) == 2 and all(Path(f"/proc/{pid}").exists() for pid in left)

@@ -14,6 +14,7 @@ import torch
 import layerzero as lz
 from layerzero.actors.isolation.isolated_worker import IsolatedWorker
 from layerzero.actors.isolation.worker_errors import WorkerError
+from layerzero.actors.isolation.worker_process import WorkerProcess
 from layerzero.spec.reasons import Reason
 from tests.actors.isolation import plugged
 from tests.actors.isolation.test_isolation import X, right, until, worker_of
@@ -100,8 +101,23 @@ SECRETS = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "APIKEY", "DB_
 PLAIN = ("TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "KEYBOARD")
 
 
+def variables_of(pid: int | None) -> set[bytes]:
+    """What a process was started with."""
+    return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+
+
+def variables_at_start(worker: IsolatedWorker) -> set[bytes]:
+    """What a worker's process is started with; it need not get further."""
+    life = WorkerProcess(worker.python, worker._path)
+    try:
+        return variables_of(life.process.pid)
+    finally:
+        life.end()
+        life.drain()
+
+
 def test_another_interpreter_gets_neither_secrets_nor_the_places_of_this_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
 ) -> None:
     """It starts where this one's home would end it; a process of this interpreter has what this one has."""
     python = plugged.environment(tmp_path / "env", plugged.installed(1))
@@ -111,15 +127,14 @@ def test_another_interpreter_gets_neither_secrets_nor_the_places_of_this_one(
     here = IsolatedWorker("wild", None, 5.0, lambda *what: None, lambda *what: None)
     there = IsolatedWorker("wild", python, 5.0, lambda *what: None, lambda *what: None)
     try:
-        here.start()
+        of_here = variables_at_start(here)
         monkeypatch.setenv("PYTHONHOME", "/nowhere")
         there.start()
         names = [
-            {entry.partition(b"=")[0].decode() for entry in path.read_bytes().split(b"\0")}
-            for path in (Path(f"/proc/{worker.pid}/environ") for worker in (here, there))
+            {entry.partition(b"=")[0].decode() for entry in variables}
+            for variables in (of_here, variables_of(there.pid))
         ]
     finally:
-        here.close()
         there.close()
     assert names[0] > {*SECRETS, *PLAIN, "PYTHONUSERBASE", "PYTHONPATH"}
     assert names[1] > set(PLAIN) and not names[1] & {*SECRETS, "PYTHONUSERBASE", "PYTHONPATH", "PYTHONHOME"}
@@ -138,13 +153,11 @@ def test_where_memory_runs_out_the_worker_ends_before_its_caller() -> None:
 
 @pytest.mark.parametrize("chosen", [None, "ACTIVE"])
 def test_threads_of_a_worker_sleep_while_they_wait(
-    monkeypatch: pytest.MonkeyPatch, chosen: str | None
+    monkeypatch: pytest.MonkeyPatch, fresh: None, chosen: str | None
 ) -> None:
     """OpenMP's would spin on the cores of the caller, which waits for them; what the user says stays said."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if chosen:
         monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
-    with lz.start(lz.Settings(isolate={"torch": "process"}, warm="off"), scoped=True) as runtime:
-        lz.sync.rms_norm(X, backend="torch.rms_norm.native")
-        seen = Path(f"/proc/{worker_of(runtime, 'torch').pid}/environ").read_bytes().split(b"\0")
+    seen = variables_at_start(IsolatedWorker("torch", None, 5.0, lambda *what: None, lambda *what: None))
     assert f"OMP_WAIT_POLICY={chosen or 'PASSIVE'}".encode() in seen
