@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any, ClassVar
 
 import pytest
@@ -32,10 +32,10 @@ async def drawn(engine: Engine, prompt: list[int], sampling: Sampling, count: in
 @pytest.mark.parametrize("per", ["op", "layer", "step"])
 def test_every_granularity_obeys_the_rules(per: llama.Per) -> None:
     """One await an op, a layer or a step: the greedy tokens of the formula, and their probabilities."""
-    by_hand = ByHand()
-    prompt = by_hand.ids("And Jesus said unto them,")
-    expected = by_hand.greedy(prompt, 12, penalised(presence=1.0, frequency=0.5))
-    truth = by_hand.logprobs([*prompt, *expected], len(prompt))
+    with closing(ByHand()) as by_hand:
+        prompt = by_hand.ids("And Jesus said unto them,")
+        expected = by_hand.greedy(prompt, 12, penalised(presence=1.0, frequency=0.5))
+        truth = by_hand.logprobs([*prompt, *expected], len(prompt))
     sampling = Sampling(temperature=0, presence_penalty=1.0, frequency_penalty=0.5, top_logprobs=2)
     engine = Engine(llama.load(pages=64, per=per), frozenset())
 
