@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -60,6 +61,10 @@ class Script:
         """Send a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it."""

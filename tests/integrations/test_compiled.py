@@ -29,7 +29,10 @@ SHORT = {"bert": {"num_hidden_layers": 1}, "t5": {"num_layers": 1}}
 # Of each part, the operator that a graph of a model of one layer with a gradient and labels holds, and how
 # often.
 OPERATORS = {
-    "attention": ("attention", 1), "norm": ("rms_norm", 3), "rope": ("rope", 1), "loss": ("cross_entropy", 1),
+    "attention": ("attention", 1),
+    "norm": ("rms_norm", 3),
+    "rope": ("rope", 1),
+    "loss": ("cross_entropy", 1),
 }
 
 
