@@ -22,7 +22,7 @@ async def test_a_pool_too_small_for_all_changes_no_text() -> None:
     """Requests that together need four times the pool: streams never break, and every text is that of a
     large pool."""
     requests = [
-        asked(seed=seed, max_tokens=60 + seed % 5, prompt=PROMPT[: 6 + seed], stream=True)
+        asked(seed=seed, max_tokens=15 + seed % 5, prompt=PROMPT[: 6 + seed], stream=True)
         for seed in range(12)
     ]
 
@@ -41,10 +41,10 @@ async def test_a_pool_too_small_for_all_changes_no_text() -> None:
 
             return list(await asyncio.gather(*(one(request) for request in requests)))
 
-    with serving(server_app.Options(pages=400, strict=True)) as large:
+    with serving(server_app.Options(pages=400, page_size=4, strict=True)) as large:
         expected = await texts(large)
         assert large.metrics()["preemptions_total", ()] == 0
-    with serving(server_app.Options(pages=16, strict=True)) as small:
+    with serving(server_app.Options(pages=16, page_size=4, strict=True)) as small:
         assert await texts(small) == expected
         assert small.metrics()["preemptions_total", ()] > 0
         assert small.settled() == NOTHING
