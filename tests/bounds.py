@@ -12,7 +12,7 @@ PARITY_KERNEL, PARITY_LAYER = 1e-5, 1e-4
 # How much the perplexity of the shipped text may grow where the shipped model's matrices are rounded to a
 # format, each by its usual scales, and where its keys and values are kept in one, by token.
 PERPLEXITY = {"int8": 1.005, "fp8_e4m3": 1.02, "int4": 1.08, "nf4": 1.06, "nvfp4": 1.05, "mxfp4": 1.06}
-# The same where gptq rounds by the rest of that text, over all passages of the test together; and how much
+# The same where gptq rounds by pieces of the rest of it, over all passages of the test together; and how much
 # more than rounding to the nearest it may cost there, of formats that cost next to nothing.
 PERPLEXITY_GPTQ = {"int8": 1.003, "fp8_e4m3": 1.005, "int4": 1.02, "nvfp4": 1.02, "mxfp4": 1.03}
 PERPLEXITY_GPTQ_OVER_NEAREST = 1.002

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import math
 from collections.abc import Callable, Sequence
 
@@ -18,9 +19,20 @@ class ByHand:
         from models import llama
 
         self.model, self.tokenizer = llama.load(pages=64), load_tokenizer()
+        # One runtime for all calls, in a context of its own: what one has planned the next one need not.
+        self._context = contextvars.copy_context()
+        self._runtime = lz.start(lz.Settings(device="cpu", inference=True, warm="off"), scoped=True)
+        self._context.run(self._runtime.__enter__)
+
+    def close(self) -> None:
+        """Close its runtime."""
+        self._context.run(self._runtime.__exit__, None, None, None)
 
     def logits(self, tokens: Sequence[int]) -> list[float]:
         """What follows `tokens`, from an empty cache."""
+        return self._context.run(self._logits, tokens)
+
+    def _logits(self, tokens: Sequence[int]) -> list[float]:
         import torch
 
         with self.model.sequence(len(tokens)) as sequence:
@@ -31,24 +43,22 @@ class ByHand:
     def greedy(self, prompt: Sequence[int], count: int, rule: Rule | None = None) -> list[int]:
         """The likeliest token behind the likeliest token, after `rule(logits, tokens, prompt's length)`."""
         tokens = list(prompt)
-        with lz.start(lz.Settings(device="cpu", inference=True, warm="off"), scoped=True):
-            for _ in range(count):
-                logits = self.logits(tokens)
-                if rule is not None:
-                    logits = rule(logits, tokens, len(prompt))
-                tokens.append(logits.index(max(logits)))
-                if tokens[-1] in self.model.config.eos_token_ids:
-                    break
+        for _ in range(count):
+            logits = self.logits(tokens)
+            if rule is not None:
+                logits = rule(logits, tokens, len(prompt))
+            tokens.append(logits.index(max(logits)))
+            if tokens[-1] in self.model.config.eos_token_ids:
+                break
         return tokens[len(prompt) :]
 
     def logprobs(self, tokens: Sequence[int], start: int) -> list[list[float]]:
         """The logarithms of all tokens' probabilities at each place from `start` on."""
         rows = []
-        with lz.start(lz.Settings(device="cpu", inference=True, warm="off"), scoped=True):
-            for end in range(start, len(tokens)):
-                logits = self.logits(tokens[:end])
-                total = math.log(sum(math.exp(value) for value in logits))
-                rows.append([value - total for value in logits])
+        for end in range(start, len(tokens)):
+            logits = self.logits(tokens[:end])
+            total = math.log(sum(math.exp(value) for value in logits))
+            rows.append([value - total for value in logits])
         return rows
 
     def text(self, tokens: Sequence[int]) -> str:

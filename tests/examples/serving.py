@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import openai
 import uvicorn
 
+from tests.examples import loopback
 from tests.waiting import LIMIT_S
 
 PROMPT = "And Jesus said unto them,"
@@ -85,12 +85,18 @@ class Running:
         """Every sample of /metrics, by its name and labels."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        text = httpx.get(f"{self.url}/metrics").text
+        text = loopback.get(f"{self.url}/metrics").text
         return {
             (sample.name, tuple(sorted(sample.labels.items()))): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
         }
+
+
+def client_of(server: Running) -> openai.OpenAI:
+    """OpenAI's own client."""
+    http = loopback.Client(timeout=LIMIT_S)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http)
 
 
 @contextmanager

@@ -21,4 +21,4 @@ from tests.examples.serving import check_texts_in_company, serving  # noqa: E402
 async def test_sixty_four_streams_keep_their_texts(per: Per) -> None:
     """A seed gives the same text alone and among sixty-four, on kernels whose rows ignore their batch."""
     with serving(server_app.Options(pages=512, strict=True, per=per)) as strict:
-        await check_texts_in_company(strict, 64, 24)
+        await check_texts_in_company(strict, 64, 12)

@@ -27,6 +27,8 @@ from server import app as server_app  # noqa: E402  the skips come first
 from server.fields import BadRequest  # noqa: E402
 from server.protocol import read  # noqa: E402
 
+from tests.examples import loopback  # noqa: E402
+from tests.examples.scripts import EXAMPLES, wait_until_healthy  # noqa: E402
 from tests.examples.serving import NOTHING, Running, asked, serving  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +73,7 @@ def test_a_body_that_cannot_be_meant_is_refused(server: Running, name: str) -> N
     body, param = HOSTILE[name]
     with pytest.raises(BadRequest):
         read(body, "generate")
-    given = httpx.post(f"{server.url}/v1/completions", content=body)
+    given = loopback.post(f"{server.url}/v1/completions", content=body)
     assert given.status_code == 400, given.text
     assert given.json()["error"]["param"] == param
     assert server.settled() == NOTHING
@@ -87,10 +89,10 @@ def test_a_body_beyond_the_limit_is_413(server: Running) -> None:
             yield body[at : at + (1 << 16)]
 
     for content in (body, pieces()):
-        given = httpx.post(url, content=content)
+        given = loopback.post(url, content=content)
         assert given.status_code == 413
         assert "1048576" in given.json()["error"]["message"]
-    below = httpx.post(url, json=asked(prompt="word " * (1 << 17)))
+    below = loopback.post(url, json=asked(prompt="word " * (1 << 17)))
     assert (below.status_code, below.json()["error"]["param"]) == (400, "prompt")
 
 
@@ -109,7 +111,7 @@ def test_a_long_prompt_is_not_tokenized_on_the_loop(server: Running, monkeypatch
     most = server.service.max_prompt_characters
     for characters in (most - most % 5, most + 1):
         prompt = ("word " * characters)[:characters]
-        given = httpx.post(f"{server.url}/v1/completions", json=asked(prompt=prompt))
+        given = loopback.post(f"{server.url}/v1/completions", json=asked(prompt=prompt))
         assert given.status_code == 400
     assert held == [False]
 
@@ -122,7 +124,7 @@ def test_a_client_that_leaves_before_its_body_is_no_error(
     with socket.create_connection((host, int(port))) as opened:
         opened.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"a"')
         time.sleep(0.2)
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert loopback.get(f"{server.url}/health").status_code == 200
     assert server.settled() == NOTHING
     assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
 
@@ -138,13 +140,13 @@ def test_an_error_of_the_server_is_said_in_the_words_of_the_api(
     for stream in (False, True):
         with monkeypatch.context() as patch:
             patch.setattr(server.service.model, "sample_next", broken)
-            given = httpx.post(f"{server.url}/v1/completions", json=asked(stream=stream))
+            given = loopback.post(f"{server.url}/v1/completions", json=asked(stream=stream))
         assert given.status_code == 500
         assert given.headers["connection"] == "close"  # as it is: who reuses it gets no answer
         assert given.json()["error"]["type"] == "server_error"
         assert "secret" not in given.text
         assert server.settled() == NOTHING
-    assert httpx.post(f"{server.url}/v1/completions", json=asked()).status_code == 200
+    assert loopback.post(f"{server.url}/v1/completions", json=asked()).status_code == 200
 
 
 def test_an_event_is_one_line_for_every_reader(server: Running) -> None:
@@ -167,7 +169,7 @@ def test_sigterm_ends_what_does_not_end_in_time(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script = str(ROOT / "examples" / "serve.py")
+    script = str(EXAMPLES / "serve.py")
     command = [sys.executable, script, "--port", str(port), "--pages", "4096", "--drain-s", "1"]
     printed = tmp_path / "printed"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -175,7 +177,7 @@ def test_sigterm_ends_what_does_not_end_in_time(tmp_path: Path) -> None:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_healthy(url, process)
+        wait_until_healthy(url, process)
         cut = asyncio.run(_cut_short(url, process, 16))
         assert cut == 16
         assert process.wait(60) == 0, printed.read_text()
@@ -205,17 +207,5 @@ async def _cut_short(url: str, process: subprocess.Popen[bytes], count: int) -> 
             return told.is_set()
         return told.is_set() and last != "data: [DONE]"
 
-    async with httpx.AsyncClient(timeout=LIMIT_S, limits=httpx.Limits(max_connections=count)) as client:
+    async with loopback.AsyncClient(timeout=LIMIT_S, limits=httpx.Limits(max_connections=count)) as client:
         return sum(await asyncio.gather(*(one(client, number) for number in range(count))))
-
-
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + LIMIT_S
-    while time.monotonic() < until:
-        assert process.poll() is None
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    pytest.fail("the server did not answer within 90 seconds")

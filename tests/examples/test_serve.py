@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,14 +18,22 @@ import pytest
 
 from tests.waiting import LIMIT_S
 
-ROOT = Path(__file__).resolve().parents[2]
 for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenizers", "safetensors"):
     pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
 
 import openai  # noqa: E402
 from server import app as server_app  # noqa: E402  the skips come first
 
-from tests.examples.serving import NOTHING, Running, asked, check_texts_in_company, serving  # noqa: E402
+from tests.examples import loopback  # noqa: E402
+from tests.examples.scripts import Script, wait_until_healthy  # noqa: E402
+from tests.examples.serving import (  # noqa: E402
+    NOTHING,
+    Running,
+    asked,
+    check_texts_in_company,
+    client_of,
+    serving,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +46,18 @@ def server() -> Iterator[Running]:
 @pytest.fixture
 def client(server: Running) -> Iterator[openai.OpenAI]:
     """OpenAI's own client."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as opened:
+    with client_of(server) as opened:
         yield opened
 
 
 def test_models_and_health(server: Running, client: openai.OpenAI) -> None:
     """The one model is listed under its folder's name; health says what is free."""
     assert [model.id for model in client.models.list()] == ["generate"]
-    state = httpx.get(f"{server.url}/health")
+    state = loopback.get(f"{server.url}/health")
     assert state.status_code == 200
     assert state.json()["status"] == "ok"
     assert state.json()["pages"] == 256
-    ready = httpx.get(f"{server.url}/ready")
+    ready = loopback.get(f"{server.url}/ready")
     assert (ready.status_code, ready.json()["ready"]) == (200, True)
 
 
@@ -123,7 +128,7 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI) -> None:
 )
 def test_what_cannot_be_honoured_is_named(server: Running, changes: dict[str, Any], param: str) -> None:
     """A field that does not fit gives 400 and its name; nothing is ignored in silence."""
-    given = httpx.post(f"{server.url}/v1/completions", json=asked(**changes))
+    given = loopback.post(f"{server.url}/v1/completions", json=asked(**changes))
     assert given.status_code == 400, given.text
     assert given.json()["error"]["param"] == param
     assert param in given.json()["error"]["message"]
@@ -147,7 +152,7 @@ def test_a_refusal_is_shorter_than_what_it_refuses(server: Running) -> None:
     """A value of any length is told by its beginning."""
     long = "x" * 500_000
     for changes in ({"logit_bias": {long: 1}}, {"seed": long}, {"model": long}, {"stop": {long: 1}}):
-        given = httpx.post(f"{server.url}/v1/completions", json=asked(**changes))
+        given = loopback.post(f"{server.url}/v1/completions", json=asked(**changes))
         assert given.status_code in (400, 404)
         assert len(given.content) < 400
 
@@ -155,26 +160,15 @@ def test_a_refusal_is_shorter_than_what_it_refuses(server: Running) -> None:
 def test_other_nonsense_is_refused(server: Running, client: openai.OpenAI) -> None:
     """No JSON is 400, an unknown path 404, another method 405, each an error that the client knows."""
     url = f"{server.url}/v1/completions"
-    assert httpx.post(url, content=b"{").status_code == 400
-    assert httpx.post(url, content=b"[1]").status_code == 400
-    refused = httpx.get(url)
+    assert loopback.post(url, content=b"{").status_code == 400
+    assert loopback.post(url, content=b"[1]").status_code == 400
+    refused = loopback.get(url)
     assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
-    assert "error" in httpx.get(f"{server.url}/v1/nothing").json()
+    assert "error" in loopback.get(f"{server.url}/v1/nothing").json()
     with pytest.raises(openai.BadRequestError, match="temperature needs"):
         client.completions.create(**asked(temperature=9))
     with pytest.raises(openai.BadRequestError, match="messages needs"):
         client.chat.completions.create(model="generate", messages=[])
-
-
-def test_a_full_pool_lets_the_next_one_wait(server: Running, client: openai.OpenAI) -> None:
-    """A request that the pool cannot hold beside another waits for it and is answered; nothing is refused."""
-    whole = client.completions.create(**asked(max_tokens=900, temperature=0)).choices[0]
-    with client.completions.create(**asked(max_tokens=4000, temperature=0), stream=True) as held:
-        events = iter(held)
-        assert next(events).choices
-        beside = client.completions.create(**asked(max_tokens=900, temperature=0)).choices[0]
-        assert (beside.text, beside.finish_reason) == (whole.text, whole.finish_reason)
-    assert server.settled() == NOTHING
 
 
 def test_a_full_queue_answers_429(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +188,7 @@ def test_a_full_queue_answers_429(server: Running, monkeypatch: pytest.MonkeyPat
         until = time.monotonic() + LIMIT_S
         while server.left()["pages"] < 2000 / 16 and time.monotonic() < until:
             time.sleep(0.01)
-        refused = httpx.post(f"{server.url}/v1/completions", json=asked(prompt=[7] * 3500, max_tokens=9))
+        refused = loopback.post(f"{server.url}/v1/completions", json=asked(prompt=[7] * 3500, max_tokens=9))
     assert refused.status_code == 429, refused.text
     assert int(refused.headers["Retry-After"]) >= 1
     assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -208,17 +202,17 @@ def test_too_many_requests_answer_429(server: Running, monkeypatch: pytest.Monke
     monkeypatch.setattr(server.service, "options", replace(server.service.options, max_requests=2))
     url, long = f"{server.url}/v1/completions", asked(max_tokens=1900, temperature=0, stream=True)
     with (
-        httpx.stream("POST", url, json=long) as one,
-        httpx.stream("POST", url, json=long) as two,
+        loopback.stream("POST", url, json=long) as one,
+        loopback.stream("POST", url, json=long) as two,
     ):
         lines = one.iter_lines(), two.iter_lines()  # an iterator that is dropped hangs up
         assert all(next(of) for of in lines)
-        third = httpx.post(url, json=asked())
+        third = loopback.post(url, json=asked())
         assert third.status_code == 429
         assert int(third.headers["Retry-After"]) >= 1
         assert third.json()["error"]["type"] == "rate_limit_error"
     assert server.settled() == NOTHING
-    assert httpx.post(url, json=asked()).status_code == 200
+    assert loopback.post(url, json=asked()).status_code == 200
 
 
 @pytest.mark.asyncio
@@ -249,7 +243,7 @@ async def _hang_up(server: Running, count: int, seed: int) -> list[int]:
                     return 0
             return response.status_code
 
-    async with httpx.AsyncClient(base_url=server.url) as client:
+    async with loopback.AsyncClient(base_url=server.url) as client:
         return await asyncio.gather(*(one(client, number) for number in range(count)))
 
 
@@ -297,55 +291,31 @@ def test_metrics_tell_what_the_lane_did(server: Running, client: openai.OpenAI) 
     assert after[("kv_pages_free", ())] == 256
 
 
-def test_sigterm_lets_answers_end() -> None:
+def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
     """After SIGTERM a stream that has begun comes to its end, nothing new is taken, the exit code is 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        str(ROOT / "examples" / "serve.py"),
-        "--port",
-        str(port),
-        "--pages",
-        "64",
-        "--drain-s",
-        str(int(LIMIT_S)),  # a machine that is busy, or compiles meanwhile, takes its time for 900 tokens
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    patience = str(int(LIMIT_S))  # a machine that is busy, or compiles meanwhile, takes its time
+    script = Script("serve.py", "--port", str(port), "--pages", "64", "--drain-s", patience, folder=tmp_path)
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_healthy(url, process)
+        wait_until_healthy(url, script)
         events: list[str] = []
-        request = asked(max_tokens=900, temperature=0, stream=True)
-        with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=LIMIT_S) as response:
+        request = asked(max_tokens=300, temperature=0, stream=True)
+        with loopback.stream("POST", f"{url}/v1/completions", json=request, timeout=LIMIT_S) as response:
             for line in response.iter_lines():
                 if line:
                     events.append(line)
                 if len(events) == 3 and line:
-                    process.send_signal(signal.SIGTERM)
+                    script.send_signal(signal.SIGTERM)
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
-        _, errors = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0, errors
+        assert script.wait() == 0, script.said
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/health")
+            loopback.get(f"{url}/health")
     finally:
-        process.kill()
-        process.communicate()
-
-
-def _wait_until_healthy(url: str, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + LIMIT_S
-    while time.monotonic() < until:
-        assert process.poll() is None, process.communicate()[1]
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    pytest.fail("the server did not answer within 90 seconds")
+        script.kill()
 
 
 @pytest.mark.parametrize("arguments", [["--pages", "0"], ["--max-requests", "-1"], ["--per", "token"]])

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +21,7 @@ from server.service import Service  # noqa: E402
 
 import layerzero as lz  # noqa: E402
 from layerzero.measure.calls import call, tensor  # noqa: E402
+from tests.examples import loopback  # noqa: E402
 from tests.examples.serving import asked, serving  # noqa: E402
 
 
@@ -40,9 +40,9 @@ def test_a_server_takes_a_bundle_and_says_so(bundle: tuple[Path, str]) -> None:
     """It is loaded before the model, its calls are warmed, and health names it."""
     path, digest = bundle
     with serving(server_app.Options(pages=64, bundle=path, bundle_sha256=digest)) as server:
-        assert httpx.get(f"{server.url}/health").json()["bundle"] == digest
+        assert loopback.get(f"{server.url}/health").json()["bundle"] == digest
         assert server.inside(lambda: lz.readiness_check().bundles) == (digest,)
-        answer = httpx.post(f"{server.url}/v1/completions", json=asked(max_tokens=3), timeout=60)
+        answer = loopback.post(f"{server.url}/v1/completions", json=asked(max_tokens=3), timeout=60)
         assert answer.status_code == 200
 
 

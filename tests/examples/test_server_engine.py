@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any, ClassVar
 
 import pytest
@@ -32,10 +32,10 @@ async def drawn(engine: Engine, prompt: list[int], sampling: Sampling, count: in
 @pytest.mark.parametrize("per", ["op", "layer", "step"])
 def test_every_granularity_obeys_the_rules(per: llama.Per) -> None:
     """One await an op, a layer or a step: the greedy tokens of the formula, and their probabilities."""
-    by_hand = ByHand()
-    prompt = by_hand.ids("And Jesus said unto them,")
-    expected = by_hand.greedy(prompt, 12, penalised(presence=1.0, frequency=0.5))
-    truth = by_hand.logprobs([*prompt, *expected], len(prompt))
+    with closing(ByHand()) as by_hand:
+        prompt = by_hand.ids("And Jesus said unto them,")
+        expected = by_hand.greedy(prompt, 12, penalised(presence=1.0, frequency=0.5))
+        truth = by_hand.logprobs([*prompt, *expected], len(prompt))
     sampling = Sampling(temperature=0, presence_penalty=1.0, frequency_penalty=0.5, top_logprobs=2)
     engine = Engine(llama.load(pages=64, per=per), frozenset())
 
@@ -91,7 +91,7 @@ def test_a_request_that_is_left_gives_its_pages_back(reads_behind: bool) -> None
 def test_a_small_pool_draws_the_tokens_of_a_large_one(per: llama.Per, reads_behind: bool) -> None:
     """Eight requests of up to six pages in a pool of nine, some of which leave: the same tokens, preempted
     or not, and every page is free at the end."""
-    requests = [([0, *range(20, 24 + seed)], Sampling(seed=seed), 60 + seed) for seed in range(8)]
+    requests = [([seed, *range(20, 24 + seed)], Sampling(seed=seed), 12) for seed in range(8)]
 
     async def all_of_them(engine: Engine, leave: bool) -> list[Any]:
         tasks = [asyncio.ensure_future(drawn(engine, *request)) for request in requests]
@@ -107,7 +107,7 @@ def test_a_small_pool_draws_the_tokens_of_a_large_one(per: llama.Per, reads_behi
     settings = lz.Settings(device="cpu", inference=True, warm="off", determinism="strict")
     with lz.start(settings, scoped=True):
         large, small = (
-            Engine(llama.load(pages=pages, per=per), frozenset(), reads_behind=behind)
+            Engine(llama.load(pages=pages, page_size=4, per=per), frozenset(), reads_behind=behind)
             for pages, behind in ((128, False), (9, reads_behind))
         )
         expected = asyncio.run(all_of_them(large, False))
@@ -121,19 +121,19 @@ def test_a_small_pool_draws_the_tokens_of_a_large_one(per: llama.Per, reads_behi
 def test_reading_behind_gives_the_same_tokens_to_the_same_end() -> None:
     """With and without: the same texts, ended by a token or by their length, and the same pages are found by
     the next request, whose tokens are those of a computation from the start."""
-    prompt = list(range(3, 40))
-    whole = Engine(llama.load(pages=64), frozenset())
+    prompt = list(range(3, 12))
+    whole = Engine(llama.load(pages=64, page_size=4), frozenset())
 
     async def texts(reads_behind: bool) -> list[Any]:
         told: list[Any] = []
         for eos in (frozenset[int](), frozenset({ends})):
-            engine = Engine(llama.load(pages=64), eos, reads_behind=reads_behind)
-            first = await drawn(engine, prompt, Sampling(seed=5), 40)
+            engine = Engine(llama.load(pages=64, page_size=4), eos, reads_behind=reads_behind)
+            first = await drawn(engine, prompt, Sampling(seed=5), 14)
             assert [one.ends for one in first].count(True) == bool(eos) == first[-1].ends
             longer = [*prompt, *(one.token for one in first)]
             reused = engine.requests.reused_tokens
             second = [one.token for one in await drawn(engine, longer, Sampling(seed=6), 8)]
-            assert engine.requests.reused_tokens - reused >= len(longer) // 16 * 16 - 16
+            assert engine.requests.reused_tokens - reused >= len(longer) // 4 * 4 - 4
             anew = [one.token for one in await drawn(whole, longer, Sampling(seed=6), 8)]
             assert second == (anew[: anew.index(ends) + 1] if eos and ends in anew else anew)
             assert engine.model.cache.allocator.free_pages == 64
@@ -141,7 +141,7 @@ def test_reading_behind_gives_the_same_tokens_to_the_same_end() -> None:
         return told
 
     with lz.start(SETTINGS, scoped=True):
-        ends = asyncio.run(drawn(whole, prompt, Sampling(seed=5), 40))[20].token
+        ends = asyncio.run(drawn(whole, prompt, Sampling(seed=5), 14))[9].token
         assert asyncio.run(texts(True)) == asyncio.run(texts(False))
 
 

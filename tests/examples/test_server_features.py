@@ -7,9 +7,9 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,8 +23,9 @@ import openai  # noqa: E402  the skips come first
 from server import app as server_app  # noqa: E402
 
 import layerzero as lz  # noqa: E402
+from tests.examples import loopback  # noqa: E402
 from tests.examples.by_hand import ByHand, penalised  # noqa: E402
-from tests.examples.serving import NOTHING, PROMPT, Running, asked, serving  # noqa: E402
+from tests.examples.serving import NOTHING, PROMPT, Running, asked, client_of, serving  # noqa: E402
 
 MESSAGES: Any = [
     {"role": "system", "content": "And it came to pass,"},
@@ -41,9 +42,10 @@ def server() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def by_hand() -> ByHand:
+def by_hand() -> Iterator[ByHand]:
     """The same model without a server."""
-    return ByHand()
+    with closing(ByHand()) as model:
+        yield model
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +56,20 @@ def free_text(server: Running) -> str:
 
 @pytest.fixture(scope="module")
 def free_text_by_hand(by_hand: ByHand) -> str:
-    """The likeliest 30 tokens."""
-    return by_hand.text(by_hand.greedy(by_hand.ids(PROMPT), 30))
+    """The likeliest 20 tokens."""
+    return by_hand.text(by_hand.greedy(by_hand.ids(PROMPT), 20))
 
 
 @pytest.fixture
 def client(server: Running) -> Iterator[openai.OpenAI]:
     """OpenAI's own client."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as opened:
+    with client_of(server) as opened:
         yield opened
 
 
 def text_of(server: Running, **changes: Any) -> str:
     """The text of the one choice."""
-    given_out = httpx.post(f"{server.url}/v1/completions", json=asked(**changes), timeout=LIMIT_S)
+    given_out = loopback.post(f"{server.url}/v1/completions", json=asked(**changes), timeout=LIMIT_S)
     assert given_out.status_code == 200, given_out.text
     text: str = given_out.json()["choices"][0]["text"]
     return text
@@ -95,9 +97,9 @@ def text_of(server: Running, **changes: Any) -> str:
 def test_rules_of_a_draw_are_the_formulas(
     server: Running, by_hand: ByHand, free_text_by_hand: str, fields: dict[str, Any], rule: dict[str, Any]
 ) -> None:
-    """Thirty greedy tokens under each rule are those of a loop that applies the formula to every token."""
-    expected = by_hand.text(by_hand.greedy(by_hand.ids(PROMPT), 30, penalised(**rule)))
-    assert text_of(server, temperature=0, max_tokens=30, **fields) == expected
+    """Twenty greedy tokens under each rule are those of a loop that applies the formula to every token."""
+    expected = by_hand.text(by_hand.greedy(by_hand.ids(PROMPT), 20, penalised(**rule)))
+    assert text_of(server, temperature=0, max_tokens=20, **fields) == expected
     assert (expected == free_text_by_hand) == (not fields)
 
 
@@ -116,8 +118,8 @@ async def test_rules_touch_nobody_else(server: Running) -> None:
         {}, {"presence_penalty": 1.0}, {"min_p": 0.2}, {"logit_bias": {"44": -50}}, {"logprobs": 3},
         {"top_k": 5}, {"repetition_penalty": 1.4, "logprobs": 0},
     ]  # fmt: skip
-    requests = [asked(seed=seed, max_tokens=14, **rules[seed % len(rules)]) for seed in range(28)]
-    async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:
+    requests = [asked(seed=seed, max_tokens=10, **rules[seed % len(rules)]) for seed in range(14)]
+    async with loopback.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:
 
         async def choice(request: dict[str, Any]) -> Any:
             given_out = await client.post("/v1/completions", json=request)
@@ -277,10 +279,10 @@ def test_choices_share_their_prompt(server: Running) -> None:
     requests = server.service.engine.requests
     before = requests.reused_tokens
     prompt = list(range(100, 180))
-    given_out = httpx.post(f"{server.url}/v1/completions", json=asked(prompt=prompt, n=8, max_tokens=4))
+    given_out = loopback.post(f"{server.url}/v1/completions", json=asked(prompt=prompt, n=8, max_tokens=4))
     assert len(given_out.json()["choices"]) == 8
     assert requests.reused_tokens - before == 7 * 64
-    again = httpx.post(f"{server.url}/v1/completions", json=asked(prompt=prompt, n=8, max_tokens=4))
+    again = loopback.post(f"{server.url}/v1/completions", json=asked(prompt=prompt, n=8, max_tokens=4))
     assert again.json()["choices"] == given_out.json()["choices"]
     assert requests.reused_tokens - before == 15 * 64
     assert server.settled() == NOTHING
@@ -338,7 +340,7 @@ def test_many_messages_are_rendered_beside_the_loop(
 def test_a_chat_without_a_bound_ends_with_the_model(server: Running) -> None:
     """No max_tokens: the text ends by itself, or where the model has no further position."""
     body = {"model": "generate", "messages": MESSAGES, "seed": 5, "stop": ["and"]}
-    given_out = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=LIMIT_S).json()
+    given_out = loopback.post(f"{server.url}/v1/chat/completions", json=body, timeout=LIMIT_S).json()
     assert given_out["choices"][0]["finish_reason"] in ("stop", "length")
     assert given_out["usage"]["completion_tokens"] > 16 or given_out["choices"][0]["finish_reason"] == "stop"
 
@@ -347,7 +349,7 @@ def test_a_model_without_a_template_says_so(server: Running, monkeypatch: pytest
     """400, and the field is `messages`."""
     monkeypatch.setattr(server.service.tokenizer, "template", None)
     body = {"model": "generate", "messages": MESSAGES}
-    refused = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    refused = loopback.post(f"{server.url}/v1/chat/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
     assert "chat template" in refused.json()["error"]["message"]
 
@@ -355,20 +357,20 @@ def test_a_model_without_a_template_says_so(server: Running, monkeypatch: pytest
 def test_what_a_template_refuses_is_a_400(server: Running) -> None:
     """A role that it does not know is one."""
     body = {"model": "generate", "messages": [{"role": "tool", "content": "a"}]}
-    refused = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    refused = loopback.post(f"{server.url}/v1/chat/completions", json=body)
     assert refused.status_code == 400 and "role needs" in refused.json()["error"]["message"]
 
 
 def test_a_prompt_of_another_tokenizer_is_refused(server: Running) -> None:
     """By the digest that /v1/models tells, with the reason's code; before, equal prompts are found again."""
-    (served,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    (served,) = loopback.get(f"{server.url}/v1/models").json()["data"]
     assert served["tokenizer"] == server.service.tokenizer.identity.digest
     url, hits = f"{server.url}/v1/completions", server.service.prompts.stats().hits
-    texts = [httpx.post(url, json=asked(tokenizer=served["tokenizer"])).json() for _ in range(2)]
+    texts = [loopback.post(url, json=asked(tokenizer=served["tokenizer"])).json() for _ in range(2)]
     assert texts[0]["choices"] == texts[1]["choices"]
     assert server.service.prompts.stats().hits > hits
     for prompt in ([5, 6], "text"):
-        refused = httpx.post(url, json=asked(prompt=prompt, tokenizer="0" * 64))
+        refused = loopback.post(url, json=asked(prompt=prompt, tokenizer="0" * 64))
         assert refused.status_code == 400
         error = refused.json()["error"]
         assert (error["param"], error["code"]) == ("tokenizer", "TOKENIZER_MISMATCH")
@@ -378,10 +380,10 @@ def test_a_prompt_of_another_tokenizer_is_refused(server: Running) -> None:
 def test_an_end_of_the_text_ends_it_unless_it_is_ignored(server: Running) -> None:
     """A token that ends the text has no text of its own, and is counted; ignored, it is one like others."""
     url = f"{server.url}/v1/completions"
-    ended = httpx.post(url, json=asked(logit_bias={"1": 100}, max_tokens=9)).json()
+    ended = loopback.post(url, json=asked(logit_bias={"1": 100}, max_tokens=9)).json()
     assert (ended["choices"][0]["text"], ended["choices"][0]["finish_reason"]) == ("", "stop")
     assert ended["usage"]["completion_tokens"] == 1
-    ignored = httpx.post(url, json=asked(logit_bias={"1": 100}, max_tokens=9, ignore_eos=True)).json()
+    ignored = loopback.post(url, json=asked(logit_bias={"1": 100}, max_tokens=9, ignore_eos=True)).json()
     assert ignored["choices"][0]["finish_reason"] == "length"
     assert ignored["usage"]["completion_tokens"] == 9
 
@@ -398,7 +400,7 @@ def test_a_stop_string_anywhere_ends_the_text_before_it(
     stop = free_text[start % len(free_text) :][:size]
     expected = free_text[: free_text.index(stop)]
     request = asked(temperature=0, max_tokens=24, stop=[stop], stream=stream)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=request) as response:
+    with loopback.stream("POST", f"{server.url}/v1/completions", json=request) as response:
         if not stream:
             response.read()
             choice = response.json()["choices"][0]
@@ -454,7 +456,7 @@ def test_a_pattern_shapes_the_answer(server: Running, pattern: str) -> None:
     for seed in range(4):
         request = asked(seed=seed, temperature=2, max_tokens=60, presence_penalty=1)
         request["structured_outputs"] = {"regex": pattern}
-        given_out = httpx.post(f"{server.url}/v1/completions", json=request).json()["choices"][0]
+        given_out = loopback.post(f"{server.url}/v1/completions", json=request).json()["choices"][0]
         if given_out["finish_reason"] == "stop":
             assert re.fullmatch(pattern, given_out["text"])
     assert re.fullmatch("(yes|no)", given_out["text"]) or pattern != "(yes|no)"
@@ -482,7 +484,7 @@ def test_a_grammar_that_cannot_be_is_named(server: Running, fields: dict[str, An
     pytest.importorskip(
         "llguidance", reason="grammars need llguidance: pip install 'layerzero-runtime[grammar]'"
     )
-    refused = httpx.post(f"{server.url}/v1/completions", json=asked(**fields))
+    refused = loopback.post(f"{server.url}/v1/completions", json=asked(**fields))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     assert len(refused.content) < 500
     assert server.settled() == NOTHING
@@ -500,7 +502,7 @@ def test_a_grammar_that_cannot_be_followed_is_named(
     pytest.importorskip(
         "llguidance", reason="grammars need llguidance: pip install 'layerzero-runtime[grammar]'"
     )
-    refused = httpx.post(
+    refused = loopback.post(
         f"{server.url}/v1/completions", json=asked(structured_outputs=constraint, stream=stream)
     )
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "structured_outputs")
@@ -524,7 +526,7 @@ def test_a_grammar_that_ends_a_stream_says_so(server: Running, monkeypatch: pyte
         accept(grammar, token)
 
     monkeypatch.setattr(llguidance.Grammar, "accept", limited)
-    answer = httpx.post(
+    answer = loopback.post(
         f"{server.url}/v1/completions", json=asked(structured_outputs={"regex": "[a-z ]{40}"}, stream=True)
     )
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
@@ -545,7 +547,7 @@ def test_choices_share_one_compiled_grammar(server: Running, monkeypatch: pytest
 
     monkeypatch.setattr(server.service, "_compile", watched)
     request = asked(structured_outputs={"regex": "[a-c]{3,5}-[0-9]{2}"}, n=4, max_tokens=20)
-    choices = httpx.post(f"{server.url}/v1/completions", json=request).json()["choices"]
+    choices = loopback.post(f"{server.url}/v1/completions", json=request).json()["choices"]
     assert len(compiled) == 1
     assert all(re.fullmatch("[a-c]{3,5}-[0-9]{2}", choice["text"]) for choice in choices)
 
@@ -557,7 +559,7 @@ def test_a_missing_grammar_library_is_named(server: Running, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.delitem(sys.modules, "layerzero.integrations.llguidance", raising=False)
     monkeypatch.setattr(server.service, "_grammars", None)
-    refused = httpx.post(f"{server.url}/v1/completions", json=asked(structured_outputs={"regex": "a"}))
+    refused = loopback.post(f"{server.url}/v1/completions", json=asked(structured_outputs={"regex": "a"}))
     assert refused.status_code == 400
     assert "layerzero-runtime[grammar]" in refused.json()["error"]["message"]
 
@@ -616,7 +618,7 @@ def test_a_full_lane_in_the_middle_is_waited_out(server: Running, monkeypatch: p
     full_at = {3, 4, 7}
     assert text_of(server, max_tokens=8) == free
     calls, full_at = 0, {1}
-    refused = httpx.post(f"{server.url}/v1/completions", json=asked())
+    refused = loopback.post(f"{server.url}/v1/completions", json=asked())
     assert refused.status_code == 429
     assert server.settled() == NOTHING
 
@@ -624,7 +626,7 @@ def test_a_full_lane_in_the_middle_is_waited_out(server: Running, monkeypatch: p
 def test_a_client_that_leaves_takes_all_its_choices(server: Running) -> None:
     """Eight choices in mid-stream: pages, calls and tasks are gone with the connection."""
     request = asked(n=8, max_tokens=400, stream=True)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=LIMIT_S) as response:
+    with loopback.stream("POST", f"{server.url}/v1/completions", json=request, timeout=LIMIT_S) as response:
         lines = response.iter_lines()
         for _ in range(20):
             next(lines)
@@ -644,6 +646,6 @@ def test_an_error_in_one_choice_ends_the_request(server: Running, monkeypatch: p
         return await sample_next(*args)
 
     monkeypatch.setattr(server.service.model, "sample_next", broken)
-    given_out = httpx.post(f"{server.url}/v1/completions", json=asked(n=4, max_tokens=40))
+    given_out = loopback.post(f"{server.url}/v1/completions", json=asked(n=4, max_tokens=40))
     assert given_out.status_code == 500 and "secret" not in given_out.text
     assert server.settled() == NOTHING

@@ -23,6 +23,7 @@ from server import app, processes  # noqa: E402
 from server.counts import Counts  # noqa: E402
 from server.front import Options  # noqa: E402
 
+from tests.examples import loopback  # noqa: E402
 from tests.examples.serving import asked  # noqa: E402
 from tests.examples.test_server_split import Served, _is_zombie, served  # noqa: E402
 
@@ -76,7 +77,7 @@ async def streams(server: Served, count: int, begun: Any = None, **changes: Any)
     first: set[int] = set()
 
     async def one(seed: int) -> str:
-        async with httpx.AsyncClient(base_url=server.http.base_url, timeout=LIMIT_S) as http:
+        async with loopback.AsyncClient(base_url=server.http.base_url, timeout=LIMIT_S) as http:
             text, whole = "", False
             body = asked(seed=seed % 4, stream=True, ignore_eos=True, **changes)
             try:
@@ -101,7 +102,7 @@ def told(server: Served, path: str) -> list[httpx.Response]:
     """What a path answers to many connections of their own."""
     answers = []
     for _ in range(MANY):
-        with httpx.Client(base_url=server.http.base_url, timeout=LIMIT_S) as http:
+        with loopback.Client(base_url=server.http.base_url, timeout=LIMIT_S) as http:
             answers.append(http.get(path))
     return answers
 
@@ -185,7 +186,7 @@ def test_limits_hold_over_all_fronts_and_no_process_outlives_the_first() -> None
 
         def more() -> None:
             for _ in range(MANY):
-                with httpx.Client(base_url=server.http.base_url, timeout=LIMIT_S) as http:
+                with loopback.Client(base_url=server.http.base_url, timeout=LIMIT_S) as http:
                     refused.append(http.post("/v1/completions", json=asked()).status_code)
             server.process.kill()
 
@@ -198,7 +199,7 @@ def test_limits_hold_over_all_fronts_and_no_process_outlives_the_first() -> None
 
 def test_a_server_whose_model_is_missing_ends(tmp_path: Path) -> None:
     """It is not started again and again: the status says that it did not start."""
-    options = Options(model=tmp_path / "none", fronts=2, port=0)
+    options = Options(model=tmp_path / "none", fronts=1, port=0)
     assert processes.serve(options, app.run_front) == 3
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.waiting import LIMIT_S
@@ -14,6 +13,7 @@ for package in ("starlette", "uvicorn", "prometheus_client", "tokenizers", "safe
 
 from server import app as server_app  # noqa: E402  the skips come first
 
+from tests.examples import loopback  # noqa: E402
 from tests.examples.serving import asked, serving  # noqa: E402
 
 
@@ -34,6 +34,6 @@ def test_a_step_has_as_many_rows_as_the_command_says(
 
         monkeypatch.setattr(model, "sample_next", counted)
         fields = asked(prompt=list(range(1, 13)), max_tokens=1)
-        assert httpx.post(f"{server.url}/v1/completions", json=fields, timeout=LIMIT_S).status_code == 200
+        assert loopback.post(f"{server.url}/v1/completions", json=fields, timeout=LIMIT_S).status_code == 200
         assert counts == pieces
         assert server.device().settings.max_num_batched_tokens == rows

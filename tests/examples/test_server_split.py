@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +18,6 @@ import pytest
 
 from tests.waiting import LIMIT_S
 
-ROOT = Path(__file__).resolve().parents[2]
 for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenizers", "safetensors"):
     pytest.importorskip(package, reason=f"the server needs {package}: pip install 'layerzero-runtime[test]'")
 
@@ -28,15 +25,17 @@ from server import engine_process  # noqa: E402
 from server.pipe import Pipe, Start, Stop, ToEngine  # noqa: E402
 from server.protocol import Sampling  # noqa: E402
 
+from tests.examples import loopback  # noqa: E402
+from tests.examples.scripts import Script  # noqa: E402
 from tests.examples.serving import PROMPT, asked  # noqa: E402
 
 
 class Served:
     """A server in a process: its address, and the process of its engine."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+    def __init__(self, process: Script, port: int) -> None:
         self.process = process
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S)
+        self.http = loopback.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S)
 
     def text(self, **changes: Any) -> Any:
         """What a request that does not stream is answered, without what differs each time."""
@@ -70,7 +69,7 @@ class Served:
         until = time.monotonic() + LIMIT_S
         while not condition():
             assert time.monotonic() < until, what
-            assert self.process.poll() is None, "the server has ended"
+            assert self.process.poll() is None, self.process.said
             time.sleep(0.05)
 
     def is_ready(self) -> bool:
@@ -87,30 +86,26 @@ def served(*flags: str) -> Iterator[Served]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        str(ROOT / "examples" / "serve.py"),
-        "--port",
-        str(port),
-        "--pages",
-        "256",
-        *flags,
-    ]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=env) as process:
-        server = Served(process, port)
-        try:
-            server.wait(server.is_ready, "the server did not become ready")
-            yield server
-        finally:
-            server.http.close()
-            process.kill()
+    server = Served(Script("serve.py", "--port", str(port), "--pages", "256", *flags), port)
+    try:
+        server.wait(server.is_ready, "the server did not become ready")
+        yield server
+    finally:
+        server.http.close()
+        server.process.kill()
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     """A server with an engine in a process of its own."""
     with served("--engine-process") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Served]:
+    """Another one, with few pages and no room to wait for them."""
+    with served("--engine-process", "--max-waiting-tokens", "1", "--pages", "8") as running:
         yield running
 
 
@@ -140,7 +135,7 @@ def test_streams_meet_in_batches(server: Served) -> None:
     """Requests of many clients reach the engine's batches, each with its own text."""
 
     async def everything() -> list[str]:
-        async with httpx.AsyncClient(base_url=server.http.base_url, timeout=LIMIT_S) as http:
+        async with loopback.AsyncClient(base_url=server.http.base_url, timeout=LIMIT_S) as http:
 
             async def one(seed: int) -> str:
                 body = asked(seed=seed % 8, max_tokens=24)
@@ -231,31 +226,31 @@ def test_a_request_that_was_there_at_two_deaths_gets_an_error(server: Served) ->
     assert server.text(**asked())[0] == 200
 
 
-def test_a_full_queue_is_429() -> None:
+def test_a_full_queue_is_429(small: Served) -> None:
     """The engine's refusal has the status and the seconds that it has in one process."""
-    with served("--engine-process", "--max-waiting-tokens", "1", "--pages", "8") as small:
 
-        async def both() -> list[httpx.Response]:
-            async with httpx.AsyncClient(base_url=small.http.base_url, timeout=LIMIT_S) as http:
-                body = asked(max_tokens=100)
-                return await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(16)))
+    async def both() -> list[httpx.Response]:
+        async with loopback.AsyncClient(base_url=small.http.base_url, timeout=LIMIT_S) as http:
+            body = asked(max_tokens=100)
+            return await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(16)))
 
-        refused = [response for response in asyncio.run(both()) if response.status_code != 200]
+    refused = [response for response in asyncio.run(both()) if response.status_code != 200]
     assert refused and all(response.status_code == 429 for response in refused)
     assert all(int(response.headers["retry-after"]) >= 1 for response in refused)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGKILL, -9)])
-def test_both_processes_end(number: signal.Signals, status: int) -> None:
+# The last one of both servers.
+@pytest.mark.parametrize(("which", "number", "status"), [("server", "TERM", 0), ("small", "KILL", -9)])
+def test_both_processes_end(request: pytest.FixtureRequest, which: str, number: str, status: int) -> None:
     """By a drain, or when the front is killed: no engine is left behind."""
-    with served("--engine-process") as server:
-        engine = server.engine()
-        server.process.send_signal(number)
-        assert server.process.wait(LIMIT_S) == status
-        until = time.monotonic() + LIMIT_S
-        while Path(f"/proc/{engine}").exists() and not _is_zombie(engine):
-            assert time.monotonic() < until, "the engine goes on without its front"
-            time.sleep(0.05)
+    server: Served = request.getfixturevalue(which)
+    engine = server.engine()
+    server.process.send_signal(signal.Signals[f"SIG{number}"])
+    assert server.process.wait(LIMIT_S) == status
+    until = time.monotonic() + LIMIT_S
+    while Path(f"/proc/{engine}").exists() and not _is_zombie(engine):
+        assert time.monotonic() < until, "the engine goes on without its front"
+        time.sleep(0.05)
 
 
 def _is_zombie(pid: int) -> bool:

@@ -7,16 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import children
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-PROGRAM = """
-import runpy, sys
-sys.argv[:] = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+from tests.examples.scripts import EXAMPLES, PROGRAM
 
 
 def run(folder: Path, name: str, *arguments: str) -> str:

@@ -7,7 +7,6 @@ import json
 import threading
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.waiting import LIMIT_S
@@ -17,6 +16,7 @@ for package in ("openai", "starlette", "uvicorn", "prometheus_client", "tokenize
 
 from server import app as server_app  # noqa: E402  the skips come first
 
+from tests.examples import loopback  # noqa: E402
 from tests.examples.serving import NOTHING, Running, asked, serving  # noqa: E402
 
 
@@ -52,7 +52,7 @@ def test_clients_that_do_not_read_hold_nobody_up() -> None:
             assert all(stalled.acquire(timeout=LIMIT_S) for _ in clients)
             assert running.service.model.cache.allocator.free_pages < 16 - 2 * 80 // 16
             fields = asked(max_tokens=200, ignore_eos=True)
-            given = httpx.post(f"{running.url}/v1/completions", json=fields, timeout=LIMIT_S)
+            given = loopback.post(f"{running.url}/v1/completions", json=fields, timeout=LIMIT_S)
             assert given.json()["usage"]["completion_tokens"] == 200
             assert running.service.active == 2
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -69,6 +70,7 @@ else:
 """
 
 
+@functools.cache
 def exported(strict: bool = False) -> torch.export.ExportedProgram:
     """A small model with any batch and any number of tokens."""
     with torch.no_grad(), lz.prefer("torch.*"):
@@ -126,7 +128,7 @@ def test_a_program_holds_operators_and_runs_at_other_sizes(strict: bool) -> None
             torch.testing.assert_close(program.module()(x), model(x))
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_saved_program_chooses_in_the_process_that_runs_it(strict: bool, tmp_path: Path) -> None:
     """Its kernels and its policy, call by call, without tables or measurements of ours."""
     torch.export.save(exported(strict), tmp_path / "model.pt2")
