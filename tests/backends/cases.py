@@ -6,6 +6,7 @@ find both here. LAYERZERO_TEST_DTYPES, names with commas between, keeps to some 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import shutil
@@ -234,6 +235,7 @@ def asking(kernel: Kernel, *asks: str) -> tuple[str, ...]:
     return (*(ask for ask in needed(kernel) if any(ask in kind for kind in open_kinds)), *asks)
 
 
+@functools.cache
 def _of_kind(kind: str) -> frozenset[str]:
     return frozenset(ask for asks in ASKS.values() for ask in asks if ask.startswith(kind))
 

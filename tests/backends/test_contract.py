@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,8 +27,8 @@ every_kernel = pytest.mark.parametrize("kernel", cases.RUNNABLE, ids=IDS, scope=
 FLASH_LSE = {"torch.attention.sdpa_flash_cpu", "torch.attention.by_sequence"}
 # On a device the order in which threads meet differs from run to run.
 AGAIN = 1 if cases.DEVICE == "cpu" else 3
-# Triton's interpreter runs programs slowly and one by one: some calls show what is read before it is written.
-EVERY = 8 if cases.INTERPRETED else 1
+# Some calls show what is read before it is written; Triton's interpreter runs programs slowly and one by one.
+EVERY = 8 if cases.INTERPRETED else 3 if cases.DEVICE == "cpu" else 1
 
 
 # Calls whose ids lie apart: of pages and sequences with several queries, too.
@@ -95,11 +95,16 @@ def ran(kernel: Kernel) -> Runs:
     return Runs(kernel)
 
 
-def calls(kernel: Kernel) -> Iterator[tuple[cases.Case, Args]]:
-    """The generated calls that the kernel's capability lets through, in every dtype it claims."""
-    op = table.get(kernel.op)
-    for dtype in cases.dtypes(kernel):
-        for case in cases.cases_of(kernel):
+def calls(kernel: Kernel, every: bool = cases.DEVICE != "cpu") -> Iterator[tuple[cases.Case, Args]]:
+    """The generated calls that the kernel's capability lets through, in every dtype it claims.
+
+    Pairs of features are asked in one dtype in turn, and in `every` one on a device.
+    """
+    op, dtypes, usual = table.get(kernel.op), cases.dtypes(kernel), {"bshd", *cases.needed(kernel)}
+    for place, dtype in enumerate(dtypes):
+        for number, case in enumerate(cases.cases_of(kernel)):
+            if not every and len({*case.asks} - usual) > 1 and number % len(dtypes) != place:
+                continue
             args = cases.call(case, dtype)
             if not rejections(kernel, op.check(args), cases.HERE):
                 yield case, args
@@ -134,11 +139,24 @@ def _flash_lse_error(dtype: torch.dtype) -> float:
 @every_kernel
 def test_results_are_within_tolerance(kernel: Kernel) -> None:
     """Each claimed feature, pair of features, dtype and size agrees with the float64 reference."""
-    op = table.get(kernel.op)
-    calls = list(ran(kernel))
-    assert len(calls) >= 2
-    wrong = []
-    for case, args, outs, _ in calls:
+    made = list(ran(kernel))
+    assert len(made) >= 2
+    wrong = _wrong(kernel, made)
+    assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.slow
+@every_kernel
+def test_pairs_of_features_are_within_tolerance_in_every_dtype(kernel: Kernel) -> None:
+    """Not only in one of them in turn."""
+    wrong = _wrong(kernel, (_run(kernel, *call) for call in calls(kernel, every=True)))
+    assert not wrong, "\n".join(wrong[:20])
+
+
+def _wrong(kernel: Kernel, made: Iterable[Ran]) -> list[str]:
+    """What is wrong with a kernel's answers, in words."""
+    op, wrong = table.get(kernel.op), list[str]()
+    for case, args, outs, _ in made:
         with torch.no_grad():
             truths, bases = cases.expected(case, args)
         got = [(tuple(o.shape), checks.dtype_name(o.dtype)) for o in outs]
@@ -161,7 +179,7 @@ def test_results_are_within_tolerance(kernel: Kernel) -> None:
                 out.cpu(), truths[index], base, softcap=softcap, factor=BOUNDS[kernel.id]
             ):
                 wrong.append(f"{case} {args[0].dtype} output {index}: {problem}")
-    assert not wrong, "\n".join(wrong[:20])
+    return wrong
 
 
 @every_kernel
@@ -266,6 +284,11 @@ def _gradients(run: Any, args: Args, learned: tuple[int, ...]) -> list[Tensor]:
     return [g.cpu() for g in found]
 
 
+@functools.cache  # kernels of one op are asked the same calls
+def _true_gradients(case: cases.Case, learned: tuple[int, ...]) -> list[Tensor]:
+    return _gradients(table.get(case.op).reference, cases.call(case, torch.float64), learned)
+
+
 def _compare_gradients(kernel: Kernel) -> None:
     op, wrong, compared = table.get(kernel.op), [], 0
     learned = op.operands if kernel.op != "cross_entropy" else (0,)
@@ -310,11 +333,9 @@ def test_gradients_equal_the_references(kernel: Kernel) -> None:
         if rejections(kernel, request.replace(modes=frozenset({"grad"})), cases.HERE):
             continue
         leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
-        ours, truths = (
-            torch.autograd.grad([_weighed(o) for o in cases.as_tuple(run(*args)) if o.requires_grad], leaves)
-            for run in (loaded(kernel), op.reference)
-        )
-        for mine, true in zip(ours, truths, strict=True):
+        outs = [o for o in cases.as_tuple(loaded(kernel)(*args)) if o.requires_grad]
+        ours = torch.autograd.grad([_weighed(o) for o in outs], leaves)
+        for mine, true in zip(ours, _true_gradients(case, learned), strict=True):
             torch.testing.assert_close(mine, true)
         compared += len(leaves)
     assert compared or kernel.op == "alibi" or "float64" not in kernel.capability.dtypes
