@@ -23,14 +23,16 @@ def why_not() -> str:
 
 
 def remember_builtins() -> None:
-    """Let the interpreter of this process list the functions of Triton's language once.
+    """Let the interpreter of this process put its own functions into Triton's language once a launch.
 
-    It puts its own in their places whenever one kernel's function calls another, and looks for them among all
-    that a module or a class has: half of a small program's time. Which they are does not change.
+    It does so whenever one kernel's function calls another, and looks for them among all that a module or a
+    class has: more than half of a small program's time. Which they are does not change.
     """
     from triton.runtime import interpreter
 
     named: dict[Any, list[str]] = {}
+    patched: set[int] = set()
+    patch_language = interpreter._patch_lang
 
     def patch(package: Any, builder: Any, *scope: Any) -> None:
         is_builtin = interpreter.tl.core.is_builtin
@@ -40,4 +42,14 @@ def remember_builtins() -> None:
             if is_builtin(member := getattr(package, name)):
                 interpreter._patch_attr(package, name, member, builder, *scope)
 
-    interpreter._patch_builtin = patch
+    def patch_once(function: Any) -> Any:
+        seen_from = id(function.__globals__)
+        if seen_from in patched:
+            return None  # called by a kernel: only who launches one restores
+        scope = patch_language(function)
+        if restore := getattr(scope, "restore", None):
+            patched.add(seen_from)
+            scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    interpreter._patch_builtin, interpreter._patch_lang = patch, patch_once
