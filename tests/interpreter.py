@@ -49,7 +49,11 @@ def remember_builtins() -> None:
         scope = patch_language(function)
         if restore := getattr(scope, "restore", None):
             patched.add(seen_from)
-            scope.restore = lambda: (patched.clear(), restore())
+            scope.restore = functools.partial(forget_and, restore)
         return scope
+
+    def forget_and(restore: Any) -> None:
+        patched.clear()
+        restore()
 
     interpreter._patch_builtin, interpreter._patch_lang = patch, patch_once
