@@ -1,9 +1,11 @@
-"""Whether Triton's interpreter runs here."""
+"""Whether Triton's interpreter runs here, and how it looks at its own language less often."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from importlib import metadata
+from typing import Any
 
 from layerzero.spec.kernel import version
 
@@ -18,3 +20,40 @@ def why_not() -> str:
     if version(triton) < (3, 7) and version(numpy) >= (2, 4):
         return f"the interpreter of Triton {triton} does not know numpy {numpy}; Triton 3.7 or numpy 2.3 do"
     return ""
+
+
+def remember_builtins() -> None:
+    """Let the interpreter of this process put its own functions into Triton's language once a launch.
+
+    It does so whenever one kernel's function calls another, and looks for them among all that a module or a
+    class has: more than half of a small program's time. Which they are does not change.
+    """
+    from triton.runtime import interpreter
+
+    named: dict[Any, list[str]] = {}
+    patched: set[int] = set()
+    patch_language = interpreter._patch_lang
+
+    def patch(package: Any, builder: Any, *scope: Any) -> None:
+        is_builtin = interpreter.tl.core.is_builtin
+        if package not in named:
+            named[package] = [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+        for name in named[package]:
+            if is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, builder, *scope)
+
+    def patch_once(function: Any) -> Any:
+        seen_from = id(function.__globals__)
+        if seen_from in patched:
+            return None  # called by a kernel: only who launches one restores
+        scope = patch_language(function)
+        if restore := getattr(scope, "restore", None):
+            patched.add(seen_from)
+            scope.restore = functools.partial(forget_and, restore)
+        return scope
+
+    def forget_and(restore: Any) -> None:
+        patched.clear()
+        restore()
+
+    interpreter._patch_builtin, interpreter._patch_lang = patch, patch_once

@@ -6,6 +6,7 @@ find both here. LAYERZERO_TEST_DTYPES, names with commas between, keeps to some 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import shutil
@@ -26,6 +27,7 @@ from layerzero.spec.condition import Condition, parse_limit
 from layerzero.spec.hardware import Hardware, hypothetical_gpu, probe
 from layerzero.spec.kernel import Kernel, rejections
 from tests.backends.calls import DEVICE as DEVICE
+from tests.backends.calls import OVER_SEQUENCES
 from tests.backends.calls import Case as Case
 from tests.backends.calls import call as call
 from tests.backends.calls import to as to
@@ -187,6 +189,8 @@ _TOGETHER = {
 }  # fmt: skip
 
 
+# Triton's interpreter runs programs one by one, and a row is its own: a few rows, at most more than a page.
+_INTERPRETED_ROWS, _INTERPRETED_MOST = 5, 18
 # Below these the sizes that cases have anyhow are enough.
 _SMALL = {"%": 16, ">=": 9}
 
@@ -200,6 +204,8 @@ def base_of(kernel: Kernel) -> dict[str, int]:
                 base[dim] = int(values[0])
             case Condition(dim, "%" | ">=", int(value)) if value > _SMALL[condition.operator]:
                 base[dim] = value
+    if INTERPRETED and kernel.op not in OVER_SEQUENCES:
+        base.setdefault("N", _INTERPRETED_ROWS)
     if "S" in base and "K" in base:
         base["K"] = max(base["K"], 2 * base["S"])  # one group of all columns is a scale a row
     return base
@@ -229,6 +235,7 @@ def asking(kernel: Kernel, *asks: str) -> tuple[str, ...]:
     return (*(ask for ask in needed(kernel) if any(ask in kind for kind in open_kinds)), *asks)
 
 
+@functools.cache
 def _of_kind(kind: str) -> frozenset[str]:
     return frozenset(ask for asks in ASKS.values() for ask in asks if ask.startswith(kind))
 
@@ -258,6 +265,8 @@ def cases(op: str, base: Mapping[str, int] = MappingProxyType({})) -> Iterator[C
         yield Case(op, asked, always)
     for own in (*_SIZES.get(op, _ROW_SIZES), *(_GPU_SIZES.get(op, ()) if DEVICE != "cpu" else ())):
         dims = always | own
+        if INTERPRETED and "N" in dims:
+            dims["N"] = min(dims["N"], _INTERPRETED_MOST)
         if op == "layer_norm" and dims.get("C") == 1:
             continue  # the truth is zero: any rounding is an error of 100 %
         yield Case(op, dims=dims)

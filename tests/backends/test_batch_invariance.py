@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -190,15 +190,28 @@ def loaded(kernel: Kernel) -> Any:
     return kernel.load()
 
 
+def sized(op: str, every: bool) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
+    """(sizes, asks) of calls: each ask in the first sizes, and in `every` other or in one of them in turn.
+
+    On a device every size is asked: what its kernels choose by it is more.
+    """
+    first, *others = SIZES.get(op, ({},))
+    for number, ask in enumerate(asks(op)):
+        yield first, ask
+        for place, dims in enumerate(others):
+            if every or cases.DEVICE != "cpu" or number == 0 or place == number % len(others):
+                yield dims, ask
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
 @pytest.mark.parametrize("kernel", CLAIMING, ids=[k.id for k in CLAIMING])
-def test_a_row_has_its_own_bits_alone_and_in_any_batch_at_any_place(kernel: Kernel) -> None:
+def test_a_row_has_its_own_bits_alone_and_in_any_batch_at_any_place(kernel: Kernel, every: bool) -> None:
     """Every op, dtype and feature, in memory of its own each time."""
     tried = 0
     for dtype in cases.dtypes(kernel):
-        for dims in SIZES.get(kernel.op, ({},)):
-            for ask in asks(kernel.op):
-                assert not (found := differing(kernel, loaded(kernel), dtype, dims, ask)), found
-                tried += 1
+        for dims, ask in sized(kernel.op, every):
+            assert not (found := differing(kernel, loaded(kernel), dtype, dims, ask)), found
+            tried += 1
     assert tried
 
 

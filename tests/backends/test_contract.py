@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,12 +27,12 @@ every_kernel = pytest.mark.parametrize("kernel", cases.RUNNABLE, ids=IDS, scope=
 FLASH_LSE = {"torch.attention.sdpa_flash_cpu", "torch.attention.by_sequence"}
 # On a device the order in which threads meet differs from run to run.
 AGAIN = 1 if cases.DEVICE == "cpu" else 3
-# Triton's interpreter runs programs slowly and one by one: some calls show what is read before it is written.
-EVERY = 8 if os.environ.get("TRITON_INTERPRET") == "1" else 1
+# Some calls show what is read before it is written; Triton's interpreter runs programs slowly and one by one.
+EVERY = 8 if cases.INTERPRETED else 3 if cases.DEVICE == "cpu" else 1
 
 
-# Calls whose ids lie apart.
-STRIDED = 6
+# Calls whose ids lie apart: of pages and sequences with several queries, too.
+STRIDED = 4 if cases.INTERPRETED else 6
 # What is rounded to eight bits is a sum first, in any order: a code may be its neighbour.
 ROUNDS_SUMS = frozenset({"add_rms_norm_quantize"})
 
@@ -59,29 +59,52 @@ class Ran(NamedTuple):
     changed: list[int]
 
 
+class Runs:
+    """What a kernel gave for its generated calls, each made once, when somebody first asks for it."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel, self._calls = kernel, calls(kernel)
+        self._made: list[Ran] = []
+
+    def __iter__(self) -> Iterator[Ran]:
+        yield from self._made
+        for case, args in self._calls:
+            try:
+                self._made.append(_run(self._kernel, case, args))
+            except Exception:
+                self._calls = itertools.chain([(case, args)], self._calls)  # whoever asks next fails, too
+                raise
+            yield self._made[-1]
+
+
+def _run(kernel: Kernel, case: cases.Case, args: Args) -> Ran:
+    before = [a.clone() if isinstance(a, Tensor) else a for a in args]
+    with torch.no_grad():
+        outs = cases.results(table.get(kernel.op), loaded(kernel), args)
+    pairs = enumerate(zip(args, before, strict=True))
+    changed = [at for at, (a, b) in pairs if isinstance(a, Tensor) and not torch.equal(a, b)]
+    return Ran(case, args, outs, changed)
+
+
 @functools.lru_cache(maxsize=1)
-def ran(kernel: Kernel) -> list[Ran]:
-    """The generated calls that the kernel's capability lets through, in every dtype it claims, made once.
+def ran(kernel: Kernel) -> Runs:
+    """The generated calls that the kernel's capability lets through, in every dtype it claims.
 
     An operand that the op says it writes is a copy, and is among the results.
     """
-    op = table.get(kernel.op)
-    found = []
-    for case, args in calls(kernel):
-        before = [a.clone() if isinstance(a, Tensor) else a for a in args]
-        with torch.no_grad():
-            outs = cases.results(op, loaded(kernel), args)
-        pairs = enumerate(zip(args, before, strict=True))
-        changed = [at for at, (a, b) in pairs if isinstance(a, Tensor) and not torch.equal(a, b)]
-        found.append(Ran(case, args, outs, changed))
-    return found
+    return Runs(kernel)
 
 
-def calls(kernel: Kernel) -> Iterator[tuple[cases.Case, Args]]:
-    """The generated calls that the kernel's capability lets through, in every dtype it claims."""
-    op = table.get(kernel.op)
-    for dtype in cases.dtypes(kernel):
-        for case in cases.cases_of(kernel):
+def calls(kernel: Kernel, every: bool = cases.DEVICE != "cpu") -> Iterator[tuple[cases.Case, Args]]:
+    """The generated calls that the kernel's capability lets through, in every dtype it claims.
+
+    Pairs of features are asked in one dtype in turn, and in `every` one on a device.
+    """
+    op, dtypes, usual = table.get(kernel.op), cases.dtypes(kernel), {"bshd", *cases.needed(kernel)}
+    for place, dtype in enumerate(dtypes):
+        for number, case in enumerate(cases.cases_of(kernel)):
+            if not every and len({*case.asks} - usual) > 1 and number % len(dtypes) != place:
+                continue
             args = cases.call(case, dtype)
             if not rejections(kernel, op.check(args), cases.HERE):
                 yield case, args
@@ -116,11 +139,24 @@ def _flash_lse_error(dtype: torch.dtype) -> float:
 @every_kernel
 def test_results_are_within_tolerance(kernel: Kernel) -> None:
     """Each claimed feature, pair of features, dtype and size agrees with the float64 reference."""
-    op = table.get(kernel.op)
-    calls = ran(kernel)
-    assert len(calls) >= 2
-    wrong = []
-    for case, args, outs, _ in calls:
+    made = list(ran(kernel))
+    assert len(made) >= 2
+    wrong = _wrong(kernel, made)
+    assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.slow
+@every_kernel
+def test_pairs_of_features_are_within_tolerance_in_every_dtype(kernel: Kernel) -> None:
+    """Not only in one of them in turn."""
+    wrong = _wrong(kernel, (_run(kernel, *call) for call in calls(kernel, every=True)))
+    assert not wrong, "\n".join(wrong[:20])
+
+
+def _wrong(kernel: Kernel, made: Iterable[Ran]) -> list[str]:
+    """What is wrong with a kernel's answers, in words."""
+    op, wrong = table.get(kernel.op), list[str]()
+    for case, args, outs, _ in made:
         with torch.no_grad():
             truths, bases = cases.expected(case, args)
         got = [(tuple(o.shape), checks.dtype_name(o.dtype)) for o in outs]
@@ -143,7 +179,7 @@ def test_results_are_within_tolerance(kernel: Kernel) -> None:
                 out.cpu(), truths[index], base, softcap=softcap, factor=BOUNDS[kernel.id]
             ):
                 wrong.append(f"{case} {args[0].dtype} output {index}: {problem}")
-    assert not wrong, "\n".join(wrong[:20])
+    return wrong
 
 
 @every_kernel
@@ -153,14 +189,14 @@ def test_ids_may_be_strided(kernel: Kernel) -> None:
     On a device nothing copies them first.
     """
     op, compared = table.get(kernel.op), 0
-    for case, args in calls(kernel):
+    for case, args, outs, _ in ran(kernel):
         whole = [isinstance(a, Tensor) and a.dtype in (torch.int32, torch.int64) for a in args]
         pairs = zip(args, whole, strict=True)
         apart = tuple(torch.stack([a, a.flip(0)], -1)[..., 0] if is_id else a for a, is_id in pairs)
         if not any(whole) or rejections(kernel, op.check(apart), cases.HERE):
             continue
         with torch.no_grad():
-            outs, again = (cases.results(op, loaded(kernel), each) for each in (args, apart))
+            again = cases.results(op, loaded(kernel), apart)
         for out, wanted in zip(again, outs, strict=True):
             bits = (t.clone(memory_format=torch.contiguous_format).view(-1) for t in (out, wanted))
             assert torch.equal(*(t.view(torch.uint8) for t in bits)), case
@@ -211,7 +247,7 @@ def test_repeated_runs_give_the_same_bits(kernel: Kernel) -> None:
         pytest.skip("makes no such promise")
     assert kernel.capability.deterministic, "no kernel of the CPU is otherwise"
     op = table.get(kernel.op)
-    for case, args, first, _ in ran(kernel)[::EVERY]:
+    for case, args, first, _ in list(ran(kernel))[::EVERY]:
         for _ in range(AGAIN):
             with torch.no_grad():
                 again = cases.results(op, loaded(kernel), args)
@@ -246,6 +282,11 @@ def _gradients(run: Any, args: Args, learned: tuple[int, ...]) -> list[Tensor]:
     leaves = [a for a in own if isinstance(a, Tensor) and a.requires_grad]
     found = torch.autograd.grad([_weighed(o) for o in outs], leaves)
     return [g.cpu() for g in found]
+
+
+@functools.cache  # kernels of one op are asked the same calls
+def _true_gradients(case: cases.Case, learned: tuple[int, ...]) -> list[Tensor]:
+    return _gradients(table.get(case.op).reference, cases.call(case, torch.float64), learned)
 
 
 def _compare_gradients(kernel: Kernel) -> None:
@@ -292,11 +333,9 @@ def test_gradients_equal_the_references(kernel: Kernel) -> None:
         if rejections(kernel, request.replace(modes=frozenset({"grad"})), cases.HERE):
             continue
         leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
-        ours, truths = (
-            torch.autograd.grad([_weighed(o) for o in cases.as_tuple(run(*args)) if o.requires_grad], leaves)
-            for run in (loaded(kernel), op.reference)
-        )
-        for mine, true in zip(ours, truths, strict=True):
+        outs = [o for o in cases.as_tuple(loaded(kernel)(*args)) if o.requires_grad]
+        ours = torch.autograd.grad([_weighed(o) for o in outs], leaves)
+        for mine, true in zip(ours, _true_gradients(case, learned), strict=True):
             torch.testing.assert_close(mine, true)
         compared += len(leaves)
     assert compared or kernel.op == "alibi" or "float64" not in kernel.capability.dtypes

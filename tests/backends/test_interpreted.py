@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
+from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-from tests import interpreter
+from tests import children, interpreter
 
 CONTRACT = "tests/backends/test_contract.py"
 # One process for all of them, on a machine that may be busy.
@@ -35,27 +35,28 @@ IDS = (
 
 
 @pytest.fixture(scope="module", params=["float32", pytest.param("float16", marks=pytest.mark.slow)])
-def contract(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
+def contract(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> CompletedProcess[str]:
     """The contract tests of every interpreted kernel in one dtype, in one process."""
     wanted = " or ".join(f"[{kernel}]" for kernels in INTERPRETED.values() for kernel in kernels)
-    return contract_run(wanted, request.param)
+    return contract_run(wanted, request.param, tmp_path_factory.mktemp("contract"))
 
 
-def contract_run(wanted: str, dtype: str) -> subprocess.CompletedProcess[str]:
+def contract_run(wanted: str, dtype: str, folder: Path) -> CompletedProcess[str]:
     """The wanted contract tests in one dtype, in a process of their own."""
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", CONTRACT, "-vv", "-p", "no:cacheprovider", "-k", wanted],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1", "LAYERZERO_TEST_DTYPES": dtype},
+    words = [CONTRACT, "-vv", "-p", "no:cacheprovider", "-k", wanted]
+    return children.run(
+        "from tests import interpreter; interpreter.remember_builtins(); "
+        f"import pytest; raise SystemExit(pytest.main({words}))",
+        folder=folder,
+        variables=os.environ | {"TRITON_INTERPRET": "1", "LAYERZERO_TEST_DTYPES": dtype},
+        timeout=800.0,
     )
 
 
 @pytest.mark.parametrize("library", INTERPRETED)
-def test_interpreted_kernels_keep_the_contract(
-    library: str, contract: subprocess.CompletedProcess[str]
-) -> None:
+def test_interpreted_kernels_keep_the_contract(library: str, contract: CompletedProcess[str]) -> None:
     """Numbers, inputs, gradients and repetition, in float32 and float16."""
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
@@ -66,12 +67,12 @@ def test_interpreted_kernels_keep_the_contract(
         assert f"test_results_are_within_tolerance[{kernel}] PASSED" in contract.stdout, contract.stdout
 
 
-def test_kernels_of_16_bits_read_ids_that_lie_apart() -> None:
+def test_kernels_of_16_bits_read_ids_that_lie_apart(tmp_path: Path) -> None:
     """Tables, lengths and offsets of sequences, in float16."""
     if wrong := interpreter.why_not():
         pytest.skip(wrong)
     wanted = "test_ids_may_be_strided and (" + " or ".join(f"[{kernel}]" for kernel in IDS) + ")"
-    ended = contract_run(wanted, "float16")
+    ended = contract_run(wanted, "float16", tmp_path)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-1000:]
     for kernel in IDS:
         assert f"test_ids_may_be_strided[{kernel}] PASSED" in ended.stdout, ended.stdout

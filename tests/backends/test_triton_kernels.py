@@ -52,11 +52,14 @@ def printed(code: str, folder: Path, **variables: str) -> Any:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+REMEMBERED = "from tests import interpreter; interpreter.remember_builtins()"
+
+
 def interpreted(code: str, folder: Path) -> Any:
     """What a program prints under Triton's interpreter."""
     if wrong := interpreter.why_not():
         pytest.skip(wrong)
-    return printed(code, folder, TRITON_INTERPRET="1")
+    return printed(REMEMBERED + code, folder, TRITON_INTERPRET="1")
 
 
 DRAWN = """

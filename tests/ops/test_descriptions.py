@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import random
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from layerzero.ops.attention.checks import infer_layout
 from layerzero.selection.key import KeyBuilder, grid
 from layerzero.spec.condition import parse_limit
 from tests.kernels import kernel
-from tests.profiles import most_examples
+from tests.profiles import CALLS, most_calls
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LIMITS = ("Sk <= 1000", "D % 8 == 0", "Sq == Sk")
@@ -32,18 +32,37 @@ def tensors(
     return made
 
 
-SIZES = (
-    st.integers(1, 128), st.integers(1, 8192), st.integers(1, 8192), st.integers(1, 16), st.integers(1, 8),
-    st.integers(1, 512), st.sampled_from(["BHSD", "BSHD"]), st.sampled_from(DTYPES),
-)  # fmt: skip
+Sizes = tuple[int, int, int, int, int, int, str, str]
 
 
-@most_examples
-@given(*SIZES, st.booleans())
-def test_every_valid_call_is_described(
+def size(source: random.Random, most: int) -> int:
+    """From 1 to `most`: the ends, powers of two, their neighbours, and anything between."""
+    near = (1 << source.randrange(most.bit_length())) + source.randint(-1, 1)
+    return source.choice((1, most, min(max(near, 1), most), source.randint(1, most), source.randint(1, most)))
+
+
+def drawn(source: random.Random) -> Sizes:
+    """The arguments of `tensors`."""
+    batch, sq, sk, heads_k, group, width = (size(source, most) for most in (128, 8192, 8192, 16, 8, 512))
+    layout, dtype = source.choice(("BHSD", "BSHD")), source.choice(DTYPES)
+    return batch, sq, sk, heads_k, group, width, layout, dtype
+
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+@most_calls
+@given(seeds)
+def test_every_valid_call_is_described(seed: int) -> None:
+    """Sizes up to 128 x 8,192 x 512 in both layouts: they come out as they went in, once and again (T32)."""
+    source = random.Random(seed)
+    for _ in range(CALLS):
+        _is_described(*drawn(source), source.random() < 0.5)
+
+
+def _is_described(
     batch: int, sq: int, sk: int, heads_k: int, group: int, size: int, layout: str, dtype: str, causal: bool
 ) -> None:
-    """Sizes up to 128 x 8,192 x 512 in both layouts: they come out as they went in, once and again (T32)."""
     q, k, v = tensors(batch, sq, sk, heads_k, group, size, layout, dtype)
     _, args = attention(q, k, v, is_causal=causal, layout=layout)
     found = ATTENTION.check(args)
@@ -69,13 +88,17 @@ OTHER = {
 }  # fmt: skip
 
 
-@most_examples
-@given(
-    st.tuples(*SIZES), st.sampled_from(sorted(OTHER)), st.sampled_from(["B", "Hq", "Sq", "Sk", "D"]),
-    st.integers(0, 99),
-)  # fmt: skip
-def test_a_key_keeps_all_that_decides(sizes: Any, field: str, dim: str, more: int) -> None:
+@most_calls
+@given(seeds)
+def test_a_key_keeps_all_that_decides(seed: int) -> None:
     """Another exact field is another key; another size is, where its grid point or a bound differs (T32)."""
+    source = random.Random(seed)
+    for _ in range(CALLS):
+        field, dim = source.choice(sorted(OTHER)), source.choice(("B", "Hq", "Sq", "Sk", "D"))
+        _keeps_all_that_decides(drawn(source), field, dim, size(source, 100) - 1)
+
+
+def _keeps_all_that_decides(sizes: Sizes, field: str, dim: str, more: int) -> None:
     request = ATTENTION.check(attention(*tensors(*sizes), layout=sizes[6])[1])
     key = KEYS.key(request)
     assert hash(key) == hash(KEYS.key(request.replace(dims=dict(reversed(list(request.dims.items()))))))

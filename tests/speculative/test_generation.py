@@ -85,11 +85,8 @@ def test_each_draft_is_verified_or_discarded(overlap: bool, blend: float, count:
     assert draft.forwards == counted.num_draft_tokens + counted.num_discarded
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("blend", [0.0, 0.7])
-def test_texts_are_distributed_as_the_targets(blend: float, overlap: bool) -> None:
-    """1,000 texts of three tokens, drafted badly or well: a chi-square test over all 27 outcomes."""
-    target = Chain(1)
+def texts_of(count: int, blend: float, **options: Any) -> Counter[tuple[int, ...]]:
+    """How often each text comes out of so many seeds, a hundred side by side: their draws share batches."""
 
     async def some(seeds: range) -> list[tuple[int, ...]]:
         own = Chain(1)
@@ -97,21 +94,23 @@ def test_texts_are_distributed_as_the_targets(blend: float, overlap: bool) -> No
         for seed in seeds:
             draft.rollback(0)
             own.rollback(0)
-            options: dict[str, Any] = {
-                "num_speculative_tokens": 2,
-                "max_tokens": 3,
-                "seed": seed,
-                "overlap": overlap,
-            }
-            texts = speculative.generate(draft, own, [0, 1], **options)
+            texts = speculative.generate(draft, own, [0, 1], seed=seed, **options)
             found.append(tuple([token async for token in texts]))
         return found
 
-    async def main() -> Counter[tuple[int, ...]]:  # side by side: their draws and checks share batches
-        each = await asyncio.gather(*(some(range(first, 1000, 50)) for first in range(50)))
+    async def main() -> Counter[tuple[int, ...]]:
+        each = await asyncio.gather(*(some(range(first, count, 100)) for first in range(100)))
         return Counter(itertools.chain.from_iterable(each))
 
-    found = asyncio.run(main())
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("blend", [0.0, 0.7])
+def test_texts_are_distributed_as_the_targets(blend: float, overlap: bool) -> None:
+    """1,000 texts of three tokens, drafted badly or well: a chi-square test over all 27 outcomes."""
+    target = Chain(1)
+    found = texts_of(1000, blend, num_speculative_tokens=2, max_tokens=3, overlap=overlap)
     outcomes = list(itertools.product(range(WORDS), repeat=3))
     expected = [1000 * share(target.table, text) for text in outcomes]
     assert sum(found.values()) == 1000
@@ -243,10 +242,7 @@ def test_two_vocabularies_are_named(models: tuple[type[Chain], type[Chain]]) -> 
 def test_filters_shape_the_text_as_they_shape_the_targets(options: dict[str, Any]) -> None:
     """Two tokens under top-k and top-p are distributed as the filtered target's, and never others."""
     target = Chain(1)
-    seen = Counter(
-        tuple(run(Chain(2), Chain(1), max_tokens=2, num_speculative_tokens=2, seed=seed, **options)[0])
-        for seed in range(400)
-    )
+    seen = texts_of(400, 0.0, max_tokens=2, num_speculative_tokens=2, **options)
     expected: dict[tuple[int, ...], float] = {}
     for pair in itertools.product(range(WORDS), repeat=2):
         chance, before, last = 1.0, 0, 1
