@@ -14,6 +14,7 @@ One file a section of the ledger; each entry is a table:
 
 from __future__ import annotations
 
+import ast
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -47,14 +48,20 @@ class Mutation:
     def applied(self, text: str) -> str:
         """`text` with the edit made.
 
-        Raises: MutationError: `old` does not stand in it exactly once.
+        Raises: MutationError: `old` does not stand in it exactly once, or what comes out is no Python.
         """
         times = text.count(self.old)
         if times != 1:
             first = self.old.strip().splitlines()[0]
             fault = "is gone" if times == 0 else f"stands {times} times"
             raise MutationError(f"{self.file}: the old text {fault}, needs it once: {first!r} ({self.place})")
-        return text.replace(self.old, self.new)
+        edited = text.replace(self.old, self.new)
+        if self.file.endswith(".py"):
+            try:
+                ast.parse(edited)
+            except SyntaxError as error:  # any proof would be red
+                raise MutationError(f"{self.file}: the edit needs to be Python: {error} ({self.place})") from None
+        return edited
 
 
 def read(folder: Path, ledger: Iterable[Row]) -> list[Mutation]:

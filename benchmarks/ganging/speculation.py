@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -167,7 +167,7 @@ async def _row(
     n: int,
     scale: float,
     model: Any,
-    guesses: dict[str, Callable[[list[Any]], Coroutine[Any, Any, None]]],
+    guesses: Mapping[str, Callable[[list[Any]], Coroutine[Any, Any, None]]],
 ) -> None:
     """Every way to decode at one scale: tokens a second, over plain decoding, and how many drafts stay."""
     where = {"what": what, "requests": n, "scale": scale}

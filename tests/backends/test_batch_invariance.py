@@ -206,7 +206,7 @@ def sized(op: str, every: bool) -> Iterator[tuple[dict[str, int], tuple[str, ...
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
 @pytest.mark.parametrize("kernel", CLAIMING, ids=[k.id for k in CLAIMING])
 def test_a_row_has_its_own_bits_alone_and_in_any_batch_at_any_place(kernel: Kernel, every: bool) -> None:
-    """Every op, dtype and feature, in memory of its own each time."""
+    """Every op, dtype and feature, in one size or `every`, in memory of its own each time."""
     tried = 0
     for dtype in cases.dtypes(kernel):
         for dims, ask in sized(kernel.op, every):

@@ -148,9 +148,10 @@ def test_each_verdict_is_given_and_nothing_is_left(
         {"rows": ["A1"], **EDIT, "old": "return"},
         {"rows": ["A4"], **EDIT},
         {"rows": ["A5"], **EDIT},
-        {"rows": ["A1"], **EDIT, "new": "a +"},
+        {"rows": ["A1"], **EDIT, "new": "a + b\n\n\nimport no_such_module"},
         {"rows": ["A1"], **EDIT, "needs": "hours"},
         {"rows": ["A1"], **EDIT, "new": "a + b or 9"},
+        {"rows": ["A1"], **EDIT, "new": "a +"},
     )
     before = contents(tree)
     scratch = tmp_path / "scratch"
@@ -160,7 +161,7 @@ def test_each_verdict_is_given_and_nothing_is_left(
     assert status == 1
     assert [each["verdict"] for each in told] == [
         "killed", "SURVIVED", "does not apply", "does not apply", "proof not green", "not run",
-        "breaks the import", "not run", "killed",
+        "breaks the import", "not run", "killed", "does not apply",
     ]  # fmt: skip
     why = [each["why"] for each in told]
     assert "test_adds: " in why[0] and "-1" in why[0]
@@ -170,8 +171,9 @@ def test_each_verdict_is_given_and_nothing_is_left(
     assert "test_is_red" in why[4]
     assert "no such card" in why[5]
     assert why[7] == "needs hours"
+    assert "the edit needs to be Python" in why[9]
     assert why[8] == "died of SIGKILL"
-    assert [each["by"] for each in told] == ["assertion", *[""] * 7, "end"]
+    assert [each["by"] for each in told] == ["assertion", *[""] * 7, "end", ""]
     assert contents(tree) == before
     assert list(scratch.iterdir()) == []
 
