@@ -60,7 +60,8 @@ class Mutation:
             try:
                 ast.parse(edited)
             except SyntaxError as error:  # any proof would be red
-                raise MutationError(f"{self.file}: the edit needs to be Python: {error} ({self.place})") from None
+                why = f"the edit needs to be Python: {error}"
+                raise MutationError(f"{self.file}: {why} ({self.place})") from None
         return edited
 
 
