@@ -40,12 +40,13 @@ _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: /usr/include/linux/prctl.h
 class Run:
     """One call as it was laid out: the callable, its arguments in shared memory, and where outputs go."""
 
-    __slots__ = ("arenas", "args", "call", "outputs")
+    __slots__ = ("arenas", "args", "call", "outputs", "process")
 
     def __init__(
-        self, call: Callable[..., Any], args: tuple[Any, ...], outputs: list[Tensor], arenas: list[Arena]
-    ) -> None:
-        self.call, self.args, self.arenas = call, args, arenas
+        self, call: Callable[..., Any], args: tuple[Any, ...], outputs: list[Tensor], arenas: list[Arena],
+        process: int,
+    ) -> None:  # fmt: skip
+        self.call, self.args, self.arenas, self.process = call, args, arenas, process
         self.outputs = [(place, place.shape, place.dtype, place.device) for place in outputs]
 
     def __call__(self) -> None:
@@ -56,6 +57,7 @@ class Run:
         for arena in self.arenas:
             arena.after_receive()
         result = self.call(*self.args)
+        _end_copies(self.process)  # before it touches shared memory, which a copy has not
         if len(self.outputs) == 1 and result.__class__ is Tensor:
             self._put(0, result)
         else:
@@ -79,6 +81,12 @@ class Run:
         ):
             raise _wrong(position, part, place)
         place.copy_(part)
+
+
+def _end_copies(process: int) -> None:
+    """End this process where it is a copy: a kernel forked, and has returned in the other process, too."""
+    if os.getpid() != process:
+        os._exit(0)
 
 
 def _wrong(position: int, part: Any, place: Tensor) -> RuntimeError:
@@ -172,8 +180,7 @@ class Server:
                 traceback.print_exc()
                 os._exit(1)
             reply = frames.FAULT + msgspec.msgpack.encode(_fault(error))
-        if os.getpid() != self._pid:  # a kernel forked, and has returned in the other process, too
-            os._exit(0)
+        _end_copies(self._pid)
         return reply
 
     def _call(self, body: bytes) -> None:
@@ -195,7 +202,7 @@ class Server:
         args = tuple(frames.decode(value, place) for value in order.args)
         outputs = [place(o.device, o.offset, o.shape, getattr(torch, o.dtype)) for o in order.outputs]
         arenas = [self._arenas[name] for name in sorted(used) if name != "cpu"]
-        return Run(self._calls[order.kernel], args, outputs, arenas)
+        return Run(self._calls[order.kernel], args, outputs, arenas, self._pid)
 
     def _load(self, body: bytes) -> bytes:
         order = msgspec.msgpack.decode(body, type=frames.LoadCommand)

@@ -62,7 +62,10 @@ def test_a_kernel_that_forks_and_returns_in_both_processes_answers_once() -> Non
             torch.testing.assert_close(call(rows, None, 1e-6), right(rows))
             time.sleep(0.001 if turn < 100 else 0.0)
         assert worker_of(runtime).pid == pid
-        until(lambda: _children(pid) == before)  # the copy ends by itself, when it has its turn
+        status = call(asking(plugged.ENDED), None, 1e-6)[
+            0, 0
+        ]  # the copy ends by itself, when it has its turn
+        assert status == 0 and _children(pid) == before
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="this system has no such memory")
