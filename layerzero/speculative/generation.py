@@ -254,7 +254,7 @@ class Generation:
         """`num_drafts` tokens behind the text, and behind the tokens `drafted` (K,) after it."""
         new_tokens = torch.tensor(self._tokens[self._draft.length :], dtype=torch.int64)
         offset = len(self._tokens)
-        if drafted is not None:  # they stay on their device: nobody waits for them here
+        if drafted is not None:  # they stay on their device: nothing waits for them
             unseen = drafted[max(0, self._draft.length - offset) :]
             new_tokens = torch.cat([new_tokens.to(unseen.device), unseen]) if len(new_tokens) else unseen
             offset += len(drafted)
