@@ -94,7 +94,7 @@ async def propose_draft(
         logits = need_logits("draft", await decoder.forward(tokens_to_add), 1)[-1:]
         tokens_to_add = await _sample(logits, seed=sampling.seed, offset=sampling.offset + index, **filters)
         tokens.append(tokens_to_add)
-        rows.append(logits)
+        rows.append(logits.clone())  # the next forward may write its logits there, or the prompt's be many
     return torch.cat(tokens), token_probs(torch.cat(rows), **filters)
 
 

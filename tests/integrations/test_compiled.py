@@ -24,16 +24,11 @@ EACH = [pytest.param(f, marks=() if f in FEW else pytest.mark.slow) for f in mod
 # These compute attention in functions of their own, which a compiled graph leaves as they are.
 OWN_ATTENTION = frozenset({"deberta", "deberta_first"})
 LAYERS = 2
-# Whose other layers are the same again, and each takes seconds to trace.
-SHORT = {"bert": {"num_hidden_layers": 1}, "t5": {"num_layers": 1}}
-# Of each part, the operator that a graph of a model of one layer with a gradient and labels holds, and how
-# often.
+# Of each part, the operator that a graph of a model with a gradient and labels holds, and how often.
 OPERATORS = {
-    "attention": ("attention", 1),
-    "norm": ("rms_norm", 3),
-    "rope": ("rope", 1),
+    "attention": ("attention", LAYERS), "norm": ("rms_norm", 2 * LAYERS + 1), "rope": ("rope", LAYERS),
     "loss": ("cross_entropy", 1),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +55,7 @@ def operators(counter: CompileCounterWithBackend) -> Counter[str]:
 @pytest.mark.parametrize("family", EACH)
 def test_a_patched_model_is_one_graph_with_the_numbers_of_the_model(family: str) -> None:
     """Every part patched; attention, norms, rotations and feed-forward blocks are our operators."""
-    model = models.build(family, **SHORT.get(family, {}))
+    model = models.build(family)
     plain = models.answer(model, family)
     table = lz.patch_table(lz.patch(model))
     run, counter = compiled(model)
@@ -147,7 +142,7 @@ def graphs(model: Any) -> tuple[CompileCounterWithBackend, list[Tensor]]:
 @pytest.fixture(scope="module")
 def plain_graphs() -> tuple[int, list[Tensor]]:
     """How many graphs a model without a patch has, and what they gave."""
-    counter, outs = graphs(models.build("llama", num_hidden_layers=1))
+    counter, outs = graphs(models.build("llama"))
     return counter.frame_count, outs
 
 
@@ -159,7 +154,7 @@ def test_parts_compile_whole_and_as_seldom_as_without_them(
 ) -> None:
     """No graph more than the model without a patch has; in each, whatever its sizes, they are operators."""
     wanted, plain = plain_graphs
-    model = models.build("llama", num_hidden_layers=1)
+    model = models.build("llama")
     lz.patch(model, parts=parts.split())
     got, outs = graphs(model)
     assert got.frame_count <= wanted
@@ -240,7 +235,7 @@ def test_parts_that_train_in_a_graph_have_the_gradients_of_the_model() -> None:
     labels = ids.masked_fill(ids % 3 == 0, -100)
 
     def gradients(patched: bool) -> dict[str, Tensor]:
-        model: Any = models.build("llama", num_hidden_layers=1).train()
+        model: Any = models.build("llama").train()
         run = model
         if patched:
             run = torch.compile(lz.patch(model, ["rope", "loss"]), fullgraph=True, backend="aot_eager")
@@ -311,7 +306,7 @@ def test_a_patched_model_that_trains_compiled_has_the_gradients_of_the_model() -
 
 def test_unpatched_it_compiles_anew_as_the_model_that_it_was() -> None:
     """No graph of the patched one runs on."""
-    model = models.build("llama", num_hidden_layers=1)
+    model = models.build("llama")
     plain = models.answer(model, "llama")
     run, counter = compiled(model)
     batch = models.inputs("llama")

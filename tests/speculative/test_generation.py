@@ -170,6 +170,22 @@ def test_a_seed_gives_the_same_tokens() -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+class Static(Chain):
+    """A model whose forward writes its logits into the same memory each time, as a captured step does."""
+
+    buffer = torch.empty(32, WORDS)
+
+    async def forward(self, tokens: Tensor) -> Tensor:
+        return self.buffer[: len(tokens)].copy_(await super().forward(tokens))
+
+
+def test_a_draft_may_write_its_logits_where_the_last_ones_were() -> None:
+    """Each draft is verified by the distribution that it was drawn from."""
+    for seed in range(8):
+        texts = [run(draft(2), Chain(1), max_tokens=30, seed=seed)[0] for draft in (Chain, Static)]
+        assert texts[0] == texts[1]
+
+
 def test_it_ends_behind_an_end_token() -> None:
     """The end token is given, nothing after it."""
     tokens, _ = run(Chain(2), Chain(1), max_tokens=200, seed=1, stop_token_ids={2})
