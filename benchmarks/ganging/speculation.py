@@ -181,7 +181,7 @@ async def _row(
         found = await interleaved({name: lambda arm=arm: _timed(arm()) for name, arm in arms.items()}, 2)
         tokens = n * sampling(me, 0).max_tokens
         speed = {name: tokens / statistics.median(took) for name, took in found.items()}
-        counted = {name: found[n:] for name, found in stats.items()}  # the first round warms up
+        counted = {name: each[n:] for name, each in stats.items()}  # the first round warms up
         me.row(
             **where,
             tokens_per_s=speed,
