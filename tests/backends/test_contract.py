@@ -28,7 +28,7 @@ FLASH_LSE = {"torch.attention.sdpa_flash_cpu", "torch.attention.by_sequence"}
 # On a device the order in which threads meet differs from run to run.
 AGAIN = 1 if cases.DEVICE == "cpu" else 3
 # Some calls show what is read before it is written; Triton's interpreter runs programs slowly and one by one.
-EVERY = 8 if cases.INTERPRETED else 3 if cases.DEVICE == "cpu" else 1
+EVERY = 8 if cases.INTERPRETED else 1
 
 
 # Calls whose ids lie apart: of pages and sequences with several queries, too.

@@ -34,7 +34,7 @@ def __getattr__(name):
 
     function = _blocking(_table.get(name))
     def slow(**arguments):
-        time.sleep(0.0007)  # a block takes longer than another process holds the core of the tree beside it
+        time.sleep(0.002)  # longer than another process holds the core of the tree beside it
         return function(**arguments)
     globals()[name] = slow
     return slow

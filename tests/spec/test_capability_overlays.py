@@ -201,7 +201,7 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, text: str, says: str)
 
 
 VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-5, 200), st.text("cpu12.<=% é", max_size=4), st.just("2.12"),
+    st.none(), st.booleans(), st.integers(-5, 200), st.text(max_size=4), st.just("2.12"),
     st.lists(st.sampled_from(("cpu", "cuda", "float32", "bfloat16", "causal", "int64", "avx2", "amd"))),
     st.lists(st.builds(
         "{} {}".format, st.sampled_from([*sorted(AXES)[:4], "N", "C", "Seq"]),
