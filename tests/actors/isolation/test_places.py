@@ -102,8 +102,10 @@ PLAIN = ("TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "XDG_CA
 
 
 def variables_of(pid: int | None) -> set[bytes]:
-    """What a process was started with."""
-    return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    """What a process was started with; empty for a moment in which the system has not laid it out."""
+    place = Path(f"/proc/{pid}/environ")
+    until(lambda: bool(place.read_bytes()))
+    return set(place.read_bytes().split(b"\0"))
 
 
 def variables_at_start(worker: IsolatedWorker) -> set[bytes]:
