@@ -2,6 +2,7 @@
 
 LZ_BUILD=pure leaves them out, LZ_BUILD=native insists on them. Otherwise they are in where they can be: the
 build has torch, a C++ compiler and a Python with its lock. Without them they are compiled at their first use.
+LZ_BUILD_CACHE=FOLDER takes what that folder (a user's ~/.cache/layerzero/native) holds of the same sources.
 """
 
 import importlib.util

@@ -169,7 +169,7 @@ def modules(root: Path) -> set[str]:
 
 def compiled() -> set[str]:
     """Return what a wheel built here has to carry compiled."""
-    names = [name for source in building.SOURCES.values() for name, _ in source.variants()]
+    names = [name for source in building.SOURCES.values() for name in source.variants()]
     return {f"layerzero/native/built/{name}" for name in (*names, building.STAMP)}
 
 

@@ -1,28 +1,24 @@
 """Loads C++ modules: what the installed wheel carries, else what is compiled once per machine and user.
 
 A compiled library is in a folder that only its user can write, under a name made of everything it depends
-on: sources, flags, torch, Python and, where its flags say so, the CPU's instructions. A file lock lets one
-process compile while the others wait for its result.
+on: sources, flags, torch, Python and kind of machine. It is what a wheel made here would carry for this CPU.
+A file lock lets one process compile while the others wait for its result.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import hashlib
 import importlib.machinery
 import importlib.util
 import json
 import os
-import platform
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from layerzero._util import files, log
 from layerzero._util.ending import ENDING
@@ -53,7 +49,7 @@ class CppModule(building.Source):
                 log.warning(WHEEL_UNUSED, module=self.name, reason=Reason.KERNEL_LOAD_FAILED, why=str(error))
         target = self.target()
         if not target.exists():
-            with file_lock(target.with_name("lock")):
+            with file_lock(target.with_suffix(".lock")):
                 if not target.exists():
                     self.compile_to(target)
         return self.load(target)
@@ -71,27 +67,12 @@ class CppModule(building.Source):
         """The wheel's module where it fits this process; a wheel's that does not is logged, once."""
         if _unfit() != "":
             return None
-        for name, _ in self.variants():
-            path = building.SHIPPED / name
-            if path.exists() and _runs_here(name):
-                return path
-        return None
+        path = building.SHIPPED / self.variant()[0]
+        return path if path.exists() else None
 
     def target(self) -> Path:
         """Where the compiled library is, or will be."""
         return cache_folder() / self.file_name
-
-    @property
-    def file_name(self) -> str:
-        """What the compiled library is called."""
-        return f"{self.name}-{self.fingerprint()}.so"
-
-    def fingerprint(self) -> str:
-        """Everything the compiled library depends on, as 32 hexadecimal digits."""
-        # A cache folder may be shared by machines whose CPUs differ.
-        built_for = cpu_flags() if "-march=native" in self.flags else platform.machine()
-        parts = (self.digest(), *self.flags, str(torch.__version__), building.python_abi(), built_for)
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
     def compile_to(self, target: Path) -> None:
         """Compile the source and put the library at `target` in one step.
@@ -101,7 +82,7 @@ class CppModule(building.Source):
         need_compiler()
         part = target.with_suffix(f".{os.getpid()}.part")
         try:
-            returned, messages = _run(building.command(self, self.flags, part))
+            returned, messages = _run(building.command(self, self.variant()[1], part))
             if returned:
                 raise unavailable(Reason.JIT_FAILED, f"did not compile: {first_error(messages)}")
             # In one step: another process may look for it at any moment.
@@ -162,14 +143,6 @@ def cache_folder() -> Path:
         raise unavailable(Reason.KERNEL_LOAD_FAILED, why) from error
 
 
-def cpu_flags() -> str:
-    """The CPU's name and instructions, which -march=native compiles for."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
-    named = {line.split(":")[0].strip(): line for line in lines}
-    return "".join(named.get(key, "") for key in ("model name", "flags", "Features")) or platform.machine()
-
-
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
     """Hold `path`'s lock; it ends with the process that held it, so none is ever left behind.
@@ -193,7 +166,7 @@ def file_lock(path: Path) -> Iterator[None]:
 def library(name: str) -> CppModule:
     """The package's own module of that name."""
     own = building.SOURCES[name]
-    return CppModule(own.name, own.source, own.flags)
+    return CppModule(own.name, own.source, own.flags, own.levelled)
 
 
 @functools.cache
@@ -217,13 +190,6 @@ def _unfit() -> str | None:
     why = f"the installed wheel's compiled modules are for {'; '.join(differences)}"
     log.warning(WHEEL_UNUSED, reason=Reason.BACKEND_VERSION_MISMATCH, why=why)
     return why
-
-
-def _runs_here(name: str) -> bool:
-    """Whether this CPU has the instructions that a wheel's module of that file name takes."""
-    # A module without a level is portable.
-    level = name.removesuffix(".so").partition(".")[2]
-    return not level or building.LEVELS[level].issubset(cpu_flags().split())
 
 
 def need_lock() -> None:

@@ -21,7 +21,6 @@ from layerzero._util import files, log
 from layerzero._util.version import VERSION, installed_version
 from layerzero.graphs.proof import CaptureProof
 from layerzero.native import building
-from layerzero.native.compiling import cpu_flags
 from layerzero.perfdb import Environment, Measurement
 from layerzero.selection.dispatch_table import DispatchTable
 from layerzero.spec.errors import BundleRefusedError, CacheCorruptionError, ConfigurationError
@@ -114,7 +113,8 @@ def environment_of(hardware: Hardware, *, for_this_cpu: bool) -> dict[str, str]:
     }
     if for_this_cpu:
         # A digest: the whole list is too long to compare by eye.
-        stated[CPU] = f"{hardware.name} ({hashlib.sha256(cpu_flags().encode()).hexdigest()[:12]})"
+        instructions = " ".join(sorted(building.cpu_flags()))
+        stated[CPU] = f"{hardware.name} ({hashlib.sha256(instructions.encode()).hexdigest()[:12]})"
     return stated
 
 

@@ -40,11 +40,10 @@ def triton_cache() -> Path:
     )
 
 
-def native_names(*, for_cpu: bool) -> dict[str, bool]:
-    """The file names of our own modules on this machine; True for those made for this very CPU."""
-    sources = [library(name) for name in building.SOURCES]
-    modules = {module.file_name: "-march=native" in module.flags for module in sources}
-    return {name: for_this_cpu for name, for_this_cpu in modules.items() if for_cpu or not for_this_cpu}
+def native_names(*, for_cpu: bool) -> set[str]:
+    """The file names of our own modules on this machine, those of one level of CPUs included on request."""
+    modules = [library(name) for name in building.SOURCES]
+    return {module.file_name for module in modules if for_cpu or not module.levelled}
 
 
 def target_of(name: str) -> Path:
@@ -82,7 +81,7 @@ def content_for(name: str, data: bytes, names: frozenset[str]) -> bytes:
 def compiled_here(*, for_cpu: bool) -> Iterator[tuple[str, bytes]]:
     """The compiled kernels of this machine as members: name and bytes."""
     folder = files.user_folder("native")
-    for file_name in native_names(for_cpu=for_cpu):
+    for file_name in sorted(native_names(for_cpu=for_cpu)):
         if (folder / file_name).is_file():
             yield f"native/{file_name}", files.read_bounded(folder / file_name, _MAX_FILE)
     if not for_cpu:

@@ -10,6 +10,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("nothing to compile with")
     folder = tmp_path_factory.mktemp("wheel")
     source = building.SOURCES[NAME]
-    ((name, flags),) = source.variants()
+    ((name, flags),) = source.variants().items()
     subprocess.run(building.command(source, flags, folder / name), check=True, timeout=250)
     (folder / building.STAMP).write_text(json.dumps(building.stamp()))
     return folder
@@ -111,7 +112,7 @@ def test_a_wheel_s_module_that_does_not_load_is_named(
 FLAGS = {level: " ".join(sorted(flags)) for level, flags in building.LEVELS.items()}
 
 
-@pytest.mark.skipif("layerzero_rows.x86-64-v3.so" not in dict(building.SOURCES["layerzero_rows"].variants()),
+@pytest.mark.skipif("layerzero_rows.x86-64-v3.so" not in building.SOURCES["layerzero_rows"].variants(),
                     reason="another kind of CPU")  # fmt: skip
 @pytest.mark.parametrize(
     ("flags", "level"),
@@ -125,17 +126,30 @@ def test_a_cpu_gets_instructions_that_it_has(
     flags: str, level: str | None, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best of what the wheel has for it; without AVX2 nothing, and its own is compiled."""
-    for name, _ in building.SOURCES["layerzero_rows"].variants():
+    for name in building.SOURCES["layerzero_rows"].variants():
         (wheel / name).touch()
-    monkeypatch.setattr(compiling, "cpu_flags", lambda: f"model name: a CPUflags : {flags}")
+    monkeypatch.setattr(building, "cpu_flags", lambda: frozenset(flags.split()))
     shipped = compiling.library("layerzero_rows").shipped()
     assert (shipped.name if shipped else None) == (f"layerzero_rows.{level}.so" if level else None)
 
 
-def test_no_wheel_is_for_the_cpu_that_it_was_built_on() -> None:
-    """Nothing that a wheel carries is compiled with -march=native."""
-    variants = [variant for source in building.SOURCES.values() for variant in source.variants()]
-    assert variants and not [name for name, flags in variants if "-march=native" in flags]
+def test_a_build_takes_what_was_compiled_from_the_same_by_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of the folder that is named, and only that: a module by other flags is compiled."""
+    source = building.SOURCES[NAME]
+    cache, other = tmp_path / "cache", replace(source, flags=(*source.flags, "-DOTHER"))
+    cache.mkdir()
+    ((name, flags),) = source.variants().items()
+    (cache / source.cached_name(flags)).write_bytes(b"compiled")
+    monkeypatch.setattr(building, "compiler", lambda: "no-such-compiler")
+    monkeypatch.setenv("LZ_BUILD_CACHE", str(cache))
+    monkeypatch.setattr(building, "SOURCES", {NAME: source})
+    building.build(tmp_path / "built")
+    assert (tmp_path / "built" / name).read_bytes() == b"compiled"
+    monkeypatch.setattr(building, "SOURCES", {NAME: other})
+    with pytest.raises(FileNotFoundError, match="no-such-compiler"):
+        building.build(tmp_path / "again")
 
 
 def test_every_source_is_in_the_table() -> None:
@@ -165,9 +179,9 @@ def test_a_python_without_its_lock_is_refused(
 def test_a_free_threaded_build_has_modules_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tag is that of the build with the lock; a module of one may not be found by the other."""
     library = compiling.library(NAME)
-    before = library.fingerprint()
+    before = library.file_name
     monkeypatch.setattr(building, "python_abi", lambda: "cpython-313t-x86_64-linux-gnu")
-    assert library.fingerprint() != before
+    assert library.file_name != before
 
 
 def built(tmp_path: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[Path]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.native import FAST_PATH, READY, UNAVAILABLE, UNUSED, NativeModule, compiling
+from layerzero.native import FAST_PATH, READY, UNAVAILABLE, UNUSED, NativeModule, building, compiling
 from layerzero.native.compiling import CppModule, cache_folder
 from layerzero.spec.errors import BackendNotAvailableError
 from tests.children import Child
@@ -23,22 +24,22 @@ def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> compiling.CppMod
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = tmp_path / "small.cpp"
     source.write_text("int small() { return 1; }\n")
-    return compiling.CppModule("small", source, ("-O1", "-march=native"))
+    return compiling.CppModule("small", source, ("-O1",), levelled=True)
 
 
 def test_the_name_depends_on_what_the_library_depends_on(
     library: compiling.CppModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another CPU, torch, flag, source or header is another library; the folder is the user's alone."""
-    names = {library.fingerprint(), replace(library, flags=("-O2", "-march=native")).fingerprint()}
+    """Another machine, torch, flag, source or header is another library; the folder is the user's alone."""
+    names = {library.file_name, replace(library, flags=("-O2",)).file_name}
     library.source.with_name("beside.h").write_text("// new\n")
-    names.add(library.fingerprint())
+    names.add(library.file_name)
     library.source.write_text("int small() { return 2; }\n")
-    names.add(library.fingerprint())
-    monkeypatch.setattr(compiling, "cpu_flags", lambda: "another")
-    names.add(library.fingerprint())
+    names.add(library.file_name)
+    monkeypatch.setattr(platform, "machine", lambda: "another")
+    names.add(library.file_name)
     monkeypatch.setattr(torch, "__version__", "9.9")
-    names.add(library.fingerprint())
+    names.add(library.file_name)
     assert len(names) == 6
     assert library.target().parent.stat().st_mode & 0o777 == 0o700
 
@@ -81,7 +82,7 @@ def wait():
     except compiling.BackendNotAvailableError as error:
         print(error.context["reason"], error)
 
-with compiling.file_lock(library.target().with_name("lock")):
+with compiling.file_lock(library.target().with_suffix(".lock")):
     worker.submit(wait)
     assert waits.wait(60)
     print(ending.end(60))
@@ -97,14 +98,19 @@ def test_a_process_that_ends_does_not_wait_for_anothers_compiler(
     assert done.stdout.splitlines() == [f"JIT_FAILED {told}", "True"], done.stderr
 
 
-def test_a_library_for_every_cpu_does_not_depend_on_one(
+@pytest.mark.skipif("platform.machine() != 'x86_64'", reason="another kind of CPU")
+def test_a_cpu_gets_the_library_that_a_wheel_has_for_it(
     library: compiling.CppModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only -march=native ties a library to its CPU."""
-    portable = replace(library, flags=("-O1",))
-    before = portable.fingerprint()
-    monkeypatch.setattr(compiling, "cpu_flags", lambda: "another")
-    assert portable.fingerprint() == before
+    """One for each level, one without for a CPU that has none; one that is for every CPU depends on none."""
+    all_levels = [frozenset(), *reversed(building.LEVELS.values())]
+    flags, names, portable = [], [], replace(library, levelled=False)
+    for has in (frozenset[str]().union(*all_levels[: place + 1]) for place in range(len(all_levels))):
+        monkeypatch.setattr(building, "cpu_flags", lambda has=has: has)
+        flags.append(library.variant()[1])
+        names.append((library.file_name, portable.file_name))
+    assert flags == [("-O1",), ("-O1", "-march=x86-64-v3"), ("-O1", "-march=x86-64-v4")]
+    assert len({name for name, _ in names}) == 3 and len({name for _, name in names}) == 1
 
 
 def test_without_a_compiler_everything_stays_in_python(
