@@ -23,13 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     kernels = parser.parse_args(arguments).all
     started = time.perf_counter()
     try:
-        if kernels:
-            print(
-                "layerzero.native: compiling, once for this machine (about two minutes of CPU) ...",
-                flush=True,
-            )
-        elif not FAST_PATH.compiled:
-            print("layerzero.native: compiling, once for this machine (about 20 s) ...", flush=True)
+        if kernels or not FAST_PATH.compiled:
+            cost = "two minutes" if kernels else "20 s"
+            print(f"layerzero.native: compiling, once for this machine (about {cost} of CPU) ...", flush=True)
         if kernels:
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 list(pool.map(lambda name: library(name).get(), building.SOURCES))

@@ -103,7 +103,7 @@ def test_a_cpu_gets_the_library_that_a_wheel_has_for_it(
     library: compiling.CppModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One for each level, one without for a CPU that has none; one that is for every CPU depends on none."""
-    all_levels = [frozenset(), *reversed(building.LEVELS.values())]
+    all_levels = [frozenset(), *[*building.LEVELS.values()][::-1]]
     flags, names, portable = [], [], replace(library, levelled=False)
     for has in (frozenset[str]().union(*all_levels[: place + 1]) for place in range(len(all_levels))):
         monkeypatch.setattr(building, "cpu_flags", lambda has=has: has)
