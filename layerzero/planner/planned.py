@@ -32,9 +32,15 @@ from layerzero.planner.tracing import TURN, trace
 from layerzero.planner.values import PlacedBlock, place
 from layerzero.selection.dispatch import DispatchState, PlanTable
 from layerzero.selection.modes import AUTOCAST, CAPTURE, GRAD, REHEARSAL
-from layerzero.spec.errors import ConfigurationError, CudaGraphUnsafeError, NoKernelFoundError
+from layerzero.spec.errors import (
+    ConfigurationError,
+    CudaGraphUnsafeError,
+    NoKernelFoundError,
+    PlanRefusedError,
+)
 
 MADE = "plan.made"
+NOT_FOLLOWED = "plan.file_not_followed"
 # Signatures that a planned block keeps programs for, and blocks that a device keeps decisions for.
 MAX_PROGRAMS = 64
 MAX_DECISIONS = 256
@@ -306,10 +312,18 @@ class PlannedBlock:
             choices = Choices(placed, judge, can_join=placed.can_join(grad=bool(bits & GRAD)))
             if context_snapshot(device, "", None) is state:
                 break
-        decision = self._search(placed, choices, state, saved)  # pyright: ignore[reportPossiblyUnboundVariable]
+        try:
+            decision = self._search(placed, choices, state, saved)  # pyright: ignore[reportPossiblyUnboundVariable]
+        except PlanRefusedError as error:
+            if making.load:
+                raise
+            log.warning(NOT_FOLLOWED, path=self._path, block=digest, why=str(error))
+            saved = None  # a kernel of it rests since it was loaded: decided anew
+            decision = self._search(placed, choices, state, saved)  # pyright: ignore[reportPossiblyUnboundVariable]
         if making.measure and saved is None:
             decision = self._measured(placed, choices, device, state, decision, tensors, making.measure)  # pyright: ignore[reportPossiblyUnboundVariable]
-        decisions[key] = decision._replace(is_warm=making.warm)
+        if saved is None:  # what a file says is no decision for others
+            decisions[key] = decision._replace(is_warm=making.warm)
         while len(decisions) > MAX_DECISIONS:
             decisions.popitem(last=False)
         record = decision.record
