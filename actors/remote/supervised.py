@@ -340,11 +340,12 @@ class SupervisedDevice:
         self._serving.clear()  # calls wait for the next incarnation instead of being refused
         await self._request_drain(drain_s)
         await self._wait_for_answers(incarnation, max(drain_s, _LAST_S))
-        self._restart_requested = True  # set first: closing the channel below must not count as a crash
-        self._restart_policy.record_restart()
-        await self._request_leave(incarnation)
-        incarnation.end("restarted on request")
-        self._kill(restart=True)
+        if not incarnation.over.done():  # one that has crashed meanwhile counts as that, and is followed
+            self._restart_requested = True  # set first: closing the channel below must not count as a crash
+            self._restart_policy.record_restart()
+            await self._request_leave(incarnation)
+            incarnation.end("restarted on request")
+            self._kill(restart=True)
         await self._serving_incarnation(None)
 
     async def _revive(self) -> None:

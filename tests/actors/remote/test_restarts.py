@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from layerzero.actors.remote.ray_actor import DeviceSpec
 from layerzero.actors.remote.restarts import ActorIncarnation
+from layerzero.actors.remote.supervised import SupervisedDevice
+from layerzero.actors.rpc.client import DeviceState
 from layerzero.actors.rpc.frames import Address
+from layerzero.spec.settings import Settings
 
 pytestmark = pytest.mark.asyncio
 
@@ -40,3 +45,31 @@ async def test_a_life_that_is_over_lets_nothing_begin() -> None:
     one.end("a test")
     assert not one.begin(number, THERE)
     assert one.started == set()
+
+
+async def test_a_device_that_crashes_while_it_is_to_restart_has_crashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The crash counts, the process behind it is not killed, and the next crash is no planned restart."""
+    spec = DeviceSpec(pool="pool", name="cpu-0", settings=Settings(), opener="", secret=b"")
+    device = SupervisedDevice(spec, lambda: None, node="node")
+    first, second, killed = life(), life(), []
+
+    def begun(one: ActorIncarnation) -> None:
+        device._incarnation, device.state = one, DeviceState.RUNNING
+        device._serving.set()
+
+    async def crash(timeout_s: float) -> bool:
+        first.end("its process has gone")
+        assert device._note_end("its process has gone")
+        asyncio.get_running_loop().call_soon(begun, second)
+        return False
+
+    begun(first)
+    monkeypatch.setattr(device, "_request_drain", crash)
+    monkeypatch.setattr(device, "_kill", lambda restart: killed.append(restart))
+    await device.restart(drain_s=0.1)
+    assert device._incarnation is second and killed == []
+    for _ in range(spec.settings.max_restarts - 1):
+        assert device._note_end("again")
+    assert not device._note_end("too often") and device.state is DeviceState.DEAD
