@@ -483,7 +483,9 @@ def test_a_file_decides_for_its_own_block_alone(tmp_path: Path, opened: Callable
     lz.plan(block, X, RESIDUAL).save(path)
     device.set_costs(Prices(rms_norm=1.0, add_rms_norm=500.0))
     assert kernels_of(lz.load_plan(path, block, X, RESIDUAL)) == ["one.add_rms_norm"]
-    assert kernels_of(lz.plan(block, X, RESIDUAL)) == ["one.rms_norm"]
+    beside = lz.plan(block, rows(9), rows(9))
+    beside(X, RESIDUAL)
+    assert kernels_of(beside) == ["one.rms_norm"]
 
 
 def test_a_capture_runs_what_was_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ def probed_device(*kernels: Kernel) -> LocalDevice:
 
 
 def test_a_call_that_is_no_probe_says_who_answered_it(caplog: pytest.LogCaptureFixture) -> None:
-    """The record names the kernel that ran, with its own transforms; a counter and an event say that it did."""
+    """The record names the kernel that ran, with its own transforms; a counter and an event say it, too."""
     own = probed_device(kernel("dense.rms_norm", launch_us=9.0, contiguous=True))
     full = RMS.build(torch.rand(3, 16)[:, ::2])[1]
     with caplog.at_level(logging.DEBUG, "layerzero"):
