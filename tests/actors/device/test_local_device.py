@@ -514,6 +514,36 @@ def test_a_forked_child_lets_plans_grow_as_old_as_its_parent() -> None:
     own.close()
 
 
+def test_a_forked_child_tries_a_kernel_that_rests_when_its_time_has_come() -> None:
+    """A circuit that was open at the fork ends in the child, too."""
+    flaky, clock = Flaky(), FakeClock()
+    own = flaky_device(flaky, clock, failures_to_open=1, cooldown_s=30.0)
+    own.launch(RMS, args())
+    flaky.broken = False
+    clock._due.clear()
+    own.reset_after_fork()
+    assert selection(own, args()).kernel == "steady.rms_norm"
+    clock.advance(31.0)
+    assert selection(own, args()).kernel == "flaky.rms_norm"
+    own.close()
+
+
+def test_a_forked_child_reads_the_measurements_that_its_parent_was_reading() -> None:
+    """The thread that read them is not there: the child reads them itself."""
+    own = device([kernel("a.rms_norm", launch_us=0.1), kernel("b.rms_norm", launch_us=9.0)])
+    build = lambda: lambda kernel, *_: (1.0 if kernel.backend == "b" else 5.0, "measured")  # noqa: E731
+    never = threading.Event()
+    own.loader.run_later = lambda job: never  # type: ignore[method-assign]  # a thread that is gone
+    own.load_costs(build, at_once=False)
+    del own.loader.run_later
+    own.reset_after_fork()
+    own.wait_for_costs(LIMIT_S)
+    assert selection(own, args()).kernel == "b.rms_norm"
+    own.reset_after_fork()
+    assert own._costs_loading is None
+    own.close()
+
+
 def test_a_closed_device_refuses_and_leaves_no_thread() -> None:
     """After close every call raises, and the device's threads are gone."""
     own = flaky_device(Flaky())
