@@ -13,6 +13,7 @@ from layerzero.actors.remote.restarts import ActorIncarnation
 from layerzero.actors.remote.supervised import SupervisedDevice
 from layerzero.actors.rpc.client import DeviceState
 from layerzero.actors.rpc.frames import Address
+from layerzero.spec.errors import DeviceLostError
 from layerzero.spec.settings import Settings
 
 pytestmark = pytest.mark.asyncio
@@ -45,6 +46,47 @@ async def test_a_life_that_is_over_lets_nothing_begin() -> None:
     one.end("a test")
     assert not one.begin(number, THERE)
     assert one.started == set()
+
+
+@pytest.mark.parametrize("when", ["it serves", "it restarts"])
+async def test_a_device_that_was_drained_takes_no_calls_after_a_crash(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Until it is restarted: who took it out of service for a reason is not overruled by a crash."""
+    spec = DeviceSpec(pool="pool", name="cpu-0", settings=Settings(), opener="", secret=b"")
+    device = SupervisedDevice(spec, lambda: None, node="node")
+    lives, may_begin = [life(), life(), life()], asyncio.Event()
+    device.state, coming = DeviceState.RESTARTING, iter(lives)
+
+    async def begin() -> ActorIncarnation:
+        await may_begin.wait()
+        device._incarnation = next(coming)
+        return device._incarnation
+
+    async def done(*_: object) -> bool:
+        return True
+
+    monkeypatch.setattr(device, "_begin_incarnation", begin)
+    for name in ("_watch", "_request_drain", "_request_leave", "_wait_for_answers"):
+        monkeypatch.setattr(device, name, done)
+    monkeypatch.setattr(device, "_kill", lambda restart: None)
+    device._supervisor = asyncio.create_task(device._supervise())
+    if when == "it restarts":
+        await device.drain(1.0)
+    may_begin.set()
+    await device.wait_until_serving()
+    if when == "it serves":
+        await device.drain(1.0)
+        lives[0].end("its process has gone")
+        while device._incarnation is not lives[1]:
+            await asyncio.sleep(0)
+        await device.wait_until_serving()
+    assert device.state is DeviceState.DRAINING
+    with pytest.raises(DeviceLostError, match="draining; nothing ran"):
+        await device._serving_incarnation(None)
+    await device.restart(drain_s=0.1)
+    assert device.state is DeviceState.RUNNING
+    await device.close()
 
 
 async def test_a_device_that_crashes_while_it_is_to_restart_has_crashed(
