@@ -32,15 +32,9 @@ from layerzero.planner.tracing import TURN, trace
 from layerzero.planner.values import PlacedBlock, place
 from layerzero.selection.dispatch import DispatchState, PlanTable
 from layerzero.selection.modes import AUTOCAST, CAPTURE, GRAD, REHEARSAL
-from layerzero.spec.errors import (
-    ConfigurationError,
-    CudaGraphUnsafeError,
-    NoKernelFoundError,
-    PlanRefusedError,
-)
+from layerzero.spec.errors import ConfigurationError, CudaGraphUnsafeError, NoKernelFoundError
 
 MADE = "plan.made"
-NOT_FOLLOWED = "plan.file_not_followed"
 # Signatures that a planned block keeps programs for, and blocks that a device keeps decisions for.
 MAX_PROGRAMS = 64
 MAX_DECISIONS = 256
@@ -312,14 +306,7 @@ class PlannedBlock:
             choices = Choices(placed, judge, can_join=placed.can_join(grad=bool(bits & GRAD)))
             if context_snapshot(device, "", None) is state:
                 break
-        try:
-            decision = self._search(placed, choices, state, saved)  # pyright: ignore[reportPossiblyUnboundVariable]
-        except PlanRefusedError as error:
-            if making.load:
-                raise
-            log.warning(NOT_FOLLOWED, path=self._path, block=digest, why=str(error))
-            saved = None  # a kernel of it rests since it was loaded: decided anew
-            decision = self._search(placed, choices, state, saved)  # pyright: ignore[reportPossiblyUnboundVariable]
+        decision = self._search(placed, choices, state, saved, making.load)  # pyright: ignore[reportPossiblyUnboundVariable]
         if making.measure and saved is None:
             decision = self._measured(placed, choices, device, state, decision, tensors, making.measure)  # pyright: ignore[reportPossiblyUnboundVariable]
         if saved is None:  # what a file says is no decision for others
@@ -336,12 +323,10 @@ class PlannedBlock:
         return decision
 
     def _search(
-        self, placed: PlacedBlock, choices: Choices, state: DispatchState, saved: SavedPlan | None
+        self, placed: PlacedBlock, choices: Choices, state: DispatchState, saved: SavedPlan | None, load: bool
     ) -> _Decision:
-        if saved is None:
-            solution = search(choices.problem(), self._beam)
-        else:
-            solution = chosen_before(saved, choices, placed, self._path)
+        before = None if saved is None else chosen_before(saved, choices, placed, self._path, needed=load)
+        solution = before or search(choices.problem(), self._beam)
         alone = search(choices.problem(frozenset()), self._beam)
         if solution is None:
             raise NoKernelFoundError("no plan for the block: kernels do not read what others write")

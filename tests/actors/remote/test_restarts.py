@@ -55,7 +55,7 @@ async def test_a_device_that_was_drained_takes_no_calls_after_a_crash(
     """Until it is restarted: who took it out of service for a reason is not overruled by a crash."""
     spec = DeviceSpec(pool="pool", name="cpu-0", settings=Settings(), opener="", secret=b"")
     device = SupervisedDevice(spec, lambda: None, node="node")
-    lives, may_begin = [life(), life(), life()], asyncio.Event()
+    lives, may_begin, again = [life(), life(), life()], asyncio.Event(), asyncio.Event()
     device.state, coming = DeviceState.RESTARTING, iter(lives)
 
     async def begin() -> ActorIncarnation:
@@ -66,8 +66,13 @@ async def test_a_device_that_was_drained_takes_no_calls_after_a_crash(
     async def done(*_: object) -> bool:
         return True
 
+    async def watch(incarnation: ActorIncarnation) -> None:
+        if incarnation is lives[1]:
+            again.set()
+
     monkeypatch.setattr(device, "_begin_incarnation", begin)
-    for name in ("_watch", "_request_drain", "_request_leave", "_wait_for_answers"):
+    monkeypatch.setattr(device, "_watch", watch)
+    for name in ("_request_drain", "_request_leave", "_wait_for_answers"):
         monkeypatch.setattr(device, name, done)
     monkeypatch.setattr(device, "_kill", lambda restart: None)
     device._supervisor = asyncio.create_task(device._supervise())
@@ -78,9 +83,7 @@ async def test_a_device_that_was_drained_takes_no_calls_after_a_crash(
     if when == "it serves":
         await device.drain(1.0)
         lives[0].end("its process has gone")
-        while device._incarnation is not lives[1]:
-            await asyncio.sleep(0)
-        await device.wait_until_serving()
+        await again.wait()
     assert device.state is DeviceState.DRAINING
     with pytest.raises(DeviceLostError, match="draining; nothing ran"):
         await device._serving_incarnation(None)
