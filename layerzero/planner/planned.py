@@ -306,10 +306,11 @@ class PlannedBlock:
             choices = Choices(placed, judge, can_join=placed.can_join(grad=bool(bits & GRAD)))
             if context_snapshot(device, "", None) is state:
                 break
-        decision = self._search(placed, choices, state, saved)  # pyright: ignore[reportPossiblyUnboundVariable]
+        decision = self._search(placed, choices, state, saved, making.load)  # pyright: ignore[reportPossiblyUnboundVariable]
         if making.measure and saved is None:
             decision = self._measured(placed, choices, device, state, decision, tensors, making.measure)  # pyright: ignore[reportPossiblyUnboundVariable]
-        decisions[key] = decision._replace(is_warm=making.warm)
+        if saved is None:  # what a file says is no decision for others
+            decisions[key] = decision._replace(is_warm=making.warm)
         while len(decisions) > MAX_DECISIONS:
             decisions.popitem(last=False)
         record = decision.record
@@ -322,12 +323,10 @@ class PlannedBlock:
         return decision
 
     def _search(
-        self, placed: PlacedBlock, choices: Choices, state: DispatchState, saved: SavedPlan | None
+        self, placed: PlacedBlock, choices: Choices, state: DispatchState, saved: SavedPlan | None, load: bool
     ) -> _Decision:
-        if saved is None:
-            solution = search(choices.problem(), self._beam)
-        else:
-            solution = chosen_before(saved, choices, placed, self._path)
+        before = None if saved is None else chosen_before(saved, choices, placed, self._path, needed=load)
+        solution = before or search(choices.problem(), self._beam)
         alone = search(choices.problem(frozenset()), self._beam)
         if solution is None:
             raise NoKernelFoundError("no plan for the block: kernels do not read what others write")
