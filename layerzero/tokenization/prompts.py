@@ -129,5 +129,7 @@ def _packed(numbers: Tensor) -> bytes:
 
 
 def _numbers(packed: bytes) -> Tensor:
-    numbers = torch.frombuffer(bytearray(packed), dtype=torch.int32) if packed else torch.empty(0)
+    numbers = (
+        torch.frombuffer(bytearray(packed), dtype=torch.int32) if packed else torch.empty(0, device="cpu")
+    )
     return numbers.to(torch.int64)

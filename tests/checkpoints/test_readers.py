@@ -365,6 +365,18 @@ def test_an_order_of_groups_that_is_sorted_may_still_be_another(
             lz.load_quantized(folder)
 
 
+def test_a_size_that_is_claimed_makes_no_numbers(tmp_path: Path) -> None:
+    """A file of a few bytes that says a width of a trillion is refused before an order of it is made."""
+    parts = {
+        f"{NAME}.weight_packed": torch.zeros(16, 16, dtype=torch.int32),
+        f"{NAME}.weight_scale": torch.ones(16, 4), f"{NAME}.weight_shape": torch.tensor([16, 1 << 40]),
+        f"{NAME}.weight_g_idx": torch.zeros(128, dtype=torch.int32),
+    }  # fmt: skip
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    with pytest.raises(FormatError, match=r"weight_g_idx of shape \(1099511627776,\), .*got \(128,\)"):
+        read(save(tmp_path, parts, said))
+
+
 def test_an_index_may_not_name_files_outside_of_its_folder(tmp_path: Path) -> None:
     """Nor tensors that its files do not hold; a folder without weights or configuration is no checkpoint."""
     folder = save(tmp_path / "one", *WRITERS["awq"]()[:2])
