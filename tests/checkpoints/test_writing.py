@@ -77,11 +77,9 @@ def test_what_is_written_is_read_as_it_was_rounded(form: str, files: int, tmp_pa
 
 def test_a_single_file_keeps_the_name_that_its_index_gives(tmp_path: Path) -> None:
     """What is written is read back, whatever the file of the model is called."""
-    source = model(tmp_path / "plain")
-    (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
-    place = dict.fromkeys(
-        load_file(source / "model-00001-of-00001.safetensors"), "model-00001-of-00001.safetensors"
-    )
+    source, file = model(tmp_path / "plain"), "model-00001-of-00001.safetensors"
+    (source / "model.safetensors").rename(source / file)
+    place = dict.fromkeys(load_file(source / file), file)
     index = "model.safetensors.index.json"
     (source / index).write_text(json.dumps({"weight_map": place}), encoding="utf-8")
     quantize_folder(source, tmp_path / "out", "int4")
@@ -89,7 +87,7 @@ def test_a_single_file_keeps_the_name_that_its_index_gives(tmp_path: Path) -> No
     assert set(checkpoint.quantized) == {f"{name}.weight" for name in NAMES}
     assert torch.equal(checkpoint.dequantized("model.norm.weight"), torch.ones(256))
     written = json.loads((tmp_path / "out" / index).read_text(encoding="utf-8"))["weight_map"]
-    assert set(written.values()) == {"model-00001-of-00001.safetensors"}
+    assert set(written.values()) == {file}
 
 
 def test_errors_of_outputs_are_those_of_the_rows_that_ran(tmp_path: Path) -> None:

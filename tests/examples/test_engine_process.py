@@ -77,16 +77,20 @@ async def test_a_request_that_is_stopped_before_it_begins_leaves_nothing() -> No
     loop, service = asyncio.get_running_loop(), Endless()
     here, there = socket.socketpair()
     engine = _Server(service)  # type: ignore[arg-type]
-    answers = list[Any]()
+    drawn = asyncio.Event()
+
+    def receive(message: Any) -> None:
+        if isinstance(message, Token):
+            drawn.set()
+
     await engine.open(there)
-    _, front = await loop.connect_accepted_socket(lambda: Pipe(ToFront, answers.append, lambda: None), here)
+    _, front = await loop.connect_accepted_socket(lambda: Pipe(ToFront, receive, lambda: None), here)
     async with asyncio.timeout(LIMIT_S):
         for number in range(3):
             front.send(start(number))
             front.send(Stop(number))
         front.send(start(3))  # it shows that the others have been read
-        while not any(isinstance(answer, Token) for answer in answers):
-            await asyncio.sleep(0)
+        await drawn.wait()
     assert list(engine._tasks) == [3] and service.under_way == 1
     await engine.cancel_all()
     assert not engine._tasks and service.under_way == 0
@@ -144,10 +148,14 @@ async def test_a_message_that_cannot_be_sent_fails_alone() -> None:
     """Its sender is told; what others send in the same turn, and later, arrives."""
     loop = asyncio.get_running_loop()
     here, there = socket.socketpair()
-    received = list[Any]()
-    _, reader = await loop.connect_accepted_socket(
-        lambda: Pipe(ToEngine, received.append, lambda: None), there
-    )
+    received, last = list[Any](), asyncio.Event()
+
+    def receive(message: Any) -> None:
+        received.append(message)
+        if message == Stop(3):
+            last.set()
+
+    _, reader = await loop.connect_accepted_socket(lambda: Pipe(ToEngine, receive, lambda: None), there)
     link, _ = linked()
     _, pipe = await loop.connect_accepted_socket(lambda: Pipe(ToFront, print, lambda: None), here)
     link._pipe = pipe
@@ -162,8 +170,7 @@ async def test_a_message_that_cannot_be_sent_fails_alone() -> None:
     await asyncio.sleep(0)
     pipe.send(Stop(3))
     async with asyncio.timeout(LIMIT_S):
-        while len(received) < 4:
-            await asyncio.sleep(0)
+        await last.wait()
     assert [message.number for message in received if message != Stop(0)] == [1, 2, 3]
     pipe.close()
     reader.close()

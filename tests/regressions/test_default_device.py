@@ -67,7 +67,7 @@ def test_a_model_is_rounded_where_it_lies(form: str, method: str, tmp_path: Path
     """By products of rows and to the nearest; what is written is read."""
     source = tmp_path / "plain"
     source.mkdir()
-    weight, rows = (torch.randn(16, 64, device="cpu") for _ in range(2))
+    weight, rows = (torch.randn(16, 256, device="cpu") for _ in range(2))
     save_file({"a.weight": weight}, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
     grams = {"a.weight": (rows.T @ rows).double()}
