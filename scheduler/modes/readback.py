@@ -145,7 +145,7 @@ class CudaCopies:
         for source in map(stream_of, sources):
             if source != stream:
                 wait_for_stream(stream, source)
-        pinned = {"device": "cpu", "pin_memory": True}
+        pinned: Any = {"device": "cpu", "pin_memory": True}
         copies = [
             torch.empty(tensor.shape, dtype=tensor.dtype, **pinned).copy_(tensor, non_blocking=True)
             for tensor in tensors
