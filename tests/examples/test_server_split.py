@@ -317,7 +317,6 @@ async def test_a_device_fault_ends_the_engine(monkeypatch: pytest.MonkeyPatch, t
     sent: list[Any] = []
     server.pipe = type("Sink", (), {"send": staticmethod(sent.append)})
     start = Start(0, [1], Sampling(seed=1), 4, "", None, False, False, [])
-    server._tasks[0] = None
     if ends:
         with pytest.raises(Ended, match="70"):
             await server._draw(start)
