@@ -122,7 +122,7 @@ def doubled(x: torch.Tensor, names: list[list[str]]) -> torch.Tensor:
 
 
 def test_what_is_awaited_is_awaited_under_the_rules() -> None:
-    """Of a batched function, an op and a function that returns what is awaited, as of a coroutine function."""
+    """Of a batched function, an op and whatever returns a coroutine, as of a coroutine function."""
     block, seen = lz.prefer("reference"), list[str]()
 
     async def one() -> None:

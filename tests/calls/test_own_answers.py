@@ -388,6 +388,16 @@ CALLS: list[tuple[str, Call, Call]] = [
         },
     ),
 ]  # fmt: skip
+SQUARE, BYTES = draw(8, 8), codes(5, 8)
+# Weights of one address that are not one weight: by their strides, their shape and their dtype.
+CALLS += [
+    ("linear", {"x": draw(3, 8), "weight": SQUARE}, {"x": ..., "weight": SQUARE.T}),
+    ("linear", {"x": draw(3, 8), "weight": SQUARE}, {"x": ..., "weight": SQUARE[:5]}),
+    (
+        "quantized_linear", {"x": draw(3, 8), "weight": BYTES, "scale": draw(5, 1).abs()},
+        {"x": ..., "weight": BYTES.view(torch.float8_e4m3fn), "scale": ...},
+    ),
+]  # fmt: skip
 
 
 def pairs() -> Iterator[Any]:
