@@ -397,6 +397,14 @@ CALLS += [
         "quantized_linear", {"x": draw(3, 8), "weight": BYTES, "scale": draw(5, 1).abs()},
         {"x": ..., "weight": BYTES.view(torch.float8_e4m3fn), "scale": ...},
     ),
+    (
+        "paged_attention",  # queries of two dtypes over one pool of codes
+        {
+            "q": draw(4, 2, 8), "k_cache": codes(4, 4, 2, 8), "v_cache": codes(4, 4, 2, 8), **PAGED,
+            "k_scale": draw(2).abs() / 64, "v_scale": draw(2).abs() / 64,
+        },
+        {"q": draw(4, 2, 8).bfloat16(), "k_scale": ..., "v_scale": ...},
+    ),
 ]  # fmt: skip
 
 
