@@ -141,7 +141,7 @@ def is_graph_safe(name: str, /, *args: Any, **kwargs: Any) -> CaptureVerdict:
 
     Without arguments `name` is a kernel's id on the default device. With arguments it is an op's name: the
     answer is about the kernel that the call would get under capture.
-    Raises: ValueError: no kernel has that id. NoKernelFoundError: no op has that name.
+    Raises: ValueError: no kernel has that id. UnknownOpError: no op has that name.
     """
     if not args and not kwargs:
         device = context_runtime().device()

@@ -31,6 +31,9 @@ def collector(runtime: Runtime, prefix: str = "layerzero_") -> Collector:
     waits. `kernels_out` counts kernels that do not serve, `kv_pages` pages of all paged caches. The calls of
     `calls_remembered` are those of the process.
     """
+    if not isinstance(runtime, Runtime):
+        needs = "a layerzero.Runtime, as lz.start() opens it"
+        raise TypeError(f"runtime needs {needs}, got {type(runtime).__name__}")
     return _BatcherCollector(runtime, prefix)
 
 

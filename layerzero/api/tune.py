@@ -49,12 +49,12 @@ async def tune(
     (of every op by default). Numbers are checked before anything is timed. On CUDA, times are taken launched
     eagerly and replayed as a graph. `budget_s` ends it early; `missing` leaves out calls whose measurements
     this machine's file holds, so that the next run continues where one ended; a call is measured again where
-    a kernel takes it that came later. `repeat=2` measures twice, some
-    time apart, and reports how many winners changed; where that was no noise, a third time.
+    a kernel takes it that came later. `repeat=2` measures twice, some time apart, and reports how many
+    winners changed; where that was no noise, a third time.
     `progress(done, total, tuned)` is called from the measuring thread. Callers who ask for the same at once
     share one measuring.
 
-    Raises: ConfigurationError: the workload cannot be read. NoKernelFoundError: an op does not exist.
+    Raises: ConfigurationError: the workload cannot be read. UnknownOpError: an op does not exist.
     """
     job = TuningJob(
         context_runtime().device(device), workload, ops=ops, launches=launches, quick=quick,
