@@ -128,7 +128,11 @@ def errors() -> str:
     import layerzero as lz
 
     rows: list[list[object]] = [
-        [f"`{name}`", ", ".join(f"`{base.__name__}`" for base in kind.__bases__), sentence(kind.__doc__)]
+        [
+            f"`{name}`",
+            ", ".join(f"`{base.__name__}`" for base in kind.__bases__),
+            sentence(kind.__doc__) if name == kind.__name__ else f"Another name of `{kind.__name__}`",
+        ]
         for name in vars(lz)["__all__"]
         if isinstance(kind := getattr(lz, name), type) and issubclass(kind, BaseException)
     ]

@@ -32,8 +32,7 @@ def collector(runtime: Runtime, prefix: str = "layerzero_") -> Collector:
     `calls_remembered` are those of the process.
     """
     if not isinstance(runtime, Runtime):
-        needs = "a layerzero.Runtime, as lz.start() opens it"
-        raise TypeError(f"runtime needs {needs}, got {type(runtime).__name__}")
+        raise TypeError(f"runtime needs a Runtime, as lz.start() opens it, got {type(runtime).__name__}")
     return _BatcherCollector(runtime, prefix)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import anyio
 import anyio.from_thread
@@ -29,6 +29,9 @@ from layerzero.measure.tuning import TuneProgress, TuneReport, TuningJob, publis
 from layerzero.perfdb.record import Environment, Launch, Measurement, implausible_reason
 from layerzero.perfdb.shipped import Provenance, ShippedTable, condense, write_table
 from layerzero.scheduler.single_flight import SingleFlight
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 async def tune(
@@ -102,8 +105,14 @@ def record() -> Iterator[Recorder]:
             device.remove_middleware(recorder)
 
 
+def _blocking(_: Callable[P, Awaitable[R]]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """What a blocking function is declared as: its awaited twin without the await."""
+    return lambda fn: fn
+
+
+@_blocking(tune)
 def tune_blocking(workload: Any = None, **options: Any) -> TuneReport:
-    """`tune`, blocking."""
+    """`tune`, blocking: it takes the same arguments."""
     defaults: dict[str, Any] = dict(tune.__kwdefaults__ or {})
     if unknown := options.keys() - defaults.keys():
         raise TypeError(f"tune() has no argument {min(unknown)!r}")

@@ -15,7 +15,7 @@ from layerzero._util.files import need_own
 from layerzero.api.solve import solve as solve_ranges
 from layerzero.api.tune import bench_call, tune_blocking, write_shipped_table
 from layerzero.cli.common import call_arguments, output
-from layerzero.cli.common.options import Seconds, device_option, json_option, runtime_of
+from layerzero.cli.common.options import SecondsRange, device_option, json_option, runtime_of
 from layerzero.measure.calls import Call
 from layerzero.measure.model_calls import DEFAULT_CONTEXT, DEFAULT_ROWS, ModelConfig, Span, model_calls
 from layerzero.measure.tuner import TuningResult
@@ -32,7 +32,7 @@ _SPAN = re.compile(r"(?P<first>[0-9]{1,9})(?:\.\.(?P<last>[0-9]{1,9}))?")
 @click.option("--op", "ops", multiple=True, help="Only this op; repeatable.")
 @click.option("--trace", type=click.Path(exists=True, dir_okay=False), help="Calls that lz.record() saved.")
 @click.option("--quick", is_flag=True, help="Few shapes and samples.")
-@click.option("--budget-s", type=Seconds(min=1), help="Begin no further call after so many seconds.")
+@click.option("--budget-s", type=SecondsRange(min=1), help="Begin no further call after so many seconds.")
 @click.option("--repeat", type=click.IntRange(1, 2), default=1, help="2: measure twice, report flips.")
 @click.option("--missing", is_flag=True, help="Only calls that were not measured here before.")
 @click.option("--table", type=click.Path(dir_okay=False), help="Write the rows as a table to ship.")
@@ -193,7 +193,7 @@ class _SpanType(click.ParamType):  # type: ignore[type-arg]  # generic from clic
 @click.option(
     "--context", type=_SpanType(), default=DEFAULT_CONTEXT, help="Tokens before them.  [default: 128..32768]"
 )
-@click.option("--tune-s", type=Seconds(min=1), help="Measure the model's calls first, so many seconds.")
+@click.option("--tune-s", type=SecondsRange(min=1), help="Measure the model's calls first, so many seconds.")
 @device_option
 @json_option
 def solve(

@@ -57,7 +57,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         The first number of rows is critical. Raises: ConfigurationError: no file, or sizes of no Llama or its
         kin. ValueError, TypeError: `rows` are no numbers of sequences.
         """
-        if isinstance(rows, str) or not isinstance(rows, Sequence) or not rows:
+        if not isinstance(rows, Sequence) or not rows:
             raise TypeError(f"rows needs numbers of sequences, such as (1, 8), got {rows!r}")
         for count in rows:
             need_int("rows", count, low=1)

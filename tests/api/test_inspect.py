@@ -158,7 +158,7 @@ def test_which_asks_about_a_batch_that_does_not_exist_yet() -> None:
     """`batch=` answers for that many callers merged."""
     x, weight = torch.randn(1, 16), torch.randn(8, 16)
     assert lz.which("linear", x, weight, batch=64) in {info.id for info in lz.list_kernels("linear")}
-    with pytest.raises(ValueError, match="batch needs an int >= 1, got 0"):
+    with pytest.raises(ValueError, match="batch needs an int in \\[1, 65536\\], got 0"):
         lz.which("linear", x, weight, batch=0)
 
 
@@ -210,5 +210,5 @@ def test_a_batch_of_calls_needs_each_ones_arguments_by_name() -> None:
     """A tensor, or one call alone, is named as what it is."""
     x = torch.randn(2, 8)
     for calls in ([x], {"x": x}):
-        with pytest.raises(TypeError, match="calls needs each call's arguments by name, got (Tensor|str)"):
+        with pytest.raises(TypeError, match=r"calls needs each call's arguments by name, got (Tensor|str)"):
             lz.select_batch("rms_norm", calls)  # type: ignore[arg-type]

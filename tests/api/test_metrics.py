@@ -57,7 +57,5 @@ def test_batches_beyond_the_largest_bound_are_counted() -> None:
 
 def test_what_is_no_runtime_is_told_at_once() -> None:
     """Not at the first scrape, in a server's thread."""
-    with pytest.raises(
-        TypeError, match=r"runtime needs a layerzero\.Runtime, as lz\.start\(\) opens it, got int"
-    ):
+    with pytest.raises(TypeError, match=r"runtime needs a Runtime, as lz\.start\(\) opens it, got int"):
         lz.metrics.collector(3)  # type: ignore[arg-type]

@@ -276,7 +276,7 @@ def test_what_cannot_be_tuned_is_told(installed: Runtime) -> None:
     with pytest.raises(ValueError, match="repeat needs 1 or 2, got 3"):
         tune_blocking([CALL], repeat=3)
     with pytest.raises(TypeError, match="tune\\(\\) has no argument 'speed'"):
-        tune_blocking([CALL], speed=1)
+        tune_blocking([CALL], speed=1)  # type: ignore[call-arg]
 
 
 def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path: Path) -> None:

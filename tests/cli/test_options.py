@@ -171,3 +171,9 @@ def test_a_call_that_memory_does_not_hold_is_told_in_one_line(lz: Lz) -> None:
     refused = lz("bench", "rms_norm", "x=99999999x99999999", "--samples", "5")
     assert refused.exit_code == 2 and "Error: " in refused.output and "memory" in refused.output
     assert lz("which", "rms_norm", "--shape", "8x64", "--batch", "65537").exit_code == 2
+
+
+def test_a_command_works_where_a_variable_names_a_cluster(lz: Lz, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lz which` on a node of a cluster asks about this machine; only `lz consistency` joins one."""
+    monkeypatch.setenv("LAYERZERO_CLUSTER", "auto")
+    assert lz("which", "rms_norm", "--shape", "8x64").exit_code == 0

@@ -50,6 +50,14 @@ def test_a_sentence_ends_at_its_stop() -> None:
     assert reference.sentence("Runs `a.b`\nat once. Then stops.\n\nMore.") == "Runs `a.b` at once"
 
 
+def test_a_second_name_of_an_exception_says_whose_it_is() -> None:
+    """And the base of two public exceptions is public itself: what the table names can be caught."""
+    rows = {line.split("`")[1]: line for line in reference.part("errors").splitlines()[2:]}
+    assert "Another name of `NoKernelFoundError`" in rows["NoKernelAvailableError"]
+    named = {base for line in rows.values() for base in line.split(" | ")[1].split("`")[1::2]}
+    assert named - set(rows) <= {"Exception", "ValueError", "TimeoutError", "RuntimeError"}
+
+
 def test_modules_may_give_one_name_to_two_events() -> None:
     """Three modules have a NOT_WRITTEN of their own; each logs its event, not the last one that was read."""
     rows = reference.part("events").splitlines()

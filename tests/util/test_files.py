@@ -251,9 +251,9 @@ def test_deep_nesting_is_an_error_that_is_expected(
 
 def test_a_folder_at_a_files_place_is_named(tmp_path: Path) -> None:
     """By its path: the error that Python makes of a folder's descriptor names a number."""
-    for read in (lambda: files.read_given(tmp_path), lambda: files.read_bounded(tmp_path, 9)):
+    for read in (files.read_given, files.read_bounded):
         with pytest.raises(IsADirectoryError) as refused:
-            read()
+            read(tmp_path, 9)
         assert refused.value.filename == str(tmp_path)
 
 

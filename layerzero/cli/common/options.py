@@ -18,7 +18,7 @@ from layerzero.spec.settings import Settings
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Seconds(click.FloatRange):
+class SecondsRange(click.FloatRange):
     """So many seconds; click's own ranges let NaN in, which no bound holds."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
@@ -56,7 +56,7 @@ def runtime_of(device: str | None, policy_file: str | Path | None, strict: bool)
 
     Raises: click.UsageError: a setting, the policy or the device does not fit.
     """
-    changes: dict[str, Any] = {"warm": "off"}
+    changes: dict[str, Any] = {"warm": "off", "cluster": None}  # of this process, whatever the variable says
     changes |= {} if device is None else {"device": device}
     changes |= {} if policy_file is None else {"policy": str(policy_file)}
     changes |= {"strict": True} if strict else {}
