@@ -64,10 +64,10 @@ _HOMES = {
     "layerzero.spec.errors": (
         "BackendNotAvailableError BlockError BundleRefusedError CacheCorruptionError ChatTemplateError "
         "ConfigurationError ConsistencyError CudaGraphUnsafeError DeadlineExceededError DeviceLostError "
-        "GrammarLimitError KernelExecutionError KernelStillLoadingError LayerZeroError ModeChangedError "
-        "NoKernelAvailableError NoKernelFoundError OverloadedError PlanRefusedError PolicyLoadError "
-        "PolicyValidationError RuntimeClosedError SelectionTimeoutError TokenizerMismatchError "
-        "UnknownOpError"
+        "FileRefusedError GrammarLimitError KernelExecutionError KernelStillLoadingError LayerZeroError "
+        "ModeChangedError NoKernelAvailableError NoKernelFoundError OverloadedError PlanRefusedError "
+        "PolicyLoadError PolicyValidationError RuntimeClosedError SelectionTimeoutError "
+        "TokenizerMismatchError UnknownOpError"
     ),
     "layerzero.formats.errors": "FormatError",
     "layerzero.formats.quantized_tensor": "QuantizedTensor",

@@ -60,6 +60,7 @@ from layerzero.backends.triton_kernels.user_kernel import TritonLaunch as Triton
 from layerzero.backends.triton_kernels.user_kernel import triton_kernel as triton_kernel
 from layerzero.calls.batched import batched as batched
 from layerzero.calls.blocking import last_selection as last_selection
+from layerzero.calls.bound import BoundOp
 from layerzero.calls.compile_choice import compile_choice as compile_choice
 from layerzero.calls.inlining import CompiledChoice as CompiledChoice
 from layerzero.checkpoints import QuantizedCheckpoint as QuantizedCheckpoint
@@ -103,6 +104,7 @@ from layerzero.spec.errors import ConsistencyError as ConsistencyError
 from layerzero.spec.errors import CudaGraphUnsafeError as CudaGraphUnsafeError
 from layerzero.spec.errors import DeadlineExceededError as DeadlineExceededError
 from layerzero.spec.errors import DeviceLostError as DeviceLostError
+from layerzero.spec.errors import FileRefusedError as FileRefusedError
 from layerzero.spec.errors import GrammarLimitError as GrammarLimitError
 from layerzero.spec.errors import KernelExecutionError as KernelExecutionError
 from layerzero.spec.errors import KernelStillLoadingError as KernelStillLoadingError
@@ -138,7 +140,7 @@ from layerzero.warmup.manifest import Manifest as Manifest
 __version__: str
 
 @overload
-def bind(op: Literal["add_layer_norm", "add_rms_norm", "quantize", "rope", "select_experts", "verify_chain"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., tuple[Tensor, Tensor]]:
+def bind(op: Literal["add_layer_norm", "add_rms_norm", "quantize", "rope", "select_experts", "verify_chain"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> BoundOp[tuple[Tensor, Tensor]]:
     """Resolve `op` for tensors like `example` and return a callable that takes such tensors.
 
     The positional arguments of the example are what each call passes anew; keyword arguments stay fixed.
@@ -159,13 +161,13 @@ def bind(op: Literal["add_layer_norm", "add_rms_norm", "quantize", "rope", "sele
     """
 
 @overload
-def bind(op: Literal["add_rms_norm_quantize", "verify_tree"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., tuple[Tensor, Tensor, Tensor]]: ...
+def bind(op: Literal["add_rms_norm_quantize", "verify_tree"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> BoundOp[tuple[Tensor, Tensor, Tensor]]: ...
 @overload
-def bind(op: Literal["alibi", "append_kv", "cross_entropy", "dequantize", "embedding", "fused_experts", "layer_norm", "linear", "linear_cross_entropy", "mlp", "moe", "quantized_linear", "rms_norm", "rms_norm_linear", "rope_append_kv", "sample", "sample_topk", "sample_topp"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Tensor]: ...
+def bind(op: Literal["alibi", "append_kv", "cross_entropy", "dequantize", "embedding", "fused_experts", "layer_norm", "linear", "linear_cross_entropy", "mlp", "moe", "quantized_linear", "rms_norm", "rms_norm_linear", "rope_append_kv", "sample", "sample_topk", "sample_topp"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> BoundOp[Tensor]: ...
 @overload
-def bind(op: Literal["attention", "mla_attention", "paged_attention", "ragged_attention"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Tensor | tuple[Tensor, Tensor]]: ...
+def bind(op: Literal["attention", "mla_attention", "paged_attention", "ragged_attention"], /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> BoundOp[Tensor | tuple[Tensor, Tensor]]: ...
 @overload
-def bind(op: str, /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> Callable[..., Any]: ...
+def bind(op: str, /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object) -> BoundOp[Any]: ...
 async def add_layer_norm(
     x: Tensor,
     residual: Tensor,

@@ -171,7 +171,7 @@ def bind_stub() -> str:
             f"op: {op}, /, *example: object, guard: bool = True, backend: str | None = None, **fixed: object"
         )
         body = f':\n    """{doc}"""\n\n' if index == 0 else ": ...\n"
-        text += f"@overload\ndef bind({head}) -> Callable[..., {result}]{body}"
+        text += f"@overload\ndef bind({head}) -> BoundOp[{result}]{body}"
     return text
 
 
@@ -181,10 +181,13 @@ def awaitable_stub() -> str:
     for module in layerzero._MODULES.values():  # type: ignore[attr-defined]
         package, _, name = module.rpartition(".")
         homes.setdefault(package, []).append(name)
+    homes["layerzero.calls.bound"] = ["BoundOp"]  # what `bind` returns, and no name of the package
     imports = ""
     for module, names in sorted(homes.items()):
         shown = sorted((name for name in names if name != "bind"), key=_as_ruff)
-        imports += "".join(f"from {module} import {name} as {name}\n" for name in shown)
+        imports += "".join(
+            f"from {module} import {name}{'' if name == 'BoundOp' else f' as {name}'}\n" for name in shown
+        )
     functions = "".join(
         function(table.get(name), "async def", WAITING, getattr(layerzero, name))
         for name in sorted(table.FILES)

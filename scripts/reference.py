@@ -128,7 +128,11 @@ def errors() -> str:
     import layerzero as lz
 
     rows: list[list[object]] = [
-        [f"`{name}`", ", ".join(f"`{base.__name__}`" for base in kind.__bases__), sentence(kind.__doc__)]
+        [
+            f"`{name}`",
+            ", ".join(f"`{base.__name__}`" for base in kind.__bases__),
+            sentence(kind.__doc__) if name == kind.__name__ else f"Another name of `{kind.__name__}`",
+        ]
         for name in vars(lz)["__all__"]
         if isinstance(kind := getattr(lz, name), type) and issubclass(kind, BaseException)
     ]
@@ -189,18 +193,12 @@ def commands() -> str:
 
 def events() -> str:
     """Every event that the package logs: its levels, its keys and the modules that log it."""
-    texts = {
-        name: value
-        for tree in modules().values()
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for name, value in [(getattr(node.targets[0], "id", ""), node.value.value)]
-        if isinstance(value, str) and name.isupper() and EVENT.fullmatch(value)
-    }
+    own = {path: dict(constants(tree)) for path, tree in modules().items()}
+    imported = {name: value for texts in own.values() for name, value in texts.items()}
     logged: dict[str, tuple[set[str], set[str], set[str]]] = {}
     for path, tree in modules().items():
         for call in calls_of(tree, LEVELS, "log"):
-            event = text_of(call.args[0], texts) if call.args else None
+            event = text_of(call.args[0], imported | own[path]) if call.args else None
             if event is None or not EVENT.fullmatch(event):
                 continue
             entry = logged.setdefault(event, (set(), set(), set()))
@@ -247,16 +245,23 @@ def text_of(node: ast.expr, constants: dict[str, str]) -> str | None:
     return constants.get(getattr(node, "id", getattr(node, "attr", "")))
 
 
+def constants(tree: ast.Module, kind: type = str) -> Iterator[tuple[str, Any]]:
+    """The constants of a module that are of one kind, by name."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            if isinstance(target, ast.Name) and type(node.value.value) is kind:
+                yield target.id, node.value.value
+
+
 def formats() -> str:
     """The version of every file format, from the constants that the readers compare with."""
-    rows: list[list[object]] = []
-    for path, tree in modules().items():
-        for node in tree.body:
-            name = getattr(node.targets[0], "id", "") if isinstance(node, ast.Assign) else ""
-            if not re.fullmatch(r"(\w+_)?(VERSION|SCHEMA)", name) or not isinstance(node.value, ast.Constant):  # type: ignore[attr-defined]
-                continue
-            if isinstance(node.value.value, int):  # type: ignore[attr-defined]
-                rows.append([f"`{path}`", f"`{name}`", node.value.value, sentence(ast.get_docstring(tree))])  # type: ignore[attr-defined]
+    rows: list[list[object]] = [
+        [f"`{path}`", f"`{name}`", value, sentence(ast.get_docstring(tree))]
+        for path, tree in modules().items()
+        for name, value in constants(tree, int)
+        if re.fullmatch(r"_?(\w+_)?(FORMAT|VERSION|SCHEMA)", name)
+    ]
     return table(["module", "constant", "version", "module's purpose"], rows)
 
 

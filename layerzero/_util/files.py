@@ -159,8 +159,11 @@ def put_whole(path: Path, data: bytes) -> None:
         with draft.open("xb") as file:
             file.write(data)
         draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):  # where it could not be made either
+            draft.unlink()
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
@@ -215,6 +218,8 @@ def _need_own(path: Path, status: os.stat_result) -> None:
 
 
 def _need_plain(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "no plain file", str(path))
 
@@ -230,9 +235,13 @@ def read_given(path: str | os.PathLike[str], limit: int = _MAX_GIVEN, *, trusted
 
 
 def _read(path: Path, limit: int, flags: int, need: Callable[[Path, os.stat_result], None]) -> bytes:
-    with os.fdopen(os.open(path, flags), "rb") as file:
-        need(path, os.fstat(file.fileno()))
-        data = file.read(limit + 1)
+    handle = os.open(path, flags)
+    try:
+        need(path, os.fstat(handle))  # before Python's own look at it, whose error names a number
+        with open(handle, "rb", closefd=False) as file:
+            data = file.read(limit + 1)
+    finally:
+        os.close(handle)
     if len(data) > limit:
         raise ValueError(f"{path} has more than {limit} bytes")
     return data

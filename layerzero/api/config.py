@@ -55,7 +55,7 @@ def configure(**changes: Any) -> Settings:
 
 
 def load_config(path: str | os.PathLike[str]) -> Settings:
-    """Read settings from a YAML file, under environment variables, and put them in force.
+    """Put the settings of a YAML file in force; an environment variable goes before the file.
 
     Raises: ConfigurationError: the file names what does not exist; file and line are named.
     """

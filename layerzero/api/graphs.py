@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -26,6 +27,7 @@ from layerzero.selection.modes import CAPTURE
 from layerzero.selection.record import Selection
 from layerzero.spec.errors import CudaGraphUnsafeError, NoKernelFoundError
 
+R = TypeVar("R")
 GRAPH_PROVED = "graph.proved"
 GRAPH_REFUSED = "graph.refused"
 GRAPH_NOT_TRIED = "graph.not_tried"
@@ -141,7 +143,7 @@ def is_graph_safe(name: str, /, *args: Any, **kwargs: Any) -> CaptureVerdict:
 
     Without arguments `name` is a kernel's id on the default device. With arguments it is an op's name: the
     answer is about the kernel that the call would get under capture.
-    Raises: ValueError: no kernel has that id. NoKernelFoundError: no op has that name.
+    Raises: ValueError: no kernel has that id. UnknownOpError: no op has that name.
     """
     if not args and not kwargs:
         device = context_runtime().device()
@@ -171,7 +173,7 @@ def _safety(device: LocalDevice, kernel_id: str) -> CaptureVerdict:
     return CaptureVerdict(kernel_id, safe, basis, proof)
 
 
-def rehearse_capture() -> Any:
+def rehearse_capture() -> AbstractContextManager[None]:
     """A block in which calls on CUDA choose as they will while a graph is captured; run the step in it once.
 
     Inside a capture nothing is chosen, loaded or waited for: a call that was not rehearsed raises
@@ -181,13 +183,13 @@ def rehearse_capture() -> Any:
 
 
 def compile(
-    fn: Callable[..., Any],
+    fn: Callable[..., R],
     *,
     buckets: Sequence[int] = BUCKETS,
     fill: Mapping[str, float] | None = None,
     max_graphs: int = MAX_GRAPHS,
     max_graph_bytes: int | None = None,
-) -> GraphedFunction:
+) -> GraphedFunction[R]:
     """A step function as graph plans: captured once for each bucket of rows, then replayed.
 
     `fn` takes and returns tensors with rows along their first axis. A call is padded up to the next bucket
@@ -211,8 +213,8 @@ def captured_steps(max_graphs: int, max_bytes: int | None) -> CapturedSteps:
 
 
 def compile_within(
-    fn: Callable[..., Any], buckets: Sequence[int], steps: CapturedSteps, result_rows: int | None = None
-) -> GraphedFunction:
+    fn: Callable[..., R], buckets: Sequence[int], steps: CapturedSteps, result_rows: int | None = None
+) -> GraphedFunction[R]:
     """`compile` of one of several functions that keep their steps together; see `GraphedFunction`."""
     return GraphedFunction(fn, buckets=buckets, version=_generation, steps=steps, result_rows=result_rows)
 

@@ -10,6 +10,7 @@ import msgspec
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.calls.blocking import checked_build, context_device, context_runtime, context_snapshot
 from layerzero.ops import table as ops_table
+from layerzero.ops.checks import need_int
 from layerzero.ops.op import Args, Op, Signature
 from layerzero.selection.context import KernelStatus, SelectionContext, SelectionOptions
 from layerzero.selection.decide import decide
@@ -20,6 +21,8 @@ from layerzero.spec.capability import Capability
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Rejected
+
+MOST_CALLS = 65_536  # a batch of more is asked by nobody, and its list of calls takes the memory
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -81,6 +84,8 @@ def select_batch(
     by_signature: dict[Signature, Selection] = {}
     selections: list[Selection] = []
     for call in calls:
+        if not isinstance(call, Mapping):
+            raise TypeError(f"calls needs each call's arguments by name, got {type(call).__name__}")
         signature, full = checked_build(definition, (), dict(call))
         selection = by_signature.get(signature)
         if selection is None:
@@ -101,8 +106,7 @@ def which(op: str, /, *args: Any, batch: int = 1, backend: str | None = None, **
     definition = ops_table.get(op)
     if batch == 1:
         return _planned(definition, *checked_build(definition, args, kwargs), backend).kernel
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise ValueError(f"batch needs an int >= 1, got {batch!r}")
+    need_int("batch", batch, low=1, high=MOST_CALLS)
     _, full = checked_build(definition, args, kwargs)
     together = merged_args(definition, full, batch)
     return _planned(definition, signature_of(definition, together), together, backend).kernel
@@ -137,9 +141,8 @@ def dry_run(
     """The choice for these arguments on other hardware, or under another strictness; nothing runs.
 
     On the machine at hand this is `select`. On `hardware`, every registered kernel is judged as if its
-    library were installed there, so that a device pool can be planned from a laptop; beside them are
-    kernels that
-    are descriptors only, which the record says. A name such as "b200" or "mi300x" is a described device.
+    library were installed there, so that a device pool can be planned from a laptop, and so are descriptors:
+    kernels that no code here calls, which the record says. A name such as "b200" is a described device.
 
     Raises: ConfigurationError: no device is described under that name. NoKernelFoundError: as `select`.
     """
@@ -198,7 +201,7 @@ def validate(op: str, /, *args: Any, **kwargs: Any) -> CallSpec:
 def list_kernels(op: str | None = None, *, backend: str | None = None) -> list[KernelInfo]:
     """The kernels registered on the default device, in registration order, with the state of each.
 
-    Raises: NoKernelFoundError: `op` does not exist. ValueError: no kernel is of `backend`.
+    Raises: UnknownOpError: `op` does not exist. ValueError: no kernel is of `backend`.
     """
     device = context_runtime().device()
     kernels: tuple[Kernel, ...] = device.kernels()

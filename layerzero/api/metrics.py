@@ -31,6 +31,8 @@ def collector(runtime: Runtime, prefix: str = "layerzero_") -> Collector:
     waits. `kernels_out` counts kernels that do not serve, `kv_pages` pages of all paged caches. The calls of
     `calls_remembered` are those of the process.
     """
+    if not isinstance(runtime, Runtime):
+        raise TypeError(f"runtime needs a Runtime, as lz.start() opens it, got {type(runtime).__name__}")
     return _BatcherCollector(runtime, prefix)
 
 

@@ -146,6 +146,8 @@ async def run_ahead(
         >>> asyncio.run(main())
         [6, 7, 8]
     """
+    if not callable(step):
+        raise TypeError(f"step needs a function of the ids, got {type(step).__name__}")
     if max_steps is not None:
         checks.need_int("max_steps", max_steps, low=1)
     steps = 0

@@ -42,6 +42,7 @@ def solve(
         FileExistsError: `path` is another kind of file.
     """
     need_own(Path(path), "buckets")
+    ops_table.need_names(ops)
     runtime = context_runtime()
     opened = runtime.device(device)
     opened.wait_for_costs()

@@ -88,7 +88,9 @@ class StepRunner:
             graph_count = 2 * (len(sizes) + len(self.prefill_buckets)) * len(self.table_widths)
             max_graphs = max(MAX_GRAPHS, graph_count)
         self._steps = captured_steps(max_graphs, max_graph_bytes)
-        self._graphs: dict[tuple[int, int], GraphedFunction] = {}  # by table width and number of values
+        self._graphs: dict[
+            tuple[int, int], GraphedFunction[Tensor]
+        ] = {}  # by table width and number of values
         # A slot for each row of padding; a step with prompts has more rows than the bucket before it.
         gaps = [high - low for low, high in itertools.pairwise((0, *self.prefill_buckets))]
         self._padding = cache.sequence(max(sizes[-1], *gaps, 1)) if self._graphed else None
@@ -97,7 +99,7 @@ class StepRunner:
             for width in (self.table_widths if self._graphed else ())
         }
         self._static_prefill: dict[int, StaticPrefillMetadata] = {}
-        self._prefill_graphs: dict[int, GraphedFunction] = {}  # by table width
+        self._prefill_graphs: dict[int, GraphedFunction[Tensor]] = {}  # by table width
 
     def __call__(self, ranges: Sequence[TokenRange], input_ids: Tensor, *values: Tensor) -> Tensor:
         """A row for each of `ranges`, in their order.
@@ -193,7 +195,7 @@ class StepRunner:
         if self._padding is not None:
             self._padding.close()
 
-    def _graph(self, width: int, arity: int) -> GraphedFunction:
+    def _graph(self, width: int, arity: int) -> GraphedFunction[Tensor]:
         graph = self._graphs.get((width, arity))
         if graph is None:
             static = self._static[width]
@@ -232,7 +234,7 @@ class StepRunner:
         buckets = self.prefill_buckets
         return bool(buckets) and rows <= buckets[-1] and count <= self._max_num_seqs and not values
 
-    def _prefill_graph(self, width: int) -> tuple[StaticPrefillMetadata, GraphedFunction]:
+    def _prefill_graph(self, width: int) -> tuple[StaticPrefillMetadata, GraphedFunction[Tensor]]:
         graph = self._prefill_graphs.get(width)
         if graph is None:
             assert self._padding is not None
@@ -275,7 +277,7 @@ class StepRunner:
         place = bisect.bisect_left(self.prefill_buckets, input_ids.shape[0])
         static.load(ranges, self.prefill_buckets[place])
         try:
-            return graph(input_ids)[: len(ranges)]  # type: ignore[no-any-return]
+            return graph(input_ids)[: len(ranges)]
         except CudaGraphUnsafeError as error:
             self._give_up_prefill(error)
             return self._prefill(ranges, input_ids, ())

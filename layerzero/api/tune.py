@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import anyio
 import anyio.from_thread
@@ -30,6 +30,9 @@ from layerzero.perfdb.record import Environment, Launch, Measurement, implausibl
 from layerzero.perfdb.shipped import Provenance, ShippedTable, condense, write_table
 from layerzero.scheduler.single_flight import SingleFlight
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 async def tune(
     workload: Workload | str | Path | Iterable[Call] | None = None,
@@ -49,12 +52,12 @@ async def tune(
     (of every op by default). Numbers are checked before anything is timed. On CUDA, times are taken launched
     eagerly and replayed as a graph. `budget_s` ends it early; `missing` leaves out calls whose measurements
     this machine's file holds, so that the next run continues where one ended; a call is measured again where
-    a kernel takes it that came later. `repeat=2` measures twice, some
-    time apart, and reports how many winners changed; where that was no noise, a third time.
+    a kernel takes it that came later. `repeat=2` measures twice, some time apart, and reports how many
+    winners changed; where that was no noise, a third time.
     `progress(done, total, tuned)` is called from the measuring thread. Callers who ask for the same at once
     share one measuring.
 
-    Raises: ConfigurationError: the workload cannot be read. NoKernelFoundError: an op does not exist.
+    Raises: ConfigurationError: the workload cannot be read. UnknownOpError: an op does not exist.
     """
     job = TuningJob(
         context_runtime().device(device), workload, ops=ops, launches=launches, quick=quick,
@@ -102,8 +105,14 @@ def record() -> Iterator[Recorder]:
             device.remove_middleware(recorder)
 
 
+def _blocking(_: Callable[P, Awaitable[R]]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """What a blocking function is declared as: its awaited twin without the await."""
+    return lambda fn: fn
+
+
+@_blocking(tune)
 def tune_blocking(workload: Any = None, **options: Any) -> TuneReport:
-    """`tune`, blocking."""
+    """`tune`, blocking: it takes the same arguments."""
     defaults: dict[str, Any] = dict(tune.__kwdefaults__ or {})
     if unknown := options.keys() - defaults.keys():
         raise TypeError(f"tune() has no argument {min(unknown)!r}")

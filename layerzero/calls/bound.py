@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from layerzero.selection.dispatch import DispatchState
 from layerzero.selection.modes import GRAD
 from layerzero.selection.plan import Plan, signature_of
 from layerzero.spec.kernel import Kernel
+
+R_co = TypeVar("R_co", covariant=True)
 
 Check = Callable[..., bool]
 
@@ -100,9 +102,17 @@ class Binding:
         return self._device.recover(plan, full, error, self.snapshot)[0]
 
 
+class BoundOp(Protocol[R_co]):
+    """What `bind` returns."""
+
+    binding: Binding
+
+    def __call__(self, *args: Any) -> R_co: ...
+
+
 def bind(
     op: str, /, *example: Any, guard: bool = True, backend: str | None = None, **fixed: Any
-) -> Callable[..., Any]:
+) -> BoundOp[Any]:
     """Resolve `op` for tensors like `example` and return a callable that takes such tensors.
 
     The positional arguments of the example are what each call passes anew; keyword arguments stay fixed.
@@ -131,7 +141,7 @@ def bind(
     else:
         bound = _unguarded(binding, device, tail)
     show_compiler(bound, _compiled_form(definition, tail, backend))
-    return bound
+    return cast("BoundOp[Any]", bound)
 
 
 def _compiled_form(op: Op, tail: Args, backend: str | None) -> Callable[..., Any]:

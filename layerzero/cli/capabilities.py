@@ -23,7 +23,7 @@ def capabilities() -> None:
 @_PATH
 @json_option
 def export_(path: str, json_: bool) -> None:
-    """Write every kernel's capability to PATH, with a hash of the content; of plugins those that may run."""
+    """Write every kernel's capability to PATH, with a content hash."""
     document = export(load_builtin(Settings.load().plugins))
     write(path, document)
     plain = {"path": path, "kernels": len(document.kernels), "content": document.content}
@@ -36,9 +36,10 @@ def export_(path: str, json_: bool) -> None:
 @json_option
 @click.pass_context
 def check(ctx: click.Context, /, path: str, overlay: bool, json_: bool) -> None:
-    """Say whether PATH holds: whole, understood, its content unchanged; an overlay also that it only narrows.
+    """Say whether PATH holds; of an overlay, also that it only narrows.
 
-    Exit status 1 where it does not.
+    A file holds that is whole, understood, and unchanged since its hash was made. Exit status 1 where it
+    does not.
     """
     try:
         if overlay:

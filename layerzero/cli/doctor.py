@@ -10,7 +10,7 @@ from layerzero.api.doctor import unfit
 from layerzero.api.inspect import KernelInfo, list_kernels
 from layerzero.backends import installed_plugins
 from layerzero.cli.common import output
-from layerzero.cli.common.options import json_option, runtime_of, target_options
+from layerzero.cli.common.options import SecondsRange, json_option, runtime_of, target_options
 from layerzero.ops import table as ops_table
 from layerzero.runtime import Runtime
 from layerzero.spec.capability import Capability
@@ -20,7 +20,7 @@ from layerzero.spec.capability import Capability
 @click.option("--quick", is_flag=True, help="Do not import the optional libraries.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=SecondsRange(min=0, min_open=True),
     default=60.0,
     show_default=True,
     help="Seconds that the import of one library may take.",

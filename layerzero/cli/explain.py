@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from layerzero.api.inspect import complete, dry_run, merged_args
+from layerzero.api.inspect import MOST_CALLS, complete, dry_run, merged_args
 from layerzero.calls.blocking import context_snapshot
 from layerzero.cli.common import call_arguments, output
 from layerzero.cli.common.options import json_option, runtime_of, target_options
@@ -35,7 +35,10 @@ def call_options(command: Callable[..., None]) -> Callable[..., None]:
     """The op, its arguments, and what decides beside them."""
     for option in (
         click.option(
-            "--batch", type=click.IntRange(min=1), default=1, help="Ask for so many such calls, merged."
+            "--batch",
+            type=click.IntRange(1, MOST_CALLS),
+            default=1,
+            help="Ask for so many such calls, merged.",
         ),
         click.option(
             "--cuda", default="13.0", show_default=True, help="The CUDA version that goes with --sm."

@@ -63,7 +63,7 @@ def quantize(
             if calibrate is not None:
                 _, tensors = open_plain(folder, target, form, method, True)  # before minutes of calibration
                 names = weights_to_round(tensors, ignored)
-                text = calibrate.read_text(encoding="utf-8")
+                text = _text_of(calibrate)
                 grams, tokens = run_text(folder, text, names, progress)
             report = quantize_folder(
                 folder, target, form, method=method, group_size=group_size, ignore=ignored, grams=grams,
@@ -86,6 +86,15 @@ def quantize(
         f"wrote {report.folder}: {report.bytes_before:,} bytes of weights became {report.bytes_after:,}",
         *([f"errors of outputs are over {tokens:,} tokens of {calibrate}"] if tokens else []),
     )
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--calibrate needs a text in UTF-8, {path}: {error.reason} at {error.start}"
+        ) from error
 
 
 def _error_text(error: float | None) -> str:

@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from layerzero.cli.common import output
-from layerzero.cli.common.options import json_option
+from layerzero.cli.common.options import SecondsRange, json_option
 
 URL: Final = "http://127.0.0.1:8000/metrics"
 TIMEOUT_S: Final = 5.0
@@ -61,7 +61,7 @@ _FIELDS: Final[Mapping[str, tuple[str, str | None]]] = {
 
 @click.command()
 @click.argument("url", default=URL)
-@click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds.")
+@click.option("--interval", type=SecondsRange(min=0.1), default=1.0, show_default=True, help="Seconds.")
 @click.option("--once", is_flag=True, help="Print what was counted since the process began, and end.")
 @click.option("--prefix", default="layerzero_", show_default=True, help="Of the metrics' names.")
 @json_option

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import runpy
 import sys
+import traceback
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -49,9 +52,12 @@ def run_program(
     program: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run a Python PROGRAM with its ARGUMENTS, and write the trace when it ends, in whatever way."""
+    """Run a Python PROGRAM, and write the trace however it ends."""
     if not module and not Path(program).is_file():
         raise click.UsageError(f"PROGRAM needs the path of a Python file, got {program!r}; -m runs a module")
+    sys.path.insert(0, "" if module else str(Path(program).resolve().parent))
+    if module and not _is_module(program):
+        raise click.UsageError(f"PROGRAM needs a module, got {program!r}, which is not installed here")
     sys.argv = [program, *arguments]
     try:
         recording = timeline(path, kernels=kernels, nvtx=nvtx or None, max_events=max_events)
@@ -60,15 +66,22 @@ def run_program(
         raise click.UsageError(f"--output: {error}") from error
     try:
         if module:
-            sys.path.insert(0, "")
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(program).resolve().parent))
             runpy.run_path(program, run_name="__main__")
+    except Exception:  # the program's, not this command's
+        traceback.print_exc()
+        sys.exit(1)
     finally:
         recording.stop()
         recording.save()
         click.echo(f"trace: {recording.path}", err=True)
+
+
+def _is_module(name: str) -> bool:
+    with suppress(ImportError, ValueError):  # of a package that is not there, of a name that is none
+        return find_spec(name) is not None
+    return False
 
 
 @trace.command()
@@ -88,7 +101,7 @@ def merge(path: str, paths: tuple[str, ...]) -> None:
 @click.argument("path", type=click.Path(dir_okay=False))
 @json_option
 def show(path: str, json_: bool) -> None:
-    """Say what a trace holds: batches by op with their sizes and reasons, and what took longest."""
+    """Say what a trace holds: batches by op, and what took longest."""
     summary = summarize(StoredTrace(path))
     dropped, unfinished = summary.dropped_events, summary.unfinished_batches
     rows = [

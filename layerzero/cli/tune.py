@@ -15,7 +15,7 @@ from layerzero._util.files import need_own
 from layerzero.api.solve import solve as solve_ranges
 from layerzero.api.tune import bench_call, tune_blocking, write_shipped_table
 from layerzero.cli.common import call_arguments, output
-from layerzero.cli.common.options import device_option, json_option, runtime_of
+from layerzero.cli.common.options import SecondsRange, device_option, json_option, runtime_of
 from layerzero.measure.calls import Call
 from layerzero.measure.model_calls import DEFAULT_CONTEXT, DEFAULT_ROWS, ModelConfig, Span, model_calls
 from layerzero.measure.tuner import TuningResult
@@ -32,7 +32,7 @@ _SPAN = re.compile(r"(?P<first>[0-9]{1,9})(?:\.\.(?P<last>[0-9]{1,9}))?")
 @click.option("--op", "ops", multiple=True, help="Only this op; repeatable.")
 @click.option("--trace", type=click.Path(exists=True, dir_okay=False), help="Calls that lz.record() saved.")
 @click.option("--quick", is_flag=True, help="Few shapes and samples.")
-@click.option("--budget-s", type=click.FloatRange(min=1), help="Begin no further call after so many seconds.")
+@click.option("--budget-s", type=SecondsRange(min=1), help="Begin no further call after so many seconds.")
 @click.option("--repeat", type=click.IntRange(1, 2), default=1, help="2: measure twice, report flips.")
 @click.option("--missing", is_flag=True, help="Only calls that were not measured here before.")
 @click.option("--table", type=click.Path(dir_okay=False), help="Write the rows as a table to ship.")
@@ -44,8 +44,7 @@ def tune(
     repeat: int, missing: bool, table: str | None, device: str | None, json_: bool,
 ) -> None:  # fmt: skip
     """Measure kernels on this machine, so that choices here rest on measurements from now on."""
-    for name in ops:
-        ops_table.get(name)
+    ops_table.need_names(ops)
     if table is not None:
         need_own(Path(table), "rows")
     with runtime_of(device, None, False) as runtime, output.progress("tuning", json_, _named) as progress:
@@ -127,7 +126,7 @@ def bench(
             comparison = bench_call(
                 runtime.device(), call, launch, baseline=baseline, samples=samples, save=save
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:  # torch's, where memory does not suffice
             raise click.UsageError(str(error)) from error
     rows = [
         (c.name, f"{c.median_us:.2f}", f"{c.p95_us:.2f}", f"{c.p99_us:.2f}", f"{c.variance:.3g}",
@@ -194,9 +193,7 @@ class _SpanType(click.ParamType):  # type: ignore[type-arg]  # generic from clic
 @click.option(
     "--context", type=_SpanType(), default=DEFAULT_CONTEXT, help="Tokens before them.  [default: 128..32768]"
 )
-@click.option(
-    "--tune-s", type=click.FloatRange(min=1), help="Measure the model's calls first, so many seconds."
-)
+@click.option("--tune-s", type=SecondsRange(min=1), help="Measure the model's calls first, so many seconds.")
 @device_option
 @json_option
 def solve(
@@ -204,8 +201,7 @@ def solve(
     device: str | None, json_: bool,
 ) -> None:  # fmt: skip
     """Decide ranges of calls now and write the decisions to PATH, as a dispatch table."""
-    for name in ops:
-        ops_table.get(name)
+    ops_table.need_names(ops)
     if tune_s is not None and model is None:
         raise click.UsageError("--tune-s needs the --model whose calls it measures")
     with runtime_of(device, None, False):

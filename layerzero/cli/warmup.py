@@ -9,7 +9,7 @@ import msgspec
 
 from layerzero.api.warmup import WarmupReport, load_bundle, readiness_check, save_bundle, warmup_blocking
 from layerzero.cli.common import output
-from layerzero.cli.common.options import device_option, json_option, runtime_of
+from layerzero.cli.common.options import SecondsRange, device_option, json_option, runtime_of
 from layerzero.runtime.bundles import BundleReport
 from layerzero.spec.errors import BundleRefusedError
 from layerzero.warmup import Manifest, WarmedCall
@@ -19,9 +19,7 @@ manifest_argument = click.argument("manifest", type=click.Path(exists=True))
 
 @click.command()
 @click.argument("manifest", type=click.Path(exists=True), required=False)
-@click.option(
-    "--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds for the critical calls."
-)
+@click.option("--timeout", type=SecondsRange(min=0, min_open=True), help="Seconds for the critical calls.")
 @click.option(
     "--bundle", type=click.Path(dir_okay=False), help="Write what is warm then into this file, for others."
 )

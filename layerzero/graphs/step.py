@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from layerzero.graphs.captured_steps import CapturedStep, CapturedSteps
 from layerzero.graphs.rehearsal import rehearsal
 from layerzero.spec.errors import KernelStillLoadingError
 
+R = TypeVar("R")
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 # Runs before the capture, as torch asks: cuBLAS, cuDNN and workspaces are made on first use.
 WARMUPS = 3
@@ -66,7 +67,7 @@ class CudaGraph:
         self._graph.replay()
 
 
-class GraphedFunction:
+class GraphedFunction(Generic[R]):
     """A function over rows that runs for buckets of rows; calls between two buckets are padded up.
 
     Its arguments are tensors with rows along their first axis, the same number in each; so are its results.
@@ -78,7 +79,7 @@ class GraphedFunction:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., R],
         *,
         buckets: Sequence[int] = BUCKETS,
         fill: Mapping[str, float] | None = None,
@@ -110,7 +111,7 @@ class GraphedFunction:
         self.captures = 0
         functools.update_wrapper(self, fn)
 
-    def __call__(self, *args: Tensor) -> Any:
+    def __call__(self, *args: Tensor) -> R:
         """The step's results for these rows, in memory of their own.
 
         Raises: ValueError: no tensors, different numbers of rows, more rows than the largest bucket, a
@@ -141,7 +142,7 @@ class GraphedFunction:
                 recorded.replay()
                 kept = self._result_rows or rows
                 results = tuple([out[:kept].clone() for out in recorded.outputs])
-        return results if len(results) != 1 else results[0]
+        return cast("R", results if len(results) != 1 else results[0])
 
     def capture(self, *args: Tensor, buckets: Sequence[int] | None = None) -> None:
         """Make every bucket ready for arguments of these shapes (beyond the first axis) and dtypes.

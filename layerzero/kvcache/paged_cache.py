@@ -55,13 +55,13 @@ class PagedCache:
         layers: int = 1,
         evict: Evict | None = None,
     ) -> None:
+        checks.need_int("pages", pages, low=1)
         checks.need_int("page_size", page_size, low=1)
         checks.need_int("layers", layers, low=1)
         checks.need_choice("layout", layout, LAYOUTS)
         self.spec = spec
         self.page_size = page_size
         self.layout = layout
-        self.allocator = PageAllocator(pages, evict)
         self._sequences: Sequences[PagedSequence] = Sequences()
         self._block_tables = BlockTables()
         self._metadata_builder = MetadataBuilder(self._block_tables, page_size, torch.device(spec.device))
@@ -72,6 +72,7 @@ class PagedCache:
             (self._scales(keys), self._scales(values)) if spec.is_coded else (None, None)
             for keys, values in self.pools
         )
+        self.allocator = PageAllocator(pages, evict)  # behind the pools, which say what memory they want
         OPEN_CACHES.add(self)
 
     def _pool(self, pages: int, width: int) -> Tensor:

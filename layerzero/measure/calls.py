@@ -145,7 +145,8 @@ class Workload(msgspec.Struct, frozen=True):
         try:
             return decode_json(read_given(path), Workload)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
+            message = f"{path}: needs calls, as lz.record() saves them: {error}"
+            raise ConfigurationError(message, path=str(path)) from error
 
 
 def tensor(
@@ -171,6 +172,8 @@ def workload_of(what: Workload | str | Path | Iterable[Call]) -> Workload:
         return what
     if isinstance(what, str | Path):
         return Workload.load(what)
+    if not isinstance(what, Iterable):
+        raise TypeError(f"workload needs a recorded workload, its file, or calls, got {type(what).__name__}")
     calls = tuple(what)
     for call_ in calls:
         if not isinstance(call_, Call):

@@ -64,7 +64,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         try:
             values = json.loads(read_given(file).decode())
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{file}: {error}", path=str(file)) from error
+            raise ConfigurationError(
+                f"{file}: needs a model's config.json: {error}", path=str(file)
+            ) from error
         if not isinstance(values, dict):
             raise ConfigurationError(f"{file} needs a JSON object, got {quote(values)}", path=str(file))
         return cls.of(values, str(file))

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import anyio
 import msgspec
@@ -86,7 +86,7 @@ class _CutShortError(Exception):
 class TuningJob:
     """One tuning of a device: what to measure, and what becomes of it.
 
-    Raises: ValueError: `repeat` is neither 1 nor 2. NoKernelFoundError: an op does not exist.
+    Raises: ValueError, TypeError: an argument is wrong, by name. UnknownOpError: an op does not exist.
     """
 
     def __init__(
@@ -94,8 +94,11 @@ class TuningJob:
         launches: Sequence[Launch], quick: bool, budget_s: float | None, repeat: int,
         missing: bool, progress: TuneProgress | None,
     ) -> None:  # fmt: skip
-        for name in ops or ():
-            ops_table.get(name)
+        ops_table.need_names(ops)
+        if isinstance(launches, str) or not launches or not {*launches} <= {*get_args(Launch)}:
+            raise ValueError(f"launches needs 'eager' and 'graph', or one of them, got {launches!r}")
+        if budget_s is not None and not budget_s > 0:
+            raise ValueError(f"budget_s needs a number > 0, got {budget_s!r}")
         if isinstance(repeat, bool) or repeat not in (1, 2):
             raise ValueError(f"repeat needs 1 or 2, got {repeat!r}")
         self._device = device

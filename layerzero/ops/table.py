@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Iterable
 
 from layerzero.ops.files import FILES as FILES
 from layerzero.ops.op import OPS, Op
@@ -30,6 +31,14 @@ def get(name: str) -> Op:
     raise UnknownOpError(
         f"op needs an op's name, got the unknown op {name!r}; {hint}ops: {', '.join(op_names)}"
     )
+
+
+def need_names(ops: Iterable[str] | None) -> None:
+    """Raises: TypeError: `ops` is one text, which is a list of letters. UnknownOpError: as `get`."""
+    if isinstance(ops, str):
+        raise TypeError(f"ops needs a list of names, got {ops!r}: write [{ops!r}]")
+    for name in ops or ():
+        get(name)
 
 
 def names() -> tuple[str, ...]:

@@ -107,13 +107,14 @@ class Block:
     unpack: Callable[[list[Any]], Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, kind in (("inputs", str), ("ops", BlockOp), ("outputs", (str, Edge))):
+        for name, kind in (("inputs", str), ("ops", BlockOp), ("outputs", str | Edge)):
             values = getattr(self, name)
             if isinstance(values, str) or not isinstance(values, Iterable):
                 raise TypeError(f"{name} needs a sequence, got {type(values).__name__}")
             wrong = [value for value in values if not isinstance(value, kind)]
             if wrong:
-                raise TypeError(f"{name} got {wrong[0]!r}, of type {type(wrong[0]).__name__}")
+                needs = getattr(kind, "__name__", "str or Edge")
+                raise TypeError(f"{name} needs {needs}, got {type(wrong[0]).__name__}: {wrong[0]!r}")
         outputs = tuple(output if isinstance(output, Edge) else Edge(output) for output in self.outputs)
         object.__setattr__(self, "inputs", tuple(self.inputs))
         object.__setattr__(self, "outputs", outputs)
@@ -156,9 +157,9 @@ def _target_of(name: str, op: str) -> Any:
     if target is None:
         names = (*table.names(), *TORCH_NAMES)
         close = difflib.get_close_matches(op, names, n=3)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        needs = f"{hint}an op of {', '.join(names)}, or aten.NAME.OVERLOAD"
-        raise block_error(Reason.BLOCK_OP_UNKNOWN, f"op {name!r}", needs, repr(op))
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        needs = f"an op of {', '.join(names)}, or aten.NAME.OVERLOAD"
+        raise block_error(Reason.BLOCK_OP_UNKNOWN, f"op {name!r}", needs, f"{op!r}{hint}")
     if target._schema.is_mutable:
         raise block_error(Reason.BLOCK_OP_WRITES, f"op {name!r}", "an operator without side effects", op)
     return target

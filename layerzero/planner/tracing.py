@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +57,11 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
         for place, tensor in zip(places, tensors, strict=True):
             filled[place] = tensor
         full_args, full_kwargs = pytree.tree_unflatten(filled, spec)
-        outputs, output_spec = pytree.tree_flatten(fn(*full_args, **full_kwargs))
+        result = fn(*full_args, **full_kwargs)
+        if isinstance(result, Coroutine):
+            result.close()
+            raise _refused(fn, "blocking calls, lz.sync.NAME instead of lz.NAME", "a coroutine")
+        outputs, output_spec = pytree.tree_flatten(result)
         unpackers.append(_unpacker(output_spec))
         return outputs
 
@@ -101,10 +105,14 @@ def _unpacker(spec: pytree.TreeSpec) -> Callable[[list[Any]], Any]:
 
 
 def _not_traceable(fn: Callable[..., Any], error: Exception) -> BlockError:
-    name = getattr(fn, "__qualname__", type(fn).__name__)
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     needs = "calls on tensors whose numbers are not looked at"
-    problem = Rejected(Reason.BLOCK_NOT_TRACEABLE, name, needs, f"{type(error).__name__}: {first}")
+    return _refused(fn, needs, f"{type(error).__name__}: {first}")
+
+
+def _refused(fn: Callable[..., Any], needs: str, got: str) -> BlockError:
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    problem = Rejected(Reason.BLOCK_NOT_TRACEABLE, name, needs, got)
     return BlockError(f"{name} cannot be planned: {problem}", problem=problem)
 
 

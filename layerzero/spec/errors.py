@@ -77,7 +77,7 @@ class UnknownOpError(LayerZeroError, ValueError):
 class BlockError(LayerZeroError, ValueError):
     """A block of ops cannot be planned; `problem` is a `Rejected` with its reason code."""
 
-    def __init__(self, message: str, *, problem: Any, **context: Any) -> None:
+    def __init__(self, message: str, *, problem: Rejected, **context: Any) -> None:
         super().__init__(message, problem=problem, **context)
         self.problem = problem
 
@@ -128,7 +128,7 @@ class PolicyLoadError(PolicyValidationError):
 class TokenizerMismatchError(LayerZeroError):
     """A tokenizer is not the one that a cache, a server or a model means; `problem` is a `Rejected`."""
 
-    def __init__(self, message: str, *, problem: Any, **context: Any) -> None:
+    def __init__(self, message: str, *, problem: Rejected, **context: Any) -> None:
         super().__init__(message, problem=problem, **context)
         self.problem = problem
 
@@ -159,13 +159,13 @@ class FileRefusedError(LayerZeroError):
     `problems` are `Rejected`, each with its reason code, the field, what it needs and what it got.
     """
 
-    def __init__(self, message: str, *, path: str, problems: tuple[Any, ...], **context: Any) -> None:
+    def __init__(self, message: str, *, path: str, problems: tuple[Rejected, ...], **context: Any) -> None:
         super().__init__(message, path=path, problems=problems, **context)
         self.path = path
         self.problems = problems
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], *problems: Any) -> Self:
+    def of(cls, path: str | os.PathLike[str], *problems: Rejected) -> Self:
         """The error whose message names the file and every problem."""
         name = os.fspath(path)
         return cls(f"{name}: {'; '.join(map(str, problems))}", path=name, problems=problems)

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from layerzero._util.files import decode_json, pretty_json, read_given, replace_own
-from layerzero.measure.calls import Call, Workload
+from layerzero.measure.calls import Call, Workload, workload_of
 from layerzero.measure.model_calls import PAGE, ModelConfig, decode_calls
+from layerzero.ops.checks import need_int
 from layerzero.spec.errors import ConfigurationError
 
 FORMAT = 1
@@ -39,7 +40,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @classmethod
     def of(cls, workload: Workload, *, critical: int | None = None) -> Manifest:
         """A recorded workload as a manifest: the `critical` calls seen most often are (all by default)."""
-        ordered = sorted(workload.calls, key=lambda c: -c.count)
+        ordered = sorted(workload_of(workload).calls, key=lambda c: -c.count)
         count = len(ordered) if critical is None else critical
         return cls(critical=tuple(ordered[:count]), others=tuple(ordered[count:]), name=workload.name)
 
@@ -54,8 +55,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """What a model of Hugging Face's `config.json` calls in decoding `rows` sequences at once.
 
         The first number of rows is critical. Raises: ConfigurationError: no file, or sizes of no Llama or its
-        kin.
+        kin. ValueError, TypeError: `rows` are no numbers of sequences.
         """
+        if not isinstance(rows, Sequence) or not rows:
+            raise TypeError(f"rows needs numbers of sequences, such as (1, 8), got {rows!r}")
+        for count in rows:
+            need_int("rows", count, low=1)
         model = (
             ModelConfig.of({**config, "dtype": dtype})
             if isinstance(config, Mapping)
@@ -81,7 +86,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         try:
             manifest = decode_json(read_given(path), Manifest)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            raise ConfigurationError(f"{path}: {error}", path=str(path)) from error
+            message = f"{path}: needs a manifest, as Manifest.save writes it: {error}"
+            raise ConfigurationError(message, path=str(path)) from error
         manifest.need_format(str(path))
         return manifest
 

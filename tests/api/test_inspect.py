@@ -158,7 +158,7 @@ def test_which_asks_about_a_batch_that_does_not_exist_yet() -> None:
     """`batch=` answers for that many callers merged."""
     x, weight = torch.randn(1, 16), torch.randn(8, 16)
     assert lz.which("linear", x, weight, batch=64) in {info.id for info in lz.list_kernels("linear")}
-    with pytest.raises(ValueError, match="batch needs an int >= 1, got 0"):
+    with pytest.raises(ValueError, match="batch needs an int in \\[1, 65536\\], got 0"):
         lz.which("linear", x, weight, batch=0)
 
 
@@ -190,3 +190,25 @@ def test_keys_are_stable_across_processes(tmp_path: Path) -> None:
         check=True,
     ).stdout
     assert "attention" in other and other == children.run(program, folder=tmp_path).stdout
+
+
+def test_a_backend_that_is_unknown_is_named_as_it_was_given() -> None:
+    """`backend=` is no lock to its caller."""
+    with pytest.raises(lz.PolicyValidationError, match=r"^backend names no kernel known here: 'tritn'"):
+        lz.which("rms_norm", torch.randn(2, 8), backend="tritn")
+    with pytest.raises(lz.PolicyValidationError, match=r"^lock names no kernel known here: 'tritn'"):
+        lz.lock("rms_norm", "tritn")
+
+
+def test_more_calls_than_a_batch_ever_holds_are_refused() -> None:
+    """They were made one by one, until memory ended."""
+    with pytest.raises(ValueError, match=r"batch needs an int in \[1, 65536\], got 100000000"):
+        lz.which("rms_norm", torch.randn(2, 8), batch=100_000_000)
+
+
+def test_a_batch_of_calls_needs_each_ones_arguments_by_name() -> None:
+    """A tensor, or one call alone, is named as what it is."""
+    x = torch.randn(2, 8)
+    for calls in ([x], {"x": x}):
+        with pytest.raises(TypeError, match=r"calls needs each call's arguments by name, got (Tensor|str)"):
+            lz.select_batch("rms_norm", calls)  # type: ignore[arg-type]

@@ -53,3 +53,9 @@ def test_batches_beyond_the_largest_bound_are_counted() -> None:
     """A batch of any size is in the last bucket."""
     assert metrics._buckets({1: 2, 3: 1, 1000: 4})[-1] == ("+Inf", 7)
     assert metrics._buckets({1: 2, 3: 1, 1000: 4})[:3] == [("1.0", 2), ("2.0", 2), ("4.0", 3)]
+
+
+def test_what_is_no_runtime_is_told_at_once() -> None:
+    """Not at the first scrape, in a server's thread."""
+    with pytest.raises(TypeError, match=r"runtime needs a Runtime, as lz\.start\(\) opens it, got int"):
+        lz.metrics.collector(3)  # type: ignore[arg-type]

@@ -65,3 +65,10 @@ async def test_a_step_that_writes_over_its_argument_changes_nothing_that_was_rea
     async with lz.start():
         ahead = lz.run_ahead(step, torch.tensor([5]), max_steps=3)
         assert [int(ids) for ids in [each async for each in ahead]] == [6, 7, 8]
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_cannot_be_called_is_named() -> None:
+    """By its argument, before anything is awaited."""
+    with pytest.raises(TypeError, match="step needs a function of the ids, got int"):
+        await anext(lz.run_ahead(3, torch.ones(1)))  # type: ignore[arg-type]

@@ -276,7 +276,7 @@ def test_what_cannot_be_tuned_is_told(installed: Runtime) -> None:
     with pytest.raises(ValueError, match="repeat needs 1 or 2, got 3"):
         tune_blocking([CALL], repeat=3)
     with pytest.raises(TypeError, match="tune\\(\\) has no argument 'speed'"):
-        tune_blocking([CALL], speed=1)
+        tune_blocking([CALL], speed=1)  # type: ignore[call-arg]
 
 
 def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path: Path) -> None:
@@ -352,3 +352,20 @@ def test_the_last_caller_to_leave_takes_back_what_has_not_started(
     caller.start()
     caller.join(LIMIT_S)
     assert not caller.is_alive() and len(flights) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ops": "rms_norm"}, r"ops needs a list of names, got 'rms_norm': write \['rms_norm'\]"),
+        ({"launches": ["egaer"]}, r"launches needs 'eager' and 'graph', or one of them, got \['egaer'\]"),
+        ({"launches": "eager"}, "launches needs 'eager' and 'graph', or one of them, got 'eager'"),
+        ({"budget_s": -1}, "budget_s needs a number > 0, got -1"),
+        ({"budget_s": float("nan")}, "budget_s needs a number > 0, got nan"),
+        ({"workload": 3}, "workload needs a recorded workload, its file, or calls, got int"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_anything_is_measured(given: dict[str, Any], said: str) -> None:
+    """A launch of no kind was timed under its name, and an op's name was read letter by letter."""
+    with lz.start(scoped=True), pytest.raises((ValueError, TypeError), match=said):
+        tune_blocking(**{"workload": [CALL], **given})

@@ -147,3 +147,33 @@ def test_the_pytest_plugin_compares_the_cluster_it_is_told(
         with pytest.raises(Asked):
             fixture(SimpleNamespace(config=config))
         assert teller.given["settings"].cluster == "b:2"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("doctor", "--timeout", "nan"),
+        ("tune", "--budget-s", "nan"),
+        ("top", "--interval", "nan"),
+        ("warmup", "--timeout", "nan"),
+        ("solve", "table.json", "--tune-s", "nan"),
+    ],
+)
+def test_seconds_that_are_no_number_are_a_wrong_command_line(lz: Lz, words: tuple[str, ...]) -> None:
+    """No bound holds NaN: it ran without a limit, or ended in a traceback."""
+    refused = lz(*words)
+    assert refused.exit_code == 2
+    assert f"Invalid value for '{words[-2]}': needs a number of seconds, got nan" in refused.output
+
+
+def test_a_call_that_memory_does_not_hold_is_told_in_one_line(lz: Lz) -> None:
+    """What torch says of the bytes, and how the command is used."""
+    refused = lz("bench", "rms_norm", "x=99999999x99999999", "--samples", "5")
+    assert refused.exit_code == 2 and "Error: " in refused.output and "memory" in refused.output
+    assert lz("which", "rms_norm", "--shape", "8x64", "--batch", "65537").exit_code == 2
+
+
+def test_a_command_works_where_a_variable_names_a_cluster(lz: Lz, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lz which` on a node of a cluster asks about this machine; only `lz consistency` joins one."""
+    monkeypatch.setenv("LAYERZERO_CLUSTER", "auto")
+    assert lz("which", "rms_norm", "--shape", "8x64").exit_code == 0

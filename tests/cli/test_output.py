@@ -11,6 +11,7 @@ from rich.console import Console
 
 from layerzero.cli.common import output
 from tests import children
+from tests.cli.command import Lz
 
 ROWS = [("a.b", "1.0", "taken"), ("c", "-", "no [bold]: x")]
 
@@ -83,3 +84,11 @@ def test_json_is_sorted(capsys: pytest.CaptureFixture[str]) -> None:
     """Sets and keys come in one order."""
     output.as_json({"b": frozenset({"y", "x", "z"}), "a": 1})
     assert "".join(capsys.readouterr().out.split()) == '{"a":1,"b":["x","y","z"]}'
+
+
+@pytest.mark.parametrize("group", ["capabilities", "policy", "trace"])
+def test_a_groups_list_cuts_no_commands_line(lz: Lz, group: str) -> None:
+    """`lz trace --help` in a terminal of 80 columns says whole sentences."""
+    listed = lz(group, "--help").output.partition("Commands:")[2]
+    assert listed.strip()
+    assert "..." not in listed

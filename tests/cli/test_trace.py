@@ -76,3 +76,24 @@ def test_what_is_wrong_is_said_by_name(lz: Lz, trace: Path, tmp_path: Path) -> N
         assert refused.exit_code == 2 and "broken.json needs to be a trace" in refused.output
     assert lz("trace", "merge", "-o", out).exit_code == 2
     assert not Path(out).exists()
+
+
+@pytest.mark.parametrize("line", ["lz.lock('rms_norm', 'nonesuch')", "open('nowhere/at.all')"])
+def test_an_error_of_the_program_is_shown_as_python_shows_it(lz: Lz, tmp_path: Path, line: str) -> None:
+    """It is no wrong command line and no file of the command: its traceback, status 1, the trace."""
+    program, out = tmp_path / "program.py", tmp_path / "out.json"
+    program.write_text(f"import layerzero as lz\n{line}\n")
+    done = lz("trace", "run", "-o", str(out), str(program))
+    assert done.exit_code == 1
+    assert f'File "{program}", line 2' in done.output and "Usage" not in done.output
+    assert out.exists()
+
+
+def test_a_module_that_is_not_there_is_a_wrong_command_line(lz: Lz, tmp_path: Path) -> None:
+    """`-m nonesuch` and `-m nonesuch.inside`; no trace is written."""
+    for name in ("nonesuch", "nonesuch.inside"):
+        refused = lz("trace", "run", "-o", str(tmp_path / "out.json"), "-m", name)
+        assert refused.exit_code == 2 and f"PROGRAM needs a module, got {name!r}" in " ".join(
+            refused.output.split()
+        )
+    assert not (tmp_path / "out.json").exists()

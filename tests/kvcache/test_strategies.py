@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -303,3 +304,12 @@ class Lives(RuleBasedStateMachine):
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_pages_that_are_none_or_too_many_are_named() -> None:
+    """By the name that the caller gave, and with the bytes that there are not."""
+    spec = KVCacheSpec(num_kv_heads=1, head_dim=8)
+    with pytest.raises(ValueError, match="pages needs an int >= 1, got 0"):
+        PagedCache(spec, pages=0)
+    with pytest.raises(RuntimeError, match="memory"):
+        PagedCache(spec, pages=10**12)

@@ -64,7 +64,8 @@ def first(name: str, source: str) -> lz.BlockOp:
             ("x",), [lz.BlockOp("a", "mul", lz.Edge("x", 1), 2.0)], ("a",))),
         ("BLOCK_EDGE_MISSING", "output -1", lambda: Block(("x",), [first("a", "x")], (lz.Edge("a", -1),))),
         ("BLOCK_NAME_TAKEN", "'x'", lambda: Block(("x",), [first("x", "x")], ("x",))),
-        ("BLOCK_OP_UNKNOWN", "did you mean rms_norm", lambda: lz.BlockOp("a", "rms_nrm", lz.Edge("x"))),
+        ("BLOCK_OP_UNKNOWN", "OVERLOAD, got 'rms_nrm'; did you mean rms_norm", lambda: lz.BlockOp(
+            "a", "rms_nrm", lz.Edge("x"))),
         ("BLOCK_OP_UNKNOWN", "aten.NAME.OVERLOAD", lambda: lz.BlockOp("a", "os.system", "true")),
         ("BLOCK_OP_UNKNOWN", "aten.add.Nothing", lambda: lz.BlockOp("a", "aten.add.Nothing")),
         ("BLOCK_OP_WRITES", "aten.add_.Tensor", lambda: lz.BlockOp("a", "aten.add_.Tensor", lz.Edge("x"), 1)),
@@ -86,7 +87,7 @@ def test_what_is_wrong_with_a_block_is_said(code: str, words: str, make: object)
     ("words", "make"),
     [
         ("inputs needs a sequence, got str", lambda: lz.Block("x", [first("a", "x")], ("a",))),
-        ("ops got", lambda: lz.Block(("x",), ["rms_norm"], ("a",))),  # type: ignore[list-item]
+        ("ops needs BlockOp, got str: 'rms_norm'", lambda: lz.Block(("x",), ["rms_norm"], ("a",))),  # type: ignore[list-item]
         ("BlockOp needs a text for name", lambda: lz.BlockOp(1, "mul")),  # type: ignore[arg-type]
     ],
 )

@@ -458,3 +458,15 @@ def test_arguments_are_told_apart_by_where_they_are() -> None:
         for _ in range(3):
             scaled(x, float("nan"))
         assert len(scaled.records) == 3
+
+
+def test_an_awaited_op_in_a_block_is_told_with_its_blocking_twin() -> None:
+    """What is planned is a plain function; the coroutine that nobody awaits is closed."""
+    with lz.start(scoped=True):
+        for fn in (lambda x: lz.rms_norm(x), _awaits):
+            with pytest.raises(lz.BlockError, match=r"lz\.sync\.NAME instead of lz\.NAME, got a coroutine"):
+                lz.plan(fn, rows())
+
+
+async def _awaits(x: Tensor) -> Tensor:
+    return await lz.rms_norm(x)

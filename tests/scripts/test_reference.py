@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from scripts import reference
@@ -46,3 +48,30 @@ def test_commands_below_commands_are_shown() -> None:
 def test_a_sentence_ends_at_its_stop() -> None:
     """The first sentence alone, on one line; dots inside a name do not end it."""
     assert reference.sentence("Runs `a.b`\nat once. Then stops.\n\nMore.") == "Runs `a.b` at once"
+
+
+def test_a_second_name_of_an_exception_says_whose_it_is() -> None:
+    """And the base of two public exceptions is public itself: what the table names can be caught."""
+    rows = {line.split("`")[1]: line for line in reference.part("errors").splitlines()[2:]}
+    assert "Another name of `NoKernelFoundError`" in rows["NoKernelAvailableError"]
+    named = {base for line in rows.values() for base in line.split(" | ")[1].split("`")[1::2]}
+    assert named - set(rows) <= {"Exception", "ValueError", "TimeoutError", "RuntimeError"}
+
+
+def test_modules_may_give_one_name_to_two_events() -> None:
+    """Three modules have a NOT_WRITTEN of their own; each logs its event, not the last one that was read."""
+    rows = reference.part("events").splitlines()
+    for event, place in (
+        ("drift", "measure/drift"),
+        ("timeline", "observe/timeline"),
+        ("shipped_table", "shipped"),
+    ):
+        (row,) = [line for line in rows if re.match(rf"\| `{event}\.(not_written|refused)` ", line)]
+        assert f"{place}.py" in row and "," not in row.rpartition(" | ")[2]
+
+
+def test_every_constant_that_is_the_version_of_a_file_has_a_row() -> None:
+    """Whatever the constant is called: FORMAT, FORMAT_VERSION, SCHEMA."""
+    rows = reference.part("formats")
+    for module in ("report/document", "warmup/archive", "spec/settings", "perfdb/rows", "sharing/work"):
+        assert f"`layerzero/{module}.py`" in rows

@@ -59,6 +59,7 @@ def chosen_words(q: Tensor) -> None:
     """Words that an op takes are literals, and a bound op gives what the op gives."""
     lz.sync.mlp(q, q, q, activation="swigly")  # type: ignore[arg-type]  # pyright: ignore
     assert_type(lz.bind("rms_norm", q)(q), Tensor)
+    assert_type(lz.bind("rms_norm", q).binding.plan.kernel, str)
     assert_type(lz.bind("add_rms_norm", q, q)(q, q), tuple[Tensor, Tensor])
 
 
@@ -74,3 +75,15 @@ async def own_functions(q: Tensor) -> None:
     """A function of one's own gives each caller rows, or its entry of the list."""
     assert_type(await lz.batched(_rows)(q), Tensor)
     assert_type(await lz.batched(_words)("a"), int)
+
+
+def measured(q: Tensor) -> None:
+    """A blocking twin takes what the awaited one takes, and nothing else; errors carry values of a type."""
+    assert_type(lz.tune_blocking(ops=["rms_norm"], quick=True), lz.TuneReport)
+    lz.tune_blocking(quik=True)  # type: ignore[call-arg]  # pyright: ignore
+    try:
+        assert_type(lz.compile(_rows)(q), Tensor)
+    except lz.FileRefusedError as error:
+        assert_type(error.problems, tuple[lz.Rejected, ...])
+    with lz.rehearse_capture() as nothing:
+        assert_type(nothing, None)

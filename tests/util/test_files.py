@@ -247,3 +247,19 @@ def test_deep_nesting_is_an_error_that_is_expected(
     """A hundred thousand brackets are no reason to leave by another error than damage has."""
     said = refusals[reader, kind]
     assert said and not said.startswith("RecursionError"), said
+
+
+def test_a_folder_at_a_files_place_is_named(tmp_path: Path) -> None:
+    """By its path: the error that Python makes of a folder's descriptor names a number."""
+    for read in (files.read_given, files.read_bounded):
+        with pytest.raises(IsADirectoryError) as refused:
+            read(tmp_path, 9)
+        assert refused.value.filename == str(tmp_path)
+
+
+def test_what_cannot_be_written_is_named_as_the_caller_did(tmp_path: Path) -> None:
+    """Not by the name of the draft beside it, which nobody asked for."""
+    path = tmp_path / ("n" * 250)  # with what a draft's name has more, too long for a file's name
+    with pytest.raises(OSError) as refused:
+        files.put_whole(path, b"{}")
+    assert refused.value.filename == str(path)

@@ -255,3 +255,22 @@ def test_a_model_gives_a_manifest_that_runs(tmp_path: Path, monkeypatch: pytest.
     assert len(made) == 20 and {w.state for w in made} == {"ready"}, [w.error for w in made]
     with pytest.raises(ConfigurationError, match=r"model_type needs one of .*llama.*, got 'bert'"):
         Manifest.of_model({"model_type": "bert"})
+
+
+def test_what_is_no_manifest_is_told_with_what_is_needed(tmp_path: Path) -> None:
+    """Of a file that holds something else, of a folder, and of what is no workload."""
+    path = tmp_path / "manifest.json"
+    for text in ("hello", "[1]", "{}", ""):
+        path.write_text(text)
+        with pytest.raises(
+            lz.ConfigurationError, match=r"manifest\.json: needs a manifest, as Manifest\.save"
+        ):
+            lz.Manifest.load(path)
+    with pytest.raises(lz.ConfigurationError, match=f"{tmp_path}.*Is a directory"):
+        lz.Manifest.load(tmp_path)
+    with pytest.raises(TypeError, match="workload needs a recorded workload"):
+        lz.Manifest.of(3)  # type: ignore[arg-type]
+    config = {"model_type": "llama"}
+    for rows in (3, (0,), (), (1.5,)):
+        with pytest.raises((ValueError, TypeError), match=r"^rows needs"):
+            lz.Manifest.of_model(config, rows=rows)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,17 @@ from layerzero.spec.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.spec.settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class SecondsRange(click.FloatRange):
+    """So many seconds; click's own ranges let NaN in, which no bound holds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail("needs a number of seconds, got nan", param, ctx)
+        return number
+
 
 json_option = click.option("--json", "json_", is_flag=True, help="Print JSON.")
 device_option = click.option("--device", default=None, help="cpu, cuda or cuda:<index>.")
@@ -44,7 +56,7 @@ def runtime_of(device: str | None, policy_file: str | Path | None, strict: bool)
 
     Raises: click.UsageError: a setting, the policy or the device does not fit.
     """
-    changes: dict[str, Any] = {"warm": "off"}
+    changes: dict[str, Any] = {"warm": "off", "cluster": None}  # of this process, whatever the variable says
     changes |= {} if device is None else {"device": device}
     changes |= {} if policy_file is None else {"policy": str(policy_file)}
     changes |= {"strict": True} if strict else {}

@@ -7,7 +7,7 @@ import msgspec
 
 from layerzero.api.tune import tune_blocking
 from layerzero.cli.common import output
-from layerzero.cli.common.options import json_option, runtime_of
+from layerzero.cli.common.options import SecondsRange, json_option, runtime_of
 from layerzero.measure.model_calls import ModelConfig
 from layerzero.report.call_maps import FreshSelector, tables_for
 from layerzero.report.engine_flags import ENGINES
@@ -17,7 +17,7 @@ from layerzero.spec.hardware import probe
 
 
 @click.command()
-@click.argument("engine", metavar=f"[{'|'.join(ENGINES)}]")
+@click.argument("engine", metavar=f"{{{'|'.join(ENGINES)}}}")
 @click.argument("model_config", type=click.Path(exists=True))
 @click.option(
     "--device",
@@ -27,7 +27,7 @@ from layerzero.spec.hardware import probe
 @click.option("--rows", type=int, default=64, show_default=True, help="Sequences decoded at once.")
 @click.option("--context", type=int, default=2048, show_default=True, help="Tokens before them.")
 @click.option("--answer", type=int, default=256, show_default=True, help="Tokens of an answer.")
-@click.option("--tune-s", type=click.FloatRange(min=1), help="Measure the calls first, so many seconds.")
+@click.option("--tune-s", type=SecondsRange(min=1), help="Measure the calls first, so many seconds.")
 @json_option
 def recommend(
     engine: str, model_config: str, device: str | None, rows: int, context: int, answer: int,

@@ -8,7 +8,7 @@ import msgspec
 
 from layerzero._util.strict_yaml import suggestion
 from layerzero.selection.policy.policy import Policy
-from layerzero.selection.policy.rules import Rule
+from layerzero.selection.policy.rules import Layer, Rule
 from layerzero.spec.errors import PolicyValidationError
 
 
@@ -42,9 +42,8 @@ def check_names(
             if not any(alone.matches(kernel, kernel.partition(".")[0]) for kernel in known_kernels):
                 names = known_kernels | {kernel.partition(".")[0] for kernel in known_kernels}
                 hint = suggestion(pattern, names)
-                findings.append(
-                    UnknownName(rule, f"{rule.word} names no kernel known here: {pattern!r}; {hint}")
-                )
+                word = "backend" if rule.layer is Layer.REQUEST else rule.word
+                findings.append(UnknownName(rule, f"{word} names no kernel known here: {pattern!r}; {hint}"))
     return tuple(findings)
 
 
