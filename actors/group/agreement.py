@@ -114,8 +114,9 @@ class PlanSchedule:
         self._pending: dict[str, tuple[int, int]] = {}
 
     def add(self, plan: str, version: int, activate_at: int) -> None:
-        """Keep an agreed plan until its step."""
-        self._pending[plan] = (version, activate_at)
+        """Keep an agreed plan until its step; one that was agreed behind a newer one is none any more."""
+        if version > self.version:
+            self._pending[plan] = (version, activate_at)
 
     def knows(self, plan: str) -> bool:
         """Whether a plan is in force, or may be taken."""

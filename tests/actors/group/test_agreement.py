@@ -208,6 +208,20 @@ def led(order: PlanSchedule, number: int) -> str:
     return order.activate_due(number)
 
 
+def test_the_newest_plan_that_is_due_holds_and_no_older_one_after_it() -> None:
+    """Of two that are due at once, of one that a follower is named late, of one that is agreed too late."""
+    order = PlanSchedule()
+    order.add("first", 1, 1)
+    assert order.activate_due(1) == "first" and not order.has_pending
+    order.add("second", 2, 5)
+    order.add("third", 3, 5)
+    assert (order.activate_due(4), order.has_pending) == ("first", True)
+    assert (order.activate_due(5), order.has_pending) == ("third", False)
+    assert order.adopt("second") == "third" and not order.knows("second")
+    order.add("second", 2, 5)
+    assert (order.activate_due(6), order.has_pending) == ("third", False)
+
+
 class Walk:
     """One moment: what every rank was answered, what stands in the store, what every rank did.
 
