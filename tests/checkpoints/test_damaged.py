@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.formats import QuantizedTensor
 from layerzero.spec.reasons import Reason
 from tests.checkpoints.test_readers import read
-from tests.checkpoints.writers import NAME, WRITERS, save, weight
+from tests.checkpoints.writers import NAME, WRITERS, int32_of, save, weight
 
 Damage = Callable[[dict[str, Tensor], dict[str, Any]], object]
 ABSMAX = f"{NAME}.weight.absmax"
@@ -187,3 +187,29 @@ def test_a_folder_that_is_no_path_is_named(folder: Any) -> None:
     """By the argument's name."""
     with pytest.raises(TypeError, match="folder needs a path"):
         lz.load_quantized(folder)
+
+
+def test_the_largest_zero_point_is_fifteen(tmp_path: Path) -> None:
+    """GPTQ stores them less one: of 14 it is read, of 15 refused by the tensor's name."""
+    tensors, said, _ = WRITERS["gptq"]()
+    zeros, exact = f"{NAME}.qzeros", read(save(tmp_path, tensors, said))
+    tensors[zeros] = int32_of(torch.full((4, 2, 8), 14))
+    found = read(save(tmp_path, tensors, said))
+    wanted = exact.dequantize() - 7 * exact.scale.float().repeat_interleave(32, 1)
+    torch.testing.assert_close(found.dequantize(), wanted)
+    tensors[zeros] = int32_of(torch.full((4, 2, 8), 15))
+    with pytest.raises(lz.FormatError, match=rf"{zeros} needs zero points of 0 to 15, got 16") as refused:
+        read(save(tmp_path, tensors, said))
+    assert refused.value.reason == Reason.ZERO_POINT_MISMATCH
+
+
+def test_a_size_that_is_claimed_makes_no_numbers(tmp_path: Path) -> None:
+    """A file of a few bytes that says a width of a trillion is refused before an order of it is made."""
+    parts = {
+        f"{NAME}.weight_packed": torch.zeros(16, 16, dtype=torch.int32),
+        f"{NAME}.weight_scale": torch.ones(16, 4), f"{NAME}.weight_shape": torch.tensor([16, 1 << 40]),
+        f"{NAME}.weight_g_idx": torch.zeros(128, dtype=torch.int32),
+    }  # fmt: skip
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    with pytest.raises(lz.FormatError, match=r"weight_g_idx of shape \(1099511627776,\), .*got \(128,\)"):
+        read(save(tmp_path, parts, said))

@@ -300,3 +300,11 @@ def test_numbers_of_double_precision_are_products_of_it() -> None:
     assert torch.equal(made.dequantize(torch.float64), made.codes.double() * scale)
     assert not torch.equal(made.dequantize(torch.float64), made.dequantize().double())
     assert repr(made) == "QuantizedTensor(int8, (4, 128), scale by group of 32, cpu)"
+
+
+def test_a_second_scale_uses_the_whole_range_of_the_first() -> None:
+    """NVFP4's: under the tensor's largest number lies the largest scale of float8."""
+    x = torch.randn(8, 64)
+    made = QuantizedTensor.quantize(x, "nvfp4")
+    torch.testing.assert_close(made.tensor_scale, x.abs().max() / (448 * 6))
+    assert made.scale.float().max() == 448

@@ -57,7 +57,7 @@ def _rope(native: Any, *args: Any) -> tuple[Tensor, Tensor]:
 def _rope_append(native: Any, *args: Any) -> Tensor:
     """One pass a token: queries turned into the result, keys turned into their page, values copied."""
     q, k, v, positions, cos, sin, k_cache, v_cache, slot_mapping, _, layout = args
-    out = q.new_empty(q.shape)
+    out: Tensor = q.new_empty(q.shape)
     pools = k_cache, v_cache, slot_mapping, layout == "HND"
     if not native(out, q, k, v, positions, *_tables(cos, sin), *pools):
         refuse("rope_append_kv", args)
