@@ -260,7 +260,8 @@ def test_a_hook_on_an_activation_changes_a_compiled_block() -> None:
         model = models.build("llama")
         block = (lz.patch(model) if patched else model).model.layers[0].mlp
         block.act_fn.register_forward_hook(lambda module, args, output: 2 * output)
-        answers.append(torch.compile(block, backend="eager")(torch.ones(3, 32)))
+        compiled: Any = torch.compile(block, backend="eager")
+        answers.append(compiled(torch.ones(3, 32)))
     torch.testing.assert_close(answers[1], answers[0])
 
 
