@@ -87,7 +87,7 @@ def test_a_part_on_our_ops_is_guarded_by_few_more_guards_than_its_own(part: str,
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_a_patched_model_is_guarded_by_as_many_guards_as_its_own(family: str) -> None:
-    """But for hooks of each activation; none for each module, nor for each time that its name is asked for."""
+    """But for hooks of each activation; none for each module, nor each time that its name is asked for."""
     batch = models.inputs(family)
     own = guards_of(models.build(family), **batch)
     assert guards_of(lz.patch(models.build(family)), **batch) <= own + 14
