@@ -187,10 +187,10 @@ def test_a_linear_of_another_class_counts_by_what_it_computes() -> None:
 def test_axes_that_the_op_has_not_are_torchs(shapes: list[tuple[int, ...]]) -> None:
     """Operands without heads, with more axes, shared by sequences or by heads; they were refused."""
     generator = torch.Generator().manual_seed(0)
-    operands = [torch.randn(shape, generator=generator) for shape in shapes]
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
     grouped = shapes[1][:-2] != shapes[2][:-2]
-    expected = nn.functional.scaled_dot_product_attention(*operands, enable_gqa=grouped)
-    torch.testing.assert_close(sdpa.scaled_dot_product_attention(*operands, enable_gqa=grouped), expected)
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+    torch.testing.assert_close(sdpa.scaled_dot_product_attention(q, k, v, enable_gqa=grouped), expected)
 
 
 @pytest.mark.parametrize("bound", [10.0, 1000.0, math.inf])

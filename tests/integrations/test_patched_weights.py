@@ -252,6 +252,19 @@ def test_a_block_that_drops_by_a_function_drops_while_it_trains() -> None:
         assert calls.get("mlp", 0) == (2 if rate == 0 else 0)
 
 
+@torch.no_grad()
+def test_a_hook_on_an_activation_changes_a_compiled_block() -> None:
+    """The block's own code is compiled, with the hook in it."""
+    answers = []
+    for patched in (False, True):
+        model = models.build("llama")
+        block = (lz.patch(model) if patched else model).model.layers[0].mlp
+        block.act_fn.register_forward_hook(lambda module, args, output: 2 * output)
+        compiled: Any = torch.compile(block, backend="eager")
+        answers.append(compiled(torch.ones(3, 32)))
+    torch.testing.assert_close(answers[1], answers[0])
+
+
 @pytest.mark.parametrize("everywhere", [False, True])
 @torch.no_grad()
 def test_hooks_on_what_lies_inside_a_block_run(everywhere: bool) -> None:

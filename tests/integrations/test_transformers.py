@@ -317,7 +317,7 @@ def test_a_causal_call_counts_from_the_first_as_sdpa_does(keys: int, biased: boo
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     q, k, v = (torch.randn(2, 4, length, 8) for length in (5, keys, keys))
-    more = {"position_bias": torch.randn(1, 4, 5, keys)} if biased else {}
+    more: dict[str, Any] = {"position_bias": torch.randn(1, 4, 5, keys)} if biased else {}
     theirs = sdpa_attention_forward(torch.nn.Module(), q, k, v, None, **more)[0]
     torch.testing.assert_close(integration.forward(torch.nn.Module(), q, k, v, None, **more)[0], theirs)
 

@@ -51,7 +51,8 @@ class MlpForward(PatchedForward):
         self, module: nn.Module, up: tuple[str, ...], down: str, activation: str, drops: bool
     ) -> None:
         super().__init__(module)
-        self.learnt = up, down, activation, drops
+        others = tuple(n for n, part in module._modules.items() if part is not None and n not in (*up, down))
+        self.learnt = up, down, activation, others, drops
         self.joins = 0
         self.joint: StorageWeakRef | None = None  # the weights alone keep it alive
 
@@ -60,12 +61,12 @@ class MlpForward(PatchedForward):
         if len(args) != 1 or kwargs:
             return self.decline("arguments", args, kwargs)
         x, inside = args[0], self.module.__dict__["_modules"]
-        up, down_name, activation, drops = self.learnt
+        up, down_name, activation, others, drops = self.learnt
         ups: list[Any] = [inside[name] for name in up]
         down: Any = inside[down_name]
         if type(x) is Tensor and x.device.type == "meta":
             return self.original(x)
-        why = _obstacle(self.module, x, [*ups, down], drops)
+        why = "hooks" if _has_hooks_everywhere() else _obstacle(self.module, x, [*ups, down], others, drops)
         if why:
             return self.decline(why, args, kwargs)
         weight, bias = ups[0].weight, ups[0].bias
@@ -89,11 +90,11 @@ class MlpForward(PatchedForward):
         gate_of = GATES.get(learnt()[2])
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            names, last, activation, drops = learnt()
+            names, last, activation, others, drops = learnt()
             if len(args) != 1 or kwargs or is_left_alone(args[0]):
                 return kind.forward(module, *args, **kwargs)
             x, ups, down = args[0], [module._modules[name] for name in names], module._modules[last]
-            if _obstacle(module, x, [*ups, down], drops):
+            if _obstacle(module, x, [*ups, down], others, drops):
                 return kind.forward(module, x)
             if len(ups) == 1 or gate_of is None:
                 return mlp(x, ups[0].weight, down.weight, ups[0].bias, down.bias, activation=activation)
@@ -151,13 +152,15 @@ class MlpForward(PatchedForward):
         return {**self.__dict__, "joint": None, "joins": 0}
 
 
-def _obstacle(module: nn.Module, x: Any, linears: list[Any], drops: bool) -> str:
+def _obstacle(module: Any, x: Any, linears: list[Any], others: tuple[str, ...], drops: bool) -> str:
     """Why this call is not for the op; empty where it is. `drops`: a function drops numbers in training."""
     if not all(is_linear(linear) for linear in linears):
         return "projections"
     # By the dictionary: torch's compiler guards on every place that an attribute could have been in.
-    inside = [part for part in module._modules.values() if part is not None]
-    if has_hooks(inside) or _has_hooks_everywhere() or module.__dict__.get("_is_fsdp_managed_module", False):
+    # Such as an activation; a graph, as torch's, looks at what its forward would run.
+    parts = [module._modules[name] for name in others]
+    beside = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    if has_hooks(linears) or beside or module.__dict__.get("_is_fsdp_managed_module", False):
         return "hooks"
     weights = [value for linear in linears for value in (linear.weight, linear.bias) if value is not None]
     if type(x) is not Tensor or any(type(weight) not in PLAIN for weight in weights):
@@ -176,7 +179,7 @@ def _obstacle(module: nn.Module, x: Any, linears: list[Any], drops: bool) -> str
 
 def _has_hooks_everywhere() -> bool:
     """Whether a hook waits for every module of the process; torch's compiler follows none."""
-    return not torch.compiler.is_compiling() and bool(cast(Any, nn.modules.module)._has_any_global_hook())
+    return bool(cast(Any, nn.modules.module)._has_any_global_hook())
 
 
 @functools.cache

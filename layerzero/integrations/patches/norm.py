@@ -36,12 +36,13 @@ class NormForward(PatchedForward):
         """One tensor by the op; anything else by the module itself."""
         if len(args) != 1 or kwargs:
             return self.decline("arguments", args, kwargs)
-        x, (op, eps, shift, has_weight, has_bias), inside = args[0], self.learnt, self.module._parameters
-        weight, bias = inside.get("weight"), inside.get("bias")
+        x, (op, eps, shift, has_weight, has_bias) = args[0], self.learnt
+        module: Any = self.module
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         if has_weight and weight is None:  # computed, or put in place by a hook or FSDP's flat parameter
-            weight = self.module.weight
+            weight = module.weight
         if has_bias and bias is None:
-            bias = self.module.bias
+            bias = module.bias
         if type(x) is not Tensor or (weight is not None and type(weight) not in PLAIN):
             return self.decline("tensor subclass", args, kwargs)
         if x.device.type == "meta":
