@@ -180,7 +180,7 @@ class PolicyScope:
         if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
             raise TypeError(
                 f"{self._policy.rules[0].source} needs a function whose end is the end of its work, got the "
-                f"generator {func.__qualname__}: enter the block inside it"
+                f"generator {getattr(func, '__qualname__', func)}: enter the block inside it"
             )
         if not inspect.iscoroutinefunction(func):
 

@@ -83,13 +83,13 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
 def places_of(fn: Any, weights: Sequence[Tensor]) -> tuple[WeightPlace, ...]:
     """Where the modules that a function computes with keep these weights."""
     wanted = {id(weight) for weight in weights}
-    modules = (
-        m for value in captured_values(fn) if isinstance(value, torch.nn.Module) for m in value.modules()
-    )
+    held = (value for value in captured_values(fn) if isinstance(value, torch.nn.Module))
+    tables: list[Mapping[str, Tensor | None]] = []
+    for module in dict.fromkeys(module for outer in held for module in outer.modules()):
+        tables += (module._parameters, module._buffers)
     return tuple(
         WeightPlace(table, name, weight)
-        for module in modules
-        for table in (module._parameters, module._buffers)
+        for table in tables
         for name, weight in table.items()
         if weight is not None and id(weight) in wanted
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def runtime() -> Iterator[Runtime]:
 
 def test_who_calls_it_in_a_scope_leaves_it_as_it_was_to_the_others(runtime: Runtime) -> None:
     """It is bound again by the first call after a change, which may be in a block of its caller's own."""
-    bound = lz.bind("rms_norm", X)
+    bound: Any = lz.bind("rms_norm", X)
     usual = bound.binding.plan.kernel
     assert usual != "reference.rms_norm"
     for _ in range(2):
@@ -37,7 +38,7 @@ def test_who_calls_it_in_a_scope_leaves_it_as_it_was_to_the_others(runtime: Runt
 def test_one_that_is_bound_in_a_scope_stays_under_its_rules(runtime: Runtime) -> None:
     """Also where it is bound again outside of it."""
     with lz.prefer("reference"):
-        bound = lz.bind("rms_norm", X)
+        bound: Any = lz.bind("rms_norm", X)
     for _ in range(2):
         bound(X)
         assert bound.binding.plan.kernel == "reference.rms_norm"
@@ -50,7 +51,7 @@ def test_who_calls_it_in_another_mode_leaves_the_others_their_gradient(runtime: 
     runtime.add_kernel(fast)
     lz.add_policy(prefer="fast", op="rms_norm")
     rows = X.clone().requires_grad_()
-    bound = lz.bind("rms_norm", rows)
+    bound: Any = lz.bind("rms_norm", rows)
     for _ in range(2):
         with torch.no_grad():
             assert torch.equal(bound(rows), rows)

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import layerzero.ops.attention.batching as module
 from layerzero.ops.attention.attention import ATTENTION, attention, attention_reference
 from layerzero.ops.attention.batching import as_strided_batch
-from layerzero.ops.op import Args, Batching
+from layerzero.ops.op import Args, Batching, Op
 
 
 def rule() -> Batching:
@@ -202,3 +202,42 @@ def test_size_counts_query_tokens_and_bytes() -> None:
     """A batch is bounded by query tokens and by operand bytes."""
     q, k = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
     assert rule().batch_cost(attention(q, k, k, layout="BSHD")[1]) == (10, 4 * (q.numel() + 2 * k.numel()))
+
+
+class Eager(Launches):
+    """Finds whatever is one launch for several lengths cheaper than a launch each."""
+
+    is_unconstrained = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __call__(self, args: Args, op: Op | None = None) -> Any:
+        self.ops.append("attention" if op is None else op.name)
+        return super().__call__(args) if op is None else op.reference(*args)
+
+    def expected_us(self, args: Args, op: Op | None = None) -> float:
+        return 1.0 if op is None else 0.0
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {}, {"window": (1, 0)}, {"softcap": 0.5}, {"alibi_slopes": torch.tensor([0.5, 0.25])},
+        {"sinks": torch.tensor([0.3, -0.7])}, {"return_lse": True}, {"layout": "BHSD"},
+    ],
+    ids=lambda option: next(iter(option), "none"),
+)  # fmt: skip
+def test_what_ragged_attention_has_not_is_launched_by_lengths(option: dict[str, Any]) -> None:
+    """However cheap one launch for all would be; without any of it that is what is launched."""
+    axis = 2 if option.get("layout") == "BHSD" else 1
+    calls = []
+    for tokens in (3, 5):
+        q, k, v = (torch.randn(1, *((2, tokens) if axis == 2 else (tokens, 2)), 4) for _ in range(3))
+        calls.append(ATTENTION.build(q, k, v, **{"layout": "BSHD", "is_causal": True, **option})[1])
+    launch = Eager()
+    results = rule().run(calls, launch)
+    assert launch.ops == (["attention"] * 2 if option else ["ragged_attention"])
+    for args, result in zip(calls, results, strict=True):
+        assert_close(result, attention_reference(*args))
