@@ -26,13 +26,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from generate import SamplingParams, generate, load_tokenizer
 from models.llama import FOLDER, Llama, LlamaConfig, WeightSource, kv_pool, weights_of
+from models.sampling import NO_DRAW
 from rich.console import Console
 from rich.table import Table
 from tensor_parallel.llama import VOCABULARY, shard_of
@@ -49,6 +49,8 @@ PROMPTS = (
     "The king said unto them,",
     "Blessed are they that",
 )
+# Tokens of a prompt in one launch, and the last ones whose logits are computed: a round verifies fewer.
+PREFILL_CHUNK, LOGIT_ROWS = 1024, 256
 
 
 class SequenceDecoder:
@@ -65,11 +67,15 @@ class SequenceDecoder:
         return self._sequence.length
 
     async def forward(self, tokens: Tensor) -> Tensor:
-        """The logits (T, V) after each of `tokens` (T,), which join the sequence."""
+        """The logits (T, V) after each of `tokens`, or the last LOGIT_ROWS of them; all join the sequence."""
         if self._wait_s:
             await asyncio.sleep(self._wait_s)
         token_ids = tokens.to(self.model.cache.device)
-        return await self.model.forward_all_positions(token_ids, self._sequence.extend(len(token_ids)))
+        prefill, rows = token_ids[:-LOGIT_ROWS], token_ids[-LOGIT_ROWS:]
+        for start in range(0, len(prefill), PREFILL_CHUNK):
+            piece = prefill[start : start + PREFILL_CHUNK]
+            await self.model.sample_next(piece, self._sequence.extend(len(piece)), NO_DRAW)
+        return await self.model.forward_all_positions(rows, self._sequence.extend(len(rows)))
 
     def rollback(self, length: int) -> None:
         """Forget the tokens from `length` on; what comes next overwrites them."""
@@ -78,10 +84,8 @@ class SequenceDecoder:
     def __enter__(self) -> SequenceDecoder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._sequence.__exit__(kind, error, trace)
+    def __exit__(self, *raised: object) -> None:
+        self._sequence.close()
 
 
 class NoisyDecoder(SequenceDecoder):
@@ -149,8 +153,7 @@ def first_layers(config: LlamaConfig, get: WeightSource, layers: int, like: Tens
     return Llama(draft_config, get, kv_pool(draft_config, like.device, like.dtype, 256, 16))
 
 
-# -- over the ranks of a rank group
-# ---------------------------------------------------------------------------
+# -- over the ranks of a rank group ---------------------------------------------------------------------
 
 
 class TargetShard:

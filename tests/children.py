@@ -7,67 +7,61 @@ of an interpreter, its hash seed or the import of torch itself is what a test is
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
+import subprocess
 import sys
 from collections.abc import Mapping
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 
+from tests.popen import Fork
 from tests.waiting import LIMIT_S
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["pytest", "torch"])
 _NUMBERS = itertools.count()
 # A little less than pytest gives a test: this limit is for telling what a child that hangs has said, and no
 # child should meet it because the machine has other work.
 PATIENCE_S = LIMIT_S + 30.0
 
 
-def _main(program: str, arguments: tuple[str, ...], variables: dict[str, str], out: str, err: str) -> None:
-    """What a child does: the program as `python -c` runs it, its two streams in files."""
-    for stream, path in ((1, out), (2, err)):
-        file = os.open(path, os.O_WRONLY | os.O_APPEND)
-        os.dup2(file, stream)
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(variables)
-    sys.argv = ["-c", *arguments]
-    exec(compile(program, "<child>", "exec"), {"__name__": "__main__"})
+class _Process(Fork):
+    """One that nobody has any more is killed."""
+
+    def __del__(self) -> None:
+        if self._child_created and self.poll() is None:  # type: ignore[attr-defined]
+            self.kill()
+            self.wait()
 
 
 class Child:
-    """A program that runs; `out` and `err` are the files that it prints to."""
+    """A program that runs; `out` and `err` are the files that it prints to. It imports what is found here."""
 
     def __init__(
         self, program: str, *arguments: str, folder: Path, variables: Mapping[str, str] | None = None
     ) -> None:
         number = next(_NUMBERS)
         self.out, self.err = (folder / f"child-{number}.{stream}" for stream in ("out", "err"))
-        self.out.touch()
-        self.err.touch()
-        given = dict(os.environ if variables is None else variables)
-        self.process: ForkServerProcess = FORKS.Process(
-            target=_main, args=(program, arguments, given, str(self.out), str(self.err))
-        )
-        self.process.start()
+        with self.out.open("ab") as out, self.err.open("ab") as err:
+            self.process = _Process(
+                [sys.executable, "-c", program, *arguments], path=sys.path, env=variables,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            )  # fmt: skip
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
 
     def ended(self, timeout: float = PATIENCE_S) -> CompletedProcess[str]:
         """What it printed and its exit status, once it has ended; one that does not is killed.
 
         Raises: AssertionError: it did not end in so many seconds.
         """
-        self.process.join(timeout)
-        late = self.process.is_alive()
-        if late:
+        try:
+            status = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.join()
-        out, err = self.out.read_text(), self.err.read_text()
-        if late:
-            raise AssertionError(f"the child needs to end in {timeout} s: {out[-1000:]}{err[-1000:]}")
-        assert self.process.exitcode is not None
-        return CompletedProcess(["-c"], self.process.exitcode, out, err)
+            self.process.wait()
+            said = self.out.read_text()[-1000:] + self.err.read_text()[-1000:]
+            raise AssertionError(f"the child needs to end in {timeout} s: {said}") from None
+        return CompletedProcess(["-c"], status, self.out.read_text(), self.err.read_text())
 
 
 def run(

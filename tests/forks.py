@@ -6,7 +6,9 @@ of its start on torch. They end as interpreters do. A test of their start needs 
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -22,6 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+NAME = b"forks"  # of the process that is a server beside the one that it is forked from
+_SET_NAME = 15  # PR_SET_NAME: /usr/include/linux/prctl.h
 _MOST = 1 << 20  # bytes of a request
 _FREE = 512  # descriptors from here on are nobody's
 
@@ -50,8 +54,31 @@ class ForkServer:
         self._process.wait()
 
 
+def begin_beside() -> tuple[bytes, socket.socket]:
+    """Have a fork of this process, as it is now, be a server; its address, and what ends it if closed.
+
+    What it forks can be a child of this process: only who is above a server can take orphans of its.
+    """
+    alive, theirs = socket.socketpair()
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind("")
+    listening.listen(64)
+    if os.fork():
+        theirs.close()
+        with listening:
+            address: bytes = listening.getsockname()
+            return address, alive
+    alive.close()
+    control, before = ctypes.CDLL(None).prctl, Path("/proc/self/comm").read_bytes().strip()
+    control(_SET_NAME, NAME, 0, 0, 0)
+    order = _serve(listening, theirs)
+    control(_SET_NAME, before, 0, 0, 0)
+    _run(order)
+    sys.exit()
+
+
 def ask(
-    path: str | Path,
+    path: str | bytes,
     arguments: Sequence[str],
     variables: Mapping[str, str],
     descriptors: Mapping[int, int],
@@ -60,15 +87,16 @@ def ask(
     """Have a fork do what `python *arguments` does, with `variables` alone; its process id.
 
     `descriptors` maps what it finds open to what that is here. With an `adopter`, a process that takes
-    orphans now, it is that one's child. `folder` is where it works, `session` has it lead one of its own.
+    orphans now, it is that one's child. `folder` is where it works, `session` has it lead one of its own,
+    `sys_path` is its `sys.path`, or None: what an interpreter's is.
     Raises: OSError: there is no such server.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MOST)
-        connection.connect(str(path))
+        connection.connect(path)
         order = {
             "arguments": list(arguments), "variables": dict(variables), "folder": os.getcwd(),
-            "numbers": list(descriptors), "adopter": 0, "session": False,
+            "numbers": list(descriptors), "adopter": 0, "session": False, "sys_path": None,
         } | more  # fmt: skip
         socket.send_fds(connection, [json.dumps(order).encode()], list(descriptors.values()))
         answer = connection.recv(64)
@@ -77,8 +105,8 @@ def ask(
     return int(answer)
 
 
-def _serve(listening: socket.socket, alive: socket.socket) -> list[str]:
-    """Fork as asked until this process's parent has gone; in a fork, what it is to run."""
+def _serve(listening: socket.socket, alive: socket.socket) -> dict[str, Any]:
+    """Fork as asked until this process's parent has gone; in a fork, the order."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for one
     while alive not in select.select([listening, alive], [], [])[0]:
         connection, _ = listening.accept()
@@ -96,8 +124,8 @@ def _serve(listening: socket.socket, alive: socket.socket) -> list[str]:
     sys.exit()
 
 
-def _become(order: dict[str, Any], received: list[int], connection: socket.socket) -> list[str]:
-    """Have what an order says, and answer it; what is to be run."""
+def _become(order: dict[str, Any], received: list[int], connection: socket.socket) -> dict[str, Any]:
+    """Have what an order says, and answer it; the order."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parked = [_parked(descriptor) for descriptor in received]
     for number, descriptor in zip(order["numbers"], parked, strict=True):
@@ -114,8 +142,7 @@ def _become(order: dict[str, Any], received: list[int], connection: socket.socke
         os.setsid()
     with connection:
         connection.send(str(os.getpid()).encode())
-    arguments: list[str] = order["arguments"]
-    return arguments
+    return order
 
 
 def _parked(descriptor: int) -> int:
@@ -125,13 +152,16 @@ def _parked(descriptor: int) -> int:
     return copy
 
 
-def _run(arguments: list[str]) -> None:
+def _run(order: dict[str, Any]) -> None:
     """Do what the interpreter does with its arguments."""
-    safe = arguments[0] == "-P"
-    arguments = arguments[safe:]
-    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    if arguments[0] in ("-c", "-m") and not safe:
-        sys.path.insert(0, os.getcwd())
+    safe = order["arguments"][0] == "-P"
+    arguments = order["arguments"][safe:]
+    if order["sys_path"] is not None:
+        sys.path[:] = order["sys_path"]
+    else:
+        sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        if arguments[0] in ("-c", "-m") and not safe:
+            sys.path.insert(0, os.getcwd())
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         main = sys.modules["__main__"] = ModuleType("__main__")
@@ -148,5 +178,6 @@ def _run(arguments: list[str]) -> None:
 if __name__ == "__main__":
     for name in sys.argv[3:]:
         importlib.import_module(name)
+    gc.freeze()  # no fork looks through them for garbage, not even at its end
     # It ends as the interpreter that it is: with its status, its threads, its last words.
     _run(_serve(*(socket.socket(fileno=int(each)) for each in sys.argv[1:3])))

@@ -22,6 +22,50 @@ def why_not() -> str:
     return ""
 
 
+def remember() -> None:
+    """Let the interpreter of this process look once at what does not change: its language and its types."""
+    remember_builtins()
+    remember_types()
+
+
+def remember_types() -> None:
+    """Let types of the same shape and elements share what follows from these.
+
+    Every number of a program has one, and half of a program's time is spent on making them.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    numpy_types: dict[str, Any] = {}
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    numpy_type = interpreter._get_np_dtype
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *core._unwrap_shape(shape))
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key], element_ty=element_ty)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes not in shapes:
+            make_tensor(self, handle, type)
+            shapes[sizes] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[sizes]
+
+    def remembered(type: Any) -> Any:
+        if type.name not in numpy_types:
+            numpy_types[type.name] = numpy_type(type)
+        return numpy_types[type.name]
+
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
+    interpreter._get_np_dtype = remembered
+
+
 def remember_builtins() -> None:
     """Let the interpreter of this process put its own functions into Triton's language once a launch.
 

@@ -1,4 +1,4 @@
-"""Processes that a library starts with this interpreter's name, as forks that find torch imported."""
+"""Programs of this interpreter's, which a test or a library starts, as forks that find torch imported."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
+from multiprocessing import util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.forks import ForkServer, ask
+from tests.forks import ForkServer, ask, begin_beside
 
 _TAKE_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER: /usr/include/linux/prctl.h
 _TAKING = threading.Lock()
@@ -28,14 +28,21 @@ _MEANT = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr
 def server() -> ForkServer:
     """The one of this process, begun at its first use."""
     folder = tempfile.TemporaryDirectory(prefix="lz-forks-")
-    made = ForkServer(Path(folder.name) / "socket", ["torch"])
+    made = ForkServer(Path(folder.name) / "socket", ["pytest", "torch"])
     atexit.register(folder.cleanup)
     atexit.register(made.close)
     return made
 
 
 class Fork(subprocess.Popen[Any]):
-    """A child of this process like any other; it runs a program of Python's."""
+    """A child of this process like any other; it runs a program of Python's.
+
+    `path` is its `sys.path`, or None: what a new interpreter's would be.
+    """
+
+    def __init__(self, args: Sequence[str], *, path: Sequence[str] | None = None, **named: Any) -> None:
+        self._path = path
+        super().__init__(args, **named)
 
     def _execute_child(self, *args: Any, **named: Any) -> None:
         if sys.platform != "linux":  # only there a process can take another one's child
@@ -47,11 +54,10 @@ class Fork(subprocess.Popen[Any]):
         passed = {number: number for number in meant["pass_fds"]}
         variables = os.environ if meant["env"] is None else meant["env"]
         try:
-            with _TAKING, _orphans_taken():
-                self.pid = ask(
-                    server().path, meant["args"][1:], variables, {**streams, **passed}, adopter=os.getpid(),
-                    session=meant["start_new_session"], folder=str(meant["cwd"] or os.getcwd()),
-                )  # fmt: skip
+            self.pid = _adopted(
+                str(server().path), meant["args"][1:], variables, {**streams, **passed}, sys_path=self._path,
+                session=meant["start_new_session"], folder=str(meant["cwd"] or os.getcwd()),
+            )  # fmt: skip
             self._child_created = True
         finally:
             names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -73,14 +79,31 @@ def run(args: Sequence[str], *, timeout: float | None = None, check: bool = Fals
     return done
 
 
-@contextmanager
-def _orphans_taken() -> Iterator[None]:
+def _adopted(*args: Any, **more: Any) -> int:
+    """`ask` for a child of this process."""
     control = ctypes.CDLL(None).prctl
-    control(_TAKE_ORPHANS, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        control(_TAKE_ORPHANS, 0, 0, 0, 0)
+    with _TAKING:
+        control(_TAKE_ORPHANS, 1, 0, 0, 0)
+        try:
+            return ask(*args, adopter=os.getpid(), **more)
+        finally:
+            control(_TAKE_ORPHANS, 0, 0, 0, 0)
+
+
+def fork_what_is_spawned() -> None:
+    """From now on what multiprocessing spawns here is a fork of this process as it is now."""
+    if sys.platform != "linux":
+        return
+    spawn, (address, alive) = util.spawnv_passfds, begin_beside()
+
+    def forked(path: Any, args: Sequence[str], descriptors: Sequence[int]) -> int:
+        if "--multiprocessing-fork" not in args:
+            return int(spawn(path, args, descriptors))
+        passed = {number: number for number in (0, 1, 2, *descriptors)}
+        return _adopted(address, args[args.index("-c") :], os.environ, passed)
+
+    forked.server = alive  # type: ignore[attr-defined]  # it ends with this process
+    util.spawnv_passfds = forked
 
 
 class Forking(ModuleType):

@@ -98,4 +98,3 @@ class OutputChecks:
     def reset_after_fork(self) -> None:
         """A forked child has no timer; it begins one of its own."""
         self._timer.reset_after_fork()
-        self._timer.arm()

@@ -222,8 +222,7 @@ class LocalDevice:
     def state_for_policy(self, policy: Policy) -> DispatchState:
         """The snapshot of a context's own policy, stored until the next change."""
         digest = policy.digest
-        state = self._policy_states.get(digest)
-        if state is not None:
+        if (state := self._policy_states.get(digest)) is not None:
             return state
         with self._lock:
             if len(self._policy_states) >= _MAX_POLICY_STATES:
@@ -234,15 +233,16 @@ class LocalDevice:
             return self._policy_states.setdefault(digest, new_state)
 
     def reset_after_fork(self) -> None:
-        """Start anew in a forked child: fresh locks, no timers or threads, an empty snapshot."""
+        """Start anew in a forked child: fresh locks, timers and threads of its own, an empty snapshot."""
         self._lock = threading.RLock()
         waiting = self._probe_timer, self._expiry, self.loader, self.table_updater, self._live_checks.outputs
         for part in waiting:
             part.reset_after_fork()
-        self._costs_loading = None
+        loading, self._costs_loading = self._costs_loading, None
         self._policy_states = {}
         self.snapshot = DispatchState(self.snapshot.version + 1, self.snapshot.policy)
-        self._expiry.arm()
+        if loading is not None and not loading.is_set():  # the thread that read them is not there
+            self.load_costs(self._read_costs, at_once=False)
 
     # -- finding a plan ---------------------------------------------------------------------------
 
@@ -278,8 +278,7 @@ class LocalDevice:
     def table(self, op: Op, snapshot: DispatchState | None = None) -> PlanTable:
         """The table of an op in a snapshot (the current one by default), made on first use."""
         state = snapshot or self.snapshot
-        table = state.tables.get(op.name)
-        if table is None:
+        if (table := state.tables.get(op.name)) is None:
             new_table = PlanTable(
                 op,
                 self._rules(op.name, state.policy, state.agreed_terms),
@@ -318,6 +317,7 @@ class LocalDevice:
         if at_once:
             self.set_costs(build())
         else:
+            self._read_costs = build
             self._costs_loading = self.loader.run_later(lambda: self.set_costs(build()))
 
     def wait_for_costs(self, timeout_s: float = 5.0) -> None:

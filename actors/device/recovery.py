@@ -35,6 +35,12 @@ _is_traced = torch.compiler.is_dynamo_compiling
 _ARGUMENT_ERRORS = (ValueError, TypeError, IndexError)
 
 
+class OnProbationError(Exception):
+    """A kernel on probation does not take a call: its probes are taken, or none is spent on such a call."""
+
+    reason = Reason.CIRCUIT_OPEN
+
+
 @dataclass(frozen=True, eq=False)
 class Recovery:
     """Fallback inside one call, and probes of kernels that rest.
@@ -55,6 +61,12 @@ class Recovery:
     ) -> tuple[Any, Plan]:
         """Run the kernels after `plan.kernel` in its selection's order until one answers."""
         op = plan.op
+        if isinstance(error, OnProbationError):
+            plan = self._beside(plan, error)
+            try:
+                return self._checked(plan, plan.call, args), plan
+            except Exception as raised:  # of that kernel, as if it had been chosen
+                error = raised
         # Ours says what was asked wrongly; a user's own mode or hook says what it means to say.
         if isinstance(error, LayerZeroError) or foreign.is_raised_outside(error):
             raise error
@@ -82,6 +94,26 @@ class Recovery:
             return self._retry_with_less_memory(plan, args, error)
         return self._try_next(plan, args, error, quiet)
 
+    def _beside(self, plan: Plan, error: OnProbationError) -> Plan:
+        """The plan of the next kernel, for a call that the plan's own did not take; it has not failed."""
+        blocked = self._health.blocked_kernels()
+        order = tuple(k for k in plan.selection.order if k != plan.kernel and k not in blocked)
+        if not order:
+            raise self._error(plan.kernel, error, "no other kernel takes the call")
+        self._counters.add("fallbacks", kernel=plan.kernel, reason=_reason_of(error))
+        log.debug("kernel.fell_back", kernel=plan.kernel, used=order[0], op=plan.op.name, error=str(error))
+        record = self._record_fallback(plan, order[0], error).selection
+        record = msgspec.structs.replace(record, why=f"fallback: {error}", order=order)
+        call = self._calls.callable_for(plan.op, plan.selection, order[0])
+        return Plan(plan.op, call, record, plan.request)
+
+    @staticmethod
+    def _checked(plan: Plan, call: Callable[..., Any], args: Args) -> Any:
+        """What a kernel gives in place of the plan's own, with outputs as they have to be."""
+        result = call(*args)
+        check_outputs(plan.op, args, result, dtypes="autocast" not in plan.request.modes)
+        return result
+
     def _judged(self, plan: Plan, snapshot: DispatchState | None) -> Plan:
         """A plan that was decided ahead with the verdicts on the other kernels, in the order to try them."""
         try:
@@ -100,8 +132,7 @@ class Recovery:
             if kernel_id == plan.kernel or kernel_id in self._health.blocked_kernels():
                 continue
             try:
-                result = self._calls.callable_for(op, plan.selection, kernel_id)(*args)
-                check_outputs(op, args, result, dtypes="autocast" not in plan.request.modes)
+                result = self._checked(plan, self._calls.callable_for(op, plan.selection, kernel_id), args)
             # Blamed only if a later kernel answers: until then the data may be at fault.
             except Exception as other:
                 failed.append((kernel_id, other))
@@ -152,8 +183,7 @@ class Recovery:
         smallest = min(others, key=lambda kernel: workspace_bytes(kernel, request)).id
         log.warning("kernel.out_of_memory", kernel=plan.kernel, used=smallest, op=op.name, usage=usage)
         try:
-            result = self._calls.callable_for(op, plan.selection, smallest)(*args)
-            check_outputs(op, args, result, dtypes="autocast" not in request.modes)
+            result = self._checked(plan, self._calls.callable_for(op, plan.selection, smallest), args)
         except Exception as other:
             message = f"so did {smallest} ({_short(other)}); {usage}: make the call smaller"
             raise self._error(plan.kernel, error, message) from other
@@ -175,10 +205,14 @@ class Recovery:
         """The plan as it really ran, for `last_selection`."""
         if self._calls.spans is not None:
             self._calls.spans.fell_back(plan, used, error)
+        accepted = plan.selection.candidate(used).accepted
+        assert accepted is not None  # it is in the order
         record = msgspec.structs.replace(
             plan.selection,
             kernel=used,
             request=plan.request,
+            transforms=accepted.transforms,
+            expected_us=accepted.kernel_us + accepted.transform_us,
             why=f"fallback: {plan.kernel} raised {_short(error)}",
             fallback=plan.kernel,
         )
@@ -192,27 +226,21 @@ class Recovery:
     def probe(
         self, op: Op, kernel_id: str, call: Callable[..., Any], selection: Selection
     ) -> Callable[..., Any]:
-        """`call` for callers that get a probe token of a half-open circuit, the next kernel for others."""
+        """`call` for callers that get a probe token of a half-open circuit, OnProbationError for others."""
 
         def probing(*args: Any) -> Any:
             if foreign.in_foreign_mode() or foreign.has_transformed(args):
-                return self._run_fallback(op, kernel_id, selection, args)
+                raise OnProbationError(f"{kernel_id} is on probation, and this call would say nothing of it")
             token = self._health.take_probe(kernel_id)
             # All places of this round are taken: a kernel on probation is tried by a few calls at a time.
             if token is None:
-                return self._run_fallback(op, kernel_id, selection, args)
+                raise OnProbationError(f"{kernel_id} is on probation, and other calls are its probes")
             with token:
                 result = call(*args)
                 check_outputs(op, args, result, dtypes="autocast" not in selection.request.modes)
                 return result
 
         return probing
-
-    def _run_fallback(self, op: Op, kernel_id: str, selection: Selection, args: Args) -> Any:
-        for other in selection.order:
-            if other != kernel_id:
-                return self._calls.callable_for(op, selection, other)(*args)
-        raise KernelExecutionError(f"{kernel_id} rests and no other kernel takes the call", kernel=kernel_id)
 
 
 def with_guard(device: torch.device, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:

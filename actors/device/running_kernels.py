@@ -8,6 +8,7 @@ quarantine it.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 import os
@@ -23,6 +24,7 @@ from typing import Any
 import msgspec
 
 from layerzero._util import files, log
+from layerzero._util.fork_safety import renew_after_fork
 
 _MAGIC = b"LZJ1"
 _HEADER = 64
@@ -49,6 +51,16 @@ class Crash(msgspec.Struct, frozen=True):
 
     kernel: str
     time_s: float
+
+
+_PRIVATE = 0x10 | getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)  # MAP_FIXED
+
+
+def _map(*arguments: int) -> None:
+    """POSIX's mmap: Python's own does not replace what is mapped."""
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    function(*arguments)
 
 
 class _Local(threading.local):
@@ -84,6 +96,14 @@ class RunningKernelLog:
         self._taken = 0
         self._lock = threading.Lock()
         self._closed = False
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: the journal and its names are the parent's, and what runs here is not noted."""
+        self._lock = threading.Lock()
+        self._closed = True
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        _map(address, _SIZE, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE, -1, 0)  # whoever writes, writes here
 
     def wrap(self, kernel: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, noted in the journal while it runs."""
@@ -145,6 +165,8 @@ class RunningKernelLog:
 
     def close(self) -> None:
         """Remove the files: this incarnation ended in order, and no kernel is suspect."""
+        if self._closed:
+            return
         self._closed = True
         for path in (self.path, self._names_path):
             path.unlink(missing_ok=True)

@@ -304,7 +304,8 @@ def _unpacked(device: torch.device, code: int, data: memoryview) -> Tensor:
     head = _HEADS[axes]
     # A GPU fetches it in its turn; out of ordinary memory it would wait for all that was launched before.
     pinned = device.type == "cuda"
-    tensor = torch.empty(head.unpack_from(data)[2:], dtype=_DTYPES[dtype], pin_memory=pinned)
+    shape = head.unpack_from(data)[2:]
+    tensor = torch.empty(shape, dtype=_DTYPES[dtype], device="cpu", pin_memory=pinned)
     data_bytes = bytes(data[head.size :])
     if len(data_bytes) != tensor.nbytes:
         raise ConsistencyError(f"a step message's tensor needs {tensor.nbytes} bytes, got {len(data_bytes)}")

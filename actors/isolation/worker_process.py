@@ -206,6 +206,7 @@ class WorkerProcess:
                 self.socket.close()
                 with suppress(OSError):  # it was drained to its end
                     self._output.shutdown(socket.SHUT_RD)
+            self.process.poll()  # takes the status of one that has ended since, whose number others may get
             return self._status
 
     def bury(self, error: NoAnswerError) -> tuple[Reason, str, int]:

@@ -65,7 +65,7 @@ class SupervisedDevice:
         self._why = ""
         self._supervisor: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._restart_requested = False
+        self._restart_requested = self._drained = False
         self._refusal: ConfigurationError | None = None
         self._forked = False
         renew_after_fork(self)
@@ -144,7 +144,7 @@ class SupervisedDevice:
                 if not self._note_end(f"{type(cause).__name__}: {cause}"):
                     return
                 continue
-            self.state = DeviceState.RUNNING
+            self.state = DeviceState.DRAINING if self._drained else DeviceState.RUNNING
             self._serving.set()
             self._watching = asyncio.get_running_loop().create_task(self._watch(incarnation))
             # Shielded: closing cancels this task, not the future that others wait for.
@@ -309,7 +309,8 @@ class SupervisedDevice:
         return self._incarnation
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no more calls; those that run end."""
+        """Take no more calls, in later incarnations either, until `restart`; those that run end."""
+        self._drained = True
         if self.state is DeviceState.RUNNING:
             self.state = DeviceState.DRAINING
         return await self._request_drain(timeout_s)
@@ -330,6 +331,7 @@ class SupervisedDevice:
 
         Raises: DeviceLostError: there is no next incarnation within `Settings.placement_timeout_s`.
         """
+        self._drained = False
         if self.state is DeviceState.DEAD:
             await self._revive()
             return
@@ -340,11 +342,12 @@ class SupervisedDevice:
         self._serving.clear()  # calls wait for the next incarnation instead of being refused
         await self._request_drain(drain_s)
         await self._wait_for_answers(incarnation, max(drain_s, _LAST_S))
-        self._restart_requested = True  # set first: closing the channel below must not count as a crash
-        self._restart_policy.record_restart()
-        await self._request_leave(incarnation)
-        incarnation.end("restarted on request")
-        self._kill(restart=True)
+        if not incarnation.over.done():  # one that has crashed meanwhile counts as that, and is followed
+            self._restart_requested = True  # set first: closing the channel below must not count as a crash
+            self._restart_policy.record_restart()
+            await self._request_leave(incarnation)
+            incarnation.end("restarted on request")
+            self._kill(restart=True)
         await self._serving_incarnation(None)
 
     async def _revive(self) -> None:

@@ -133,7 +133,7 @@ class TensorPayload:
     def unpack(self, device: torch.device | str) -> Tensor:
         """The tensor, in memory of its own on `device`."""
         dtype = getattr(torch, self.dtype)
-        tensor = torch.empty(self.shape, dtype=dtype)
+        tensor = torch.empty(self.shape, dtype=dtype, device="cpu")
         if tensor.numel():
             # What the object store hands out is read-only; the copy is ours.
             tensor.view(-1).view(torch.uint8).numpy()[:] = self.data

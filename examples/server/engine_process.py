@@ -71,18 +71,17 @@ class _Server:
                 task.cancel()
         else:
             work = self._draw(message) if isinstance(message, Start) else self._answer(message)
-            self._tasks[message.number] = asyncio.ensure_future(work)
+            task = self._tasks[message.number] = asyncio.ensure_future(work)
+            # Also of a task that is stopped before it begins.
+            task.add_done_callback(lambda _: self._tasks.pop(message.number))
 
     async def _answer(self, query: Query) -> None:
         body: Any
-        try:
-            if query.what == "metrics":
-                body = generate_latest(await self.service.exposed()).decode()
-            else:
-                body = await self.service.state()
-            self.pipe.send(Reply(query.number, body))
-        finally:
-            del self._tasks[query.number]
+        if query.what == "metrics":
+            body = generate_latest(await self.service.exposed()).decode()
+        else:
+            body = await self.service.state()
+        self.pipe.send(Reply(query.number, body))
 
     async def _draw(self, start: Start) -> None:
         """Draw the tokens of one choice, and say how that ended."""
@@ -105,8 +104,6 @@ class _Server:
             send(End(number, (type(error).__name__, str(error), 0.0)))
         else:
             send(End(number))
-        finally:
-            del self._tasks[number]
 
     async def cancel_all(self) -> None:
         """End what the front has left behind."""

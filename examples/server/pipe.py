@@ -88,7 +88,7 @@ class Pipe(asyncio.Protocol):
         self._encoder = msgspec.msgpack.Encoder()
         self._receive, self._lost = receive, lost
         self._buffer = bytearray()
-        self._unsent: list[ToEngine | ToFront] = []
+        self._unsent: list[msgspec.Raw] = []
         self._loop = asyncio.get_running_loop()
         self._transport: Any = None
 
@@ -113,10 +113,15 @@ class Pipe(asyncio.Protocol):
         del buffer[:start]
 
     def send(self, message: ToEngine | ToFront) -> None:
-        """Send a message with the others of this turn; to a process that is gone it goes nowhere."""
+        """Send a message with the others of this turn; to a process that is gone it goes nowhere.
+
+        Raises: OverflowError, UnicodeEncodeError, RecursionError: it holds what msgpack does not have; the
+            others are sent.
+        """
+        encoded = msgspec.Raw(self._encoder.encode(message))
         if not self._unsent:
             self._loop.call_soon(self._flush)
-        self._unsent.append(message)
+        self._unsent.append(encoded)
 
     def _flush(self) -> None:
         body = self._encoder.encode(self._unsent)

@@ -213,21 +213,22 @@ class EngineLink:
                 )
             number, pipe, stream = next(self._numbers), self._pipe, _Stream()
             self._streams[number] = stream
-            pipe.send(_start(number, choice, so_far))
             try:
+                pipe.send(_start(number, choice, so_far))
                 while number >= 0:
                     for message in await stream.get():
-                        if isinstance(message, End):
+                        if isinstance(message, End):  # nothing is left to stop
+                            self._streams.pop(number, None)
                             if message.error is None:
                                 return
-                            number = -1
                             if message is not _LOST or self.closing:
                                 raise _error(*message.error)
+                            number = -1
                         else:
                             so_far.append(message.token)
                             is_last = message.ends or len(so_far) == choice.max_tokens
                             if is_last:  # its end is on its way, and needs no answer
-                                del self._streams[number]
+                                self._streams.pop(number, None)
                             yield Drawn(
                                 message.token, message.logprob, message.likeliest, message.ends,
                                 message.is_text,

@@ -18,12 +18,13 @@ class ClockTimer:
         self._due_at = due_at
         self._act = act
         self._stopped = False
-        self.reset_after_fork()
-
-    def reset_after_fork(self) -> None:
-        """A forked child has no timer until it is armed there."""
         self._lock = threading.RLock()  # what is due may be asked of something that arms again
         self._timer: Timer | None = None
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: the parent's timer is not there, and what is due is waited for by another."""
+        self._lock, self._timer = threading.RLock(), None
+        self.arm()
 
     def arm(self) -> None:
         """Ask when it is due and wait for that, in place of what was waited for before."""

@@ -63,6 +63,8 @@ class RecordStore(Generic[R]):
     def load(self) -> tuple[R, ...]:
         """Every record; damaged ones are set aside, with what `lost` returns stored in their place.
 
+        Where that cannot be written, they stay, and `lost` holds all the same.
+
         Raises: OSError: the directory exists and cannot be read. PermissionError: others can write it.
         """
         if not self.directory.is_dir():
@@ -111,13 +113,31 @@ class RecordStore(Generic[R]):
         except FileNotFoundError:
             return None  # another process has just removed it
         except (OSError, msgspec.MsgspecError, ValueError) as error:
-            aside = files.set_aside(path)
-            log.error(
-                "record.set_aside", store=self.name, path=str(path), moved_to=str(aside), why=str(error)
+            record, moved_to, why = (
+                self.lost(kernel, f"its record was unreadable: {path.name}"),
+                "",
+                str(error),
             )
-            record = self.lost(kernel, f"its record was unreadable and is now {aside.name}")
-            self.save(record)
+            try:
+                moved_to = str(self._replaced_by(record, path))
+            except OSError as failure:  # no room, or no right to write: the damage is found again
+                why = f"{why}; it stays: {failure}"
+            log.error("record.set_aside", store=self.name, path=str(path), moved_to=moved_to, why=why)
         return record
+
+    def _replaced_by(self, record: R, path: Path) -> Path:
+        """The new name of a damaged file, in whose place `record` is stored; at no moment is neither there.
+
+        Raises: OSError: `record` cannot be written; the damaged file is where it was.
+        """
+        aside = files.set_aside(path) if self._path(record) == path else None
+        try:
+            self.save(record)
+        except BaseException:
+            if aside is not None:
+                os.replace(aside, path)
+            raise
+        return aside if aside is not None else files.set_aside(path)
 
 
 def _of_schema_2(data: bytes) -> bytes:

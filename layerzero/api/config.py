@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
@@ -170,7 +169,7 @@ def disable(*kernels: str, op: str = "*") -> PolicyScope:
     return PolicyScope(exclusion(*kernels, op=op) if kernels else allow_only("reference.*", op=op))
 
 
-class PolicyScope(contextlib.ContextDecorator):
+class PolicyScope:
     """More rules for a block of code, local to its context, as often as it is entered."""
 
     def __init__(self, policy: Policy) -> None:
@@ -178,15 +177,30 @@ class PolicyScope(contextlib.ContextDecorator):
 
     def __call__(self, func: F) -> F:
         """`func` under the rules, each time that it is called, or awaited."""
+        if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+            raise TypeError(
+                f"{self._policy.rules[0].source} needs a function whose end is the end of its work, got the "
+                f"generator {func.__qualname__}: enter the block inside it"
+            )
         if not inspect.iscoroutinefunction(func):
-            return super().__call__(func)
+
+            @functools.wraps(func)
+            def called(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    result = func(*args, **kwargs)
+                return self._awaited(result) if isinstance(result, Coroutine) else result
+
+            return cast("F", called)
 
         @functools.wraps(func)
         async def inside(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return await func(*args, **kwargs)
+            return await self._awaited(func(*args, **kwargs))
 
         return cast("F", inside)
+
+    async def _awaited(self, call: Coroutine[Any, Any, Any]) -> Any:
+        with self:
+            return await call
 
     def __enter__(self) -> None:
         outer = SCOPE.get()

@@ -32,7 +32,7 @@ from layerzero.calls.functions import (
     captured_values,
     describe_rows,
     has_graph,
-    has_own_scale,
+    has_own_rows,
     has_trainable_tensor,
     needs_grad,
     split_rows,
@@ -161,7 +161,7 @@ class Batched(Generic[R]):
         if for_weights:
             self._warn_runs_alone()
         off = (batching or device.settings.batching) == "off"
-        apart = for_weights or off or (differentiates and needs_grad(call.args)) or has_own_scale(call.args)
+        apart = for_weights or off or (differentiates and needs_grad(call.args)) or has_own_rows(call.args)
         # Only a call outside of every scope and default device is the function's own: the others' runs enter
         # theirs.
         scope, place = SCOPE.get(), default_device()

@@ -227,7 +227,11 @@ def context_device(args: Args) -> ScheduledDevice:
 
 def context_snapshot(device: LocalDevice, op: str, backend: str | None) -> DispatchState:
     """The snapshot that governs a call in the calling context."""
-    scope: Scope | None = SCOPE.get()
+    return snapshot_in(SCOPE.get(), device, op, backend)
+
+
+def snapshot_in(scope: Scope | None, device: LocalDevice, op: str, backend: str | None) -> DispatchState:
+    """The snapshot that governs a call in a scope, or outside of any."""
     if scope is None:
         return device.snapshot if backend is None else ROOT.snapshot(device, op, backend)
     return scope.snapshot(device, op, backend)

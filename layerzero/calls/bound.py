@@ -15,11 +15,12 @@ from layerzero.calls import inline_guards  # noqa: F401  puts itself where graph
 from layerzero.calls.blocking import (
     checked_build,
     context_device,
-    context_snapshot,
     device_of,
     show_compiler,
+    snapshot_in,
     traced_route,
 )
+from layerzero.calls.scope import SCOPE
 from layerzero.operators import front
 from layerzero.ops import table as ops_table
 from layerzero.ops.op import Args, Op
@@ -40,21 +41,24 @@ _TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 class Binding:
     """What a bound callable holds on to: the op, the fixed arguments, and the plan of one generation."""
 
-    __slots__ = ("_backend", "_count", "_device", "_op", "base", "full", "plan", "snapshot", "tail")
+    __slots__ = (
+        "_backend", "_bits", "_count", "_device", "_op", "_scope", "base", "full", "plan", "snapshot", "tail",
+    )  # fmt: skip
 
     def __init__(self, op: Op, device: LocalDevice, full: Args, count: int, backend: str | None) -> None:
         self._op = op
         self._device = device
         self._backend = backend
+        self._scope = SCOPE.get()  # of who binds: who calls may be in another one
+        self._bits = device.mode()
         self._count = count
         self.full = full
         self.tail = full[count:]
         self.base: DispatchState = device.snapshot
-        self.snapshot: DispatchState = context_snapshot(device, op.name, backend)
-        self.plan: Plan = self._planned(full)
+        self.snapshot: DispatchState = snapshot_in(self._scope, device, op.name, backend)
+        self.plan: Plan = self._planned(full, self._bits)
 
-    def _planned(self, full: Args) -> Plan:
-        bits = self._device.mode()
+    def _planned(self, full: Args, bits: int) -> Plan:
         self._device.table(self._op, self.snapshot).may_be_captured = True  # unguarded, it runs in any mode
         return self._device.plan(self._op, signature_of(self._op, full), full, bits, self.snapshot)
 
@@ -69,9 +73,10 @@ class Binding:
 
     def rebind(self) -> Plan:
         """The plan in the device's present generation."""
-        self.base = self._device.snapshot
-        self.snapshot = context_snapshot(self._device, self._op.name, self._backend)
-        self.plan = self._planned(self.full)
+        base = self._device.snapshot
+        self.snapshot = snapshot_in(self._scope, self._device, self._op.name, self._backend)
+        self.plan = self._planned(self.full, self._bits)
+        self.base = base  # last: a thread that finds it takes the plan
         return self.plan
 
     def run_unmatched(self, tensors: tuple[Any, ...]) -> Any:
@@ -86,7 +91,7 @@ class Binding:
             raise ValueError(f"the bound {self._op.name} needs tensors on {bound_device}, got {where}")
         if self._device.snapshot is not self.base:
             self.rebind()
-        plan = self._planned(full)
+        plan = self._planned(full, self._device.mode())
         try:
             return plan.call(*full)
         except Exception as error:

@@ -18,6 +18,7 @@ from layerzero.ops.batching import concat_rows, split_pieces
 
 Args = tuple[Any, ...]
 W = TypeVar("W")
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def unbound(fn: Any) -> Any:
@@ -178,9 +179,10 @@ def needs_grad(args: Args) -> bool:
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 
-def has_own_scale(args: Args) -> bool:
-    """Whether a tensor has a scale of its own (torch's quantized dtypes), which rows of others have not."""
-    return any(isinstance(a, Tensor) and a.is_quantized for a in args)
+def has_own_rows(args: Args) -> bool:
+    """Whether a tensor holds more than its rows, which those of others have not: a scale of its own (torch's
+    quantized dtypes), or what a subclass keeps beside them."""
+    return any(isinstance(a, Tensor) and (a.is_quantized or a.__class__ not in _PLAIN) for a in args)
 
 
 def split_rows(name: str, out: Any, counts: list[int]) -> list[Any]:

@@ -29,12 +29,12 @@ def gptq(weight: Tensor, form: str, group_size: int | None, gram: Tensor) -> Qua
     nearest = QuantizedTensor.quantize(weight, form, group_size=group_size)
     kind, size = nearest.form, nearest.group_size
     remaining, upper = weight.float().clone(), _upper(gram)
-    codes, scale = torch.empty(weight.shape, dtype=kind.element.storage), nearest.scale.clone()
+    codes, scale = torch.empty_like(weight, dtype=kind.element.storage), nearest.scale.clone()
     width = weight.shape[1]
     block = size * max(1, BLOCK // size) if size else BLOCK  # a group is in one block
     for begin in range(0, width, block):
         end = min(begin + block, width)
-        errors = torch.empty(weight.shape[0], end - begin)
+        errors = remaining.new_empty(weight.shape[0], end - begin)
         for column in range(begin, end):
             if size and column % size == 0:
                 group = remaining[:, column : column + size]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerzero.checkpoints.folder import mismatch
 from layerzero.formats import ELEMENTS, QuantizedTensor, pack_pairs
-from layerzero.formats.elements import dtype_name
+from layerzero.formats.elements import dtype_name, table_of
 from layerzero.formats.errors import FormatError
 from layerzero.spec.reasons import Reason
 
@@ -59,7 +59,7 @@ class WeightTensors:
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
+_SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32, device="cpu")
 
 
 def _nibbles(packed: Tensor) -> Tensor:
@@ -94,9 +94,9 @@ def awq(parts: WeightTensors) -> QuantizedTensor:
     wide, groups = weight.shape[-1] * 8, scales.shape[0]
     parts.need_shape(".scales", scales, (groups, wide))
     _need_groups(parts, weight.shape[0], groups)
-    order = torch.tensor(_AWQ_ORDER).argsort()
+    order = torch.tensor(_AWQ_ORDER, device="cpu").argsort()
     codes = _nibbles(weight)[..., order].flatten(-2)
-    zeros = torch.full((groups, wide), 8, dtype=torch.uint8)
+    zeros = weight.new_full((groups, wide), 8, dtype=torch.uint8)
     if parts.options.get("zero_point", True) or parts.has(".qzeros"):
         packed = parts.need(".qzeros", torch.int32)
         parts.need_shape(".qzeros", packed, (groups, wide // 8))
@@ -113,7 +113,7 @@ def gptq(parts: WeightTensors) -> QuantizedTensor:
     size = _need_groups(parts, width, groups)
     if parts.has(".g_idx"):
         order = parts.need(".g_idx", torch.int32, torch.int64)
-        holds = torch.equal(order.long(), torch.arange(width) // size)
+        holds = torch.equal(order.long(), torch.arange(width, device="cpu") // size)
         _need_order(parts, ".g_idx", holds, "groups of neighbours: weights quantized without desc_act")
     elif parts.options.get("desc_act") and groups > 1:
         parts.need(".g_idx")
@@ -149,7 +149,7 @@ def nf4(parts: WeightTensors) -> QuantizedTensor:
             f"{state.get('quant_type')} {shape} by {block}",
         )
     table = parts.need(".weight.quant_map", torch.float32)
-    if not torch.allclose(table, torch.tensor(ELEMENTS["nf4"].values), atol=1e-6):
+    if not torch.allclose(table, table_of(ELEMENTS["nf4"], torch.float32, table.device), atol=1e-6):
         raise parts.mismatch(f"{parts.weight}.quant_map of NF4's sixteen values", "others")
     packed = parts.need(".weight", torch.uint8).flatten()
     if packed.numel() * 2 != shape[0] * shape[1]:
@@ -162,7 +162,7 @@ def nf4(parts: WeightTensors) -> QuantizedTensor:
         size, nested = int(state["nested_blocksize"]), parts.need(".weight.nested_absmax", torch.float32)
         values = parts.need(".weight.nested_quant_map", torch.float32)[scale.long()]
         parts.need_shape(".weight.nested_absmax", nested, (-(-values.numel() // size),))
-        blocks = torch.arange(values.numel()) // size
+        blocks = torch.arange(values.numel(), device="cpu") // size
         # That of a block of zeros may come back below zero, by the rounding of its own eight bits.
         scale = (values * nested[blocks] + float(state["nested_offset"])).clamp_min(0)
     return QuantizedTensor(codes, scale.float().view(shape[0], -1), "nf4")
@@ -242,7 +242,8 @@ def _int_pack(parts: WeightTensors) -> QuantizedTensor:
     scale = parts.need(".weight_scale", *_FLOATS)
     if parts.has(".weight_g_idx"):
         order = parts.get(".weight_g_idx").long()
-        groups = torch.arange(width) // max(1, width // max(1, scale.shape[-1]))
+        parts.need_shape(".weight_g_idx", order, (width,))  # before as many numbers are made
+        groups = torch.arange(width, device="cpu") // max(1, width // max(1, scale.shape[-1]))
         holds = torch.equal(order, groups) or bool((order == -1).all())  # -1: no order was stored
         _need_order(parts, ".weight_g_idx", holds)
     numbers = packed.shape[-1] * 4

@@ -109,7 +109,7 @@ def quantize_folder(
                     progress(len(layers), len(chosen), name)
             _save(written, partial / file)
             place |= dict.fromkeys(written, file)
-        if len(tensors.files()) > 1:
+        if (source / INDEX).exists():  # of a single file, too: its name is another
             (partial / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": place}), encoding="utf-8")
         described = _described(form, size, chosen, tensors)
         text = json.dumps(config | {"quantization_config": described}, indent=2)
@@ -174,7 +174,8 @@ def _stored(module: str, quantized: QuantizedTensor) -> dict[str, Tensor]:
         if quantized.shape[1] % 8:
             needs = "rows of a multiple of 8 numbers, which fill an int32"
             raise FormatError(module, needs, quantized.shape[1], Reason.PACKED_LAYOUT_MISMATCH)
-        parts |= {"weight_packed": codes.view(torch.int32), "weight_shape": torch.tensor(quantized.shape)}
+        shape = torch.tensor(quantized.shape, device="cpu")
+        parts |= {"weight_packed": codes.view(torch.int32), "weight_shape": shape}
     if quantized.tensor_scale is not None:
         parts["weight_global_scale"] = (1.0 / quantized.tensor_scale).reshape(1)
     if quantized.format == "mxfp4":

@@ -128,7 +128,7 @@ class QuantizedTensor:
         return sum(tensor.nbytes for tensor in self._parts().values())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers, computed in float32 and rounded to `dtype`, of floating point."""
+        """The numbers, computed in float32, or float64 for that `dtype`, and rounded to it."""
         checks.need_floating("dtype", dtype)
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         granularity, size = self._layout

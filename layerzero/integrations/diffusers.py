@@ -132,11 +132,9 @@ def _patch_attention(model: nn.Module, done: Patch, verdicts: Verdicts) -> None:
             continue
         shared.add(id(processor))
         if hasattr(processor, "_attention_backend"):
-            done.settings.append((processor, "_attention_backend", processor._attention_backend))  # pyright: ignore[reportFunctionMemberAccess]
-            processor._attention_backend = backend  # pyright: ignore[reportFunctionMemberAccess]
+            done.set(processor, "_attention_backend", processor._attention_backend, backend)  # pyright: ignore[reportFunctionMemberAccess]
         elif not isinstance(processor, nn.Module) and (ours := processor_class(kind)) is not None:
-            done.settings.append((processor, "__class__", kind))
-            processor.__class__ = ours
+            done.set(processor, "__class__", kind, ours)
         else:
             shared.discard(id(processor))
             verdicts.add(

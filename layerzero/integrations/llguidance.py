@@ -123,7 +123,7 @@ class Grammars:
 
 
 def _tokens(mask: Tensor) -> list[int]:
-    bits = mask.unsqueeze(1) >> torch.arange(MASK_BITS) & 1
+    bits = mask.unsqueeze(1) >> torch.arange(MASK_BITS, device="cpu") & 1
     return bits.flatten().nonzero().flatten().tolist()
 
 

@@ -136,12 +136,9 @@ def _patch_attention(model: Any, patch: Patch, verdicts: Verdicts) -> None:
         if config._attn_implementation == NAME and type(config._attn_implementation) is str:
             # A model that shares its configuration with a patched one gets the name from before both.
             original = getattr(original, "original", original)
-            patch.settings.append((config, "_attn_implementation_internal", original))
-            if _says(model, config, "_supports_sdpa"):
-                name = NAME
-            else:
-                name = MASKED if _says(model, config, "_supports_attention_backend") else ADDED
-            config._attn_implementation_internal = PatchedName(original or "eager", name)
+            with_config = [part for part in model.modules() if getattr(part, "config", None) is config]
+            ours = PatchedName(original or "eager", _name_for(with_config))
+            patch.set(config, "_attn_implementation_internal", original, ours)
     for module in model.modules():
         if not type(module).__name__.endswith("Attention"):
             continue
@@ -158,13 +155,24 @@ def _asks(module: Any) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def _says(model: Any, config: Any, support: str) -> bool:
-    """Whether every model inside that has this configuration says that it has `support`."""
-    return all(
-        getattr(module, support, True)
-        for module in model.modules()
-        if getattr(module, "config", None) is config
-    )
+def _name_for(models: Iterable[Any]) -> str:
+    """The name of ours whose masks models, or classes of them, take: by what all of them say."""
+    models = tuple(models)
+    if all(getattr(model, "_supports_sdpa", True) for model in models):
+        return NAME
+    return MASKED if all(getattr(model, "_supports_attention_backend", True) for model in models) else ADDED
+
+
+@as_constant
+def _name_of_configuration(kind: type) -> str:
+    """The same for the models that have been imported and have configurations of this class."""
+    modeling: Any = importlib.import_module("transformers.modeling_utils")
+    classes, waiting = [], [modeling.PreTrainedModel]
+    while waiting:
+        waiting += (one := waiting.pop()).__subclasses__()
+        if one.config_class is kind:
+            classes.append(one)
+    return _name_for(classes)
 
 
 def _configs(model: Any) -> list[Any]:
@@ -191,7 +199,17 @@ def _register() -> None:
         modeling.ALL_ATTENTION_FUNCTIONS.register(ADDED, masked_forward)
         # Boolean masks, left out where causal alone says it all.
         boolean = masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-        masking.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, boolean)
+
+        def by_name(*args: Any, config: Any = None, **kwargs: Any) -> Any:
+            name = NAME
+            if config is not None and type(config._attn_implementation) is str:  # no patch has looked at it
+                name = _name_of_configuration(type(config))
+                if name == NAME and getattr(config, "num_kv_shared_layers", 0):
+                    name = MASKED  # such models drop queries before their last layers
+            make = boolean if name == NAME else masking.ALL_MASK_ATTENTION_FUNCTIONS[name]
+            return make(*args, config=config, **kwargs)
+
+        masking.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, by_name)
         masking.ALL_MASK_ATTENTION_FUNCTIONS.register(
             MASKED, lambda *args, **kwargs: boolean(*args, **{**kwargs, "allow_is_causal_skip": False})
         )
@@ -240,6 +258,9 @@ def forward(
     if causal and key.shape[2] > queries:
         # An empty static cache: what follows the prompt is not there yet.
         key, value = key[:, :, :queries], value[:, :, :queries]
+    elif causal and key.shape[2] < queries and kwargs.get("position_bias") is None:
+        # Counted from the first query and key, as SDPA does; the op counts from the last.
+        attention_mask, causal = query.new_ones((queries, key.shape[2]), dtype=torch.bool).tril(), False
     bias = kwargs.get("position_bias")
     if bias is not None:
         attention_mask, causal = _with_bias(bias, attention_mask, causal, query, key), False

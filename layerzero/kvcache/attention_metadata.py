@@ -77,8 +77,10 @@ class MetadataBuilder:
             positions = [place for span in ranges for place in range(span.start, span.end)]
             slot_mapping, seq_lens = self.slot_mapping(ranges), [span.end for span in ranges]
             ends = list(accumulate(query_lens))
-            cu_seqlens_q = to_device_with_host_copy(torch.tensor([0, *ends], dtype=torch.int32), self._device)
-            logits_indices = to_device_with_host_copy(torch.tensor(ends) - 1, self._device)
+            offsets = torch.tensor([0, *ends], dtype=torch.int32, device="cpu")
+            cu_seqlens_q = to_device_with_host_copy(offsets, self._device)
+            last = torch.tensor(ends, device="cpu") - 1
+            logits_indices = to_device_with_host_copy(last, self._device)
         position_tensor, slot_tensor, seq_lens_tensor = self._to_device(positions, slot_mapping, seq_lens)
         block_tables = self.block_tables(sequences, -(-max(seq_lens) // self._size))
         return AttentionMetadata(

@@ -68,9 +68,12 @@ class PrefixCache:
 
     def match(self, tokens: Sequence[int], keys: PageKeys) -> list[int]:
         """The filled pages that `tokens` begin with; the last token is never among theirs: its row gives
-        the logits."""
+        the logits.
+
+        Raises: ValueError: `keys` are of pages of another size.
+        """
         pages = []
-        for key in keys.of(tokens, len(tokens) - 1):
+        for key in self._keys(keys, tokens, len(tokens) - 1):
             page = self._page_of.get(key)
             if page is None:
                 break
@@ -93,12 +96,17 @@ class PrefixCache:
         first = start // size
         if first == sequence.length // size:  # no page has become full
             return
-        page_keys = keys.of(tokens, sequence.length)
+        page_keys = self._keys(keys, tokens, sequence.length)
         for index in range(first, len(page_keys)):
             key, page = page_keys[index], sequence.pages[index]
             if key not in self._page_of and page not in self._key_of:
                 self._page_of[key], self._key_of[page] = page, key
                 self._cache.allocator.keep(page, self._forget)
+
+    def _keys(self, keys: PageKeys, tokens: Sequence[int], length: int) -> list[bytes]:
+        if keys._page_size != (size := self._cache.page_size):
+            raise ValueError(f"keys needs those of pages of {size} tokens, got {keys._page_size}")
+        return keys.of(tokens, length)
 
     def clear(self) -> None:
         """Forget every page; sequences keep theirs."""

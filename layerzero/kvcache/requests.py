@@ -116,6 +116,8 @@ class PagedRequests:
     ) -> None:
         if max_waiting_tokens is not None:
             checks.need_int("max_waiting_tokens", max_waiting_tokens, low=1)
+        if prefixes is not None and prefixes._cache is not cache:
+            raise ValueError("prefixes needs those of the cache's own pages, got another cache's")
         self.cache, self.prefixes, self.max_waiting_tokens = cache, prefixes, max_waiting_tokens
         self.preemptions = self.prompt_tokens = self.reused_tokens = 0
         self._arrivals = self._ages = 0

@@ -34,13 +34,13 @@ class StaticMetadata:
         self._own_padding = cache.sequence(rows) if padding is None else None
         padding = padding or self._own_padding
         assert padding is not None
-        pages = torch.tensor(padding.pages, dtype=torch.int32).repeat_interleave(size)[:rows]
-        slots = pages * size + torch.arange(rows, dtype=torch.int32) % size
+        pages = torch.tensor(padding.pages, dtype=torch.int32, device="cpu").repeat_interleave(size)[:rows]
+        slots = pages * size + torch.arange(rows, dtype=torch.int32, device="cpu") % size
         self._padding = torch.stack([torch.zeros_like(slots), slots, torch.ones_like(slots)])
         self._padding_tables = pages[:, None].repeat(1, self.width)
         # Numbers and tables follow each other, so that one transfer brings both, on sixteen bytes.
         self._tables_begin = 3 * rows + -3 * rows % 4
-        first = torch.zeros(self._tables_begin + self._padding_tables.numel(), dtype=torch.int32)
+        first = slots.new_zeros(self._tables_begin + self._padding_tables.numel())
         first[: 3 * rows] = self._padding.flatten()
         first[self._tables_begin :] = self._padding_tables.flatten()
         with torch.inference_mode(False):
@@ -64,7 +64,7 @@ class StaticMetadata:
         changed = sequences != self._sequences or version != self._tables_version
         reach = self._static.numel() if changed else 3 * rows
         # A GPU fetches it out of pinned memory in its turn, straight into what the graphs read.
-        host = torch.empty(reach, dtype=torch.int32, pin_memory=self._static.is_cuda)
+        host = torch.empty(reach, dtype=torch.int32, device="cpu", pin_memory=self._static.is_cuda)
         host_numbers = host[: 3 * rows].view(3, rows)
         host_numbers.copy_(self._padding)
         host_numbers[:, :count] = torch.frombuffer(numbers, dtype=torch.int32).view(3, count)
@@ -106,7 +106,7 @@ class StaticPrefillMetadata:
         # Positions, slots, lengths, offsets, last rows, each on sixteen bytes, then the tables.
         counts = (rows, rows, sequences + 1, sequences + 2, sequences)
         self._begins = [0, *accumulate(count + -count % 4 for count in counts)]
-        numbers = torch.zeros(self._begins[-1] + (sequences + 1) * width, dtype=torch.int32)
+        numbers = torch.zeros(self._begins[-1] + (sequences + 1) * width, dtype=torch.int32, device="cpu")
         with torch.inference_mode(False):
             self._static = numbers.to(cache.device, copy=True)
         self.ranges: list[TokenRange] = []  # those that are loaded
@@ -133,7 +133,7 @@ class StaticPrefillMetadata:
         # A GPU fetches it out of pinned memory in its turn; tables of sequences without rows are not read.
         tables_begin = self._begins[-1]
         reach = tables_begin + (count + 1) * self.width
-        host = torch.empty(reach, dtype=torch.int32, pin_memory=self._static.is_cuda)
+        host = torch.empty(reach, dtype=torch.int32, device="cpu", pin_memory=self._static.is_cuda)
         host[: len(numbers)] = torch.frombuffer(numbers, dtype=torch.int32)
         tables = host[tables_begin:].view(count + 1, self.width)
         block_tables = ranges[0].sequence.block_tables

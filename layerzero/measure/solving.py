@@ -61,11 +61,13 @@ class _Priced(msgspec.Struct):
     """Samples of one family, decided: what each of `kernels` costs there, in microseconds.
 
     `raw` holds prices before a policy, `totals` after it with everything as cheap as the best that the
-    margins of a choice do not tell from it. Both are infinite where a kernel may not or cannot.
+    margins of a choice do not tell from it. Both are infinite where a kernel may not or cannot. Behind
+    `kernels`, `raw` alone has those of `refused`, which nothing but the policy is against.
     """
 
     requests: list[CallSpec]
     kernels: tuple[str, ...]
+    refused: tuple[str, ...]
     raw: Floats
     totals: Floats
     sources: list[dict[str, str]]
@@ -205,12 +207,19 @@ def _price(device: TunableDevice, op: Op, requests: Sequence[CallSpec], cost: Co
     )
     if not kernels:
         return None
-    raw = np.full((len(decided), len(kernels)), np.inf)
-    totals, sources = raw.copy(), []
+    of_policy = {
+        c.kernel
+        for _, s in decided
+        for c in s.trace
+        if c.accepted and {r.field for r in c.rejected} == {"policy"}
+    }
+    refused = [k for k in table.kernels if k.id in of_policy - eligible]
+    raw = np.full((len(decided), len(kernels) + len(refused)), np.inf)
+    totals, sources = raw[:, : len(kernels)].copy(), []
     for row, (_, selection) in enumerate(decided):
         by_id = {candidate.kernel: candidate for candidate in selection.trace}
         sources.append({k: c.accepted.source for k, c in by_id.items() if c.accepted is not None})
-        for column, kernel in enumerate(kernels):
+        for column, kernel in enumerate((*kernels, *refused)):
             candidate = by_id[kernel.id]
             if candidate.accepted is None:
                 continue
@@ -218,7 +227,8 @@ def _price(device: TunableDevice, op: Op, requests: Sequence[CallSpec], cost: Co
             if candidate.eligible:
                 totals[row, column] = candidate.accepted.total_us
         _level(totals[row], kernels, sources[-1], device.settings)
-    return _Priced([r for r, _ in decided], tuple(k.id for k in kernels), raw, totals, sources)
+    names, others = (tuple(k.id for k in each) for each in (kernels, refused))
+    return _Priced([r for r, _ in decided], names, others, raw, totals, sources)
 
 
 def _level(totals: Floats, kernels: Sequence[Kernel], sources: Mapping[str, str], settings: Settings) -> None:
@@ -280,8 +290,8 @@ def _bucket(
         layout=family.layout, contiguous=family.contiguous, capture=family.capture,
         floor_us=round(model.floor_us, 3), multiple=round(model.multiple, 4),
         costs={
-            measurements: round(expected * float(ratio), 3)
-            for measurements, ratio in zip(priced.kernels, ratios, strict=True)
+            name: round(expected * float(ratio), 3)
+            for name, ratio in zip((*priced.kernels, *priced.refused), ratios, strict=True)
             if math.isfinite(ratio)
         },
     )  # fmt: skip

@@ -91,7 +91,7 @@ bool see(PyObject* args, int modes, Key& key, long long& rows, long long& bytes,
 Ref front_here(Kinds* self, int& modes) {
   if (self->known->empty()) return Ref();
   modes = modes_of_call(self);
-  if (modes < 0) return Ref();
+  if (modes < 0 || hooked(modes)) return Ref();
   Ref devices(PyObject_GetAttr(self->active, known.devices));
   if (!devices) return Ref();
   if (devices.get() != self->home[DEVICES].get()) {

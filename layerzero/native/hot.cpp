@@ -245,6 +245,11 @@ int switches_here() {
          (context.userEnabledMathSDP() ? 0 : 32) | (context.userEnabledCuDNNSDP() ? 0 : 64);
 }
 
+// Whether hooks of this thread see what a call under these modes saves for its backward pass: it leaves no thread.
+bool hooked(int modes) {
+  return (modes & GRAD) && !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+}
+
 // Whether tensors may have tangents: inside a level of forward-mode differentiation, which is the process's.
 bool forward_level() {
   PyObject* level = PyDict_GetItem(known.forward, known.current_level);
@@ -1009,7 +1014,7 @@ PyObject* value_by_plan(PyObject* plan, PyObject* device, PyObject* const* value
 Ref found(Memo* self, PyObject* args, PyObject* kwargs, bool* ran) {
   if (self->kept->entries.empty()) return Ref();
   const int modes = modes_of_call(self);
-  if (modes < 0) return Ref();
+  if (modes < 0 || hooked(modes)) return Ref();
   if (!valid(self->kept, self->active)) {
     self->drop();
     return Ref();

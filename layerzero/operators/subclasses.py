@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero._util import foreign
 from layerzero.ops.attention.arguments import AttentionArgs
 from layerzero.ops.attention.checks import head_axes
 from layerzero.ops.op import Args, Op
@@ -61,11 +62,18 @@ def _jagged(call: Any, run: Run) -> Tensor:
                 f"{name} needs its jagged axis where {call.layout} has tokens, {tokens}, got "
                 f"{operand._ragged_idx}"
             )
+        if operand.lengths() is not None:
+            raise TypeError(f"{name} needs sequences without gaps between them: {name}.contiguous() has none")
         values[name] = operand.values().transpose(0, 1) if tokens == 2 else operand.values()
+    ends, others = k.offsets(), call.v.offsets()
+    if others is not ends and foreign.has_memory(ends) and not torch.equal(others, ends):
+        raise TypeError(
+            f"v needs sequences as long as k's, got offsets {others.tolist()} and {ends.tolist()}"
+        )
     out = run(
         "ragged_attention",
         values | {
-            "cu_seqlens_q": q.offsets(), "cu_seqlens_k": k.offsets(), "is_causal": call.is_causal,
+            "cu_seqlens_q": q.offsets(), "cu_seqlens_k": ends, "is_causal": call.is_causal,
             "scale": call.scale, "window": call.window, "softcap": call.softcap,
         },
     )  # fmt: skip
@@ -93,6 +101,15 @@ def _local(call: Any, run: Run) -> Tensor:
                 f"{name} needs to be replicated or sharded along axis {allowed[0]} or {allowed[1]}, like q, "
                 f"got {operand.placements}"
             )
+    heads, parts = allowed[1], 1
+    for placement, size in zip(placements, q.device_mesh.shape, strict=True):
+        parts *= size if placement == Shard(heads) else 1
+    if q.shape[heads] != call.k.shape[heads] and call.k.shape[heads] % parts:
+        # Heads of queries would be on another rank than the keys that they share.
+        raise TypeError(
+            f"k needs a number of heads that {parts} shards divide, where queries share them, got "
+            f"{call.k.shape[heads]}"
+        )
     local = call._replace(q=q.to_local(), k=call.k.to_local(), v=call.v.to_local())
     out = run("attention", local._asdict())
     sizes = torch.Size((*q.shape[:3], call.v.shape[3]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from layerzero._util import log
 from layerzero._util.files import decode_json, read_given
 from layerzero.actors.device.local_device import LocalDevice
 from layerzero.perfdb.record import Environment
@@ -21,6 +22,7 @@ from layerzero.spec.errors import PlanRefusedError
 from layerzero.spec.reasons import Reason, Rejected
 
 FORMAT = 1
+NOT_FOLLOWED = "plan.file_not_followed"
 
 
 class SavedStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,10 +127,12 @@ def refuse_block(path: str, block: str, plans: tuple[SavedPlan, ...]) -> PlanRef
     return PlanRefusedError.because(path, Reason.PLAN_BLOCK_DIFFERS, "block", block, names)
 
 
-def chosen_before(saved: SavedPlan, choices: Choices, block: PlacedBlock, path: str) -> Solution:
-    """The solution that was saved, of what may be chosen now.
+def chosen_before(
+    saved: SavedPlan, choices: Choices, block: PlacedBlock, path: str, *, needed: bool
+) -> Solution | None:
+    """The solution that was saved, of what may be chosen now; None, and said, where it is none any more.
 
-    Raises: PlanRefusedError: a kernel of it does not take its call any more.
+    Raises: PlanRefusedError: it is `needed`, and a kernel of it does not take its call.
     """
     by_step = {
         (tuple(sorted(each.covers)), each.payload.kernel, _formats(each)): each
@@ -147,5 +151,9 @@ def chosen_before(saved: SavedPlan, choices: Choices, block: PlacedBlock, path: 
         else:
             chosen.append(alternative)
     if problems:
-        raise PlanRefusedError.of(path, *problems)
+        refusal = PlanRefusedError.of(path, *problems)
+        if needed:
+            raise refusal
+        log.warning(NOT_FOLLOWED, path=path, block=saved.block, why=str(refusal))
+        return None
     return Solution(tuple(chosen), saved.expected_us, saved.exact)

@@ -28,7 +28,7 @@ from layerzero.planner.program import HeldTensors, Program, run_op_by_op
 from layerzero.planner.record import PlanRecord, argument_key, digest_of, make_record, scope_key
 from layerzero.planner.search import BEAM, Solution, search
 from layerzero.planner.timing import measure_plans
-from layerzero.planner.tracing import TURN, trace
+from layerzero.planner.tracing import TURN, WeightPlace, places_of, trace
 from layerzero.planner.values import PlacedBlock, place
 from layerzero.selection.dispatch import DispatchState, PlanTable
 from layerzero.selection.modes import AUTOCAST, CAPTURE, GRAD, REHEARSAL
@@ -72,7 +72,8 @@ class _Making(NamedTuple):
 class _Entry:
     """A program with the state that its choices were made in, and what turns outputs into a result.
 
-    `frozen` are the weights that wanted no gradient where one could have flowed.
+    `frozen` are the weights that wanted no gradient where one could have flowed, `places` where modules keep
+    weights.
     """
 
     program: Program
@@ -85,6 +86,7 @@ class _Entry:
     bits: int
     is_flat: bool
     frozen: tuple[Tensor, ...]
+    places: tuple[WeightPlace, ...]
 
     def is_at_hand(self, args: tuple[Any, ...]) -> bool:
         """Whether these arguments mean this plan, outside every scope, with nothing changed: the usual."""
@@ -97,18 +99,19 @@ class _Entry:
                 and device.mode() == self.bits
                 and not foreign.may_be_foreign(args[0] if args else None)
                 and self.program.is_for(*args)
-                and not self.is_thawed()
+                and not self.has_other_weights()
             )
         except (AttributeError, TypeError):
             return False  # other arguments, or one that is no tensor
 
-    def is_thawed(self) -> bool:
-        """Whether a weight wants a gradient by now that wanted none."""
-        return any(weight.requires_grad for weight in self.frozen)
+    def has_other_weights(self) -> bool:
+        """Whether a weight wants a gradient by now that wanted none, or a module has another in its place."""
+        replaced = any(weights.get(name) is not weight for weights, name, weight in self.places)
+        return replaced or any(weight.requires_grad for weight in self.frozen)
 
     def holds(self, state: DispatchState) -> bool:
         """Whether a later state decides all of its ops alike, for weights as they are."""
-        if self.is_thawed():
+        if self.has_other_weights():
             return False
         if state is not self.state:
             if any(state.tables.get(name) is not table for name, table in self.tables.items()):
@@ -281,7 +284,7 @@ class PlannedBlock:
         is_flat = is_flat and not making.bits & AUTOCAST  # to one of several dtypes
         return _Entry(
             program, record, block.unpack or _as_written, state, decision.tables, saved,
-            making.device, making.bits, is_flat, frozen,
+            making.device, making.bits, is_flat, frozen, places_of(self._source, weights),
         )  # fmt: skip
 
     def _decide(self, placed: PlacedBlock, making: _Making, tensors: list[Tensor]) -> _Decision:
@@ -306,10 +309,11 @@ class PlannedBlock:
             choices = Choices(placed, judge, can_join=placed.can_join(grad=bool(bits & GRAD)))
             if context_snapshot(device, "", None) is state:
                 break
-        decision = self._search(placed, choices, state, saved)  # pyright: ignore[reportPossiblyUnboundVariable]
+        decision = self._search(placed, choices, state, saved, making.load)  # pyright: ignore[reportPossiblyUnboundVariable]
         if making.measure and saved is None:
             decision = self._measured(placed, choices, device, state, decision, tensors, making.measure)  # pyright: ignore[reportPossiblyUnboundVariable]
-        decisions[key] = decision._replace(is_warm=making.warm)
+        if saved is None:  # what a file says is no decision for others
+            decisions[key] = decision._replace(is_warm=making.warm)
         while len(decisions) > MAX_DECISIONS:
             decisions.popitem(last=False)
         record = decision.record
@@ -322,12 +326,10 @@ class PlannedBlock:
         return decision
 
     def _search(
-        self, placed: PlacedBlock, choices: Choices, state: DispatchState, saved: SavedPlan | None
+        self, placed: PlacedBlock, choices: Choices, state: DispatchState, saved: SavedPlan | None, load: bool
     ) -> _Decision:
-        if saved is None:
-            solution = search(choices.problem(), self._beam)
-        else:
-            solution = chosen_before(saved, choices, placed, self._path)
+        before = None if saved is None else chosen_before(saved, choices, placed, self._path, needed=load)
+        solution = before or search(choices.problem(), self._beam)
         alone = search(choices.problem(frozenset()), self._beam)
         if solution is None:
             raise NoKernelFoundError("no plan for the block: kernels do not read what others write")

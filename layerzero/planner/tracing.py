@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from layerzero._util.fork_safety import ProcessLock
+from layerzero.calls.functions import captured_values
 from layerzero.operators import defined_schemas
 from layerzero.ops import table
 from layerzero.planner.block import Block, BlockOp, Edge, map_tree
@@ -25,6 +26,14 @@ _MEANS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 # A view of a value that a plan keeps in other memory may need a copy; `reshape` makes one where it does.
 _SAFE = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
 _SWITCH = torch._C._set_grad_enabled
+
+
+class WeightPlace(NamedTuple):
+    """The parameters or buffers of a module, and a weight that is among them by a name."""
+
+    table: Mapping[str, Tensor | None]
+    name: str
+    weight: Tensor
 
 
 # One thread plans at a time: torch's modes of tracing, and its own `nn.Module.__call__` in the place of the
@@ -69,6 +78,21 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
         raise _not_traceable(fn, error) from error
     weights = [*graph.parameters(), *graph.buffers()]
     return _Reader(graph, fn, [*(leaves[place] for place in places), *weights]).block(unpackers[-1])
+
+
+def places_of(fn: Any, weights: Sequence[Tensor]) -> tuple[WeightPlace, ...]:
+    """Where the modules that a function computes with keep these weights."""
+    wanted = {id(weight) for weight in weights}
+    modules = (
+        m for value in captured_values(fn) if isinstance(value, torch.nn.Module) for m in value.modules()
+    )
+    return tuple(
+        WeightPlace(table, name, weight)
+        for module in modules
+        for table in (module._parameters, module._buffers)
+        for name, weight in table.items()
+        if weight is not None and id(weight) in wanted
+    )
 
 
 def _unpacker(spec: pytree.TreeSpec) -> Callable[[list[Any]], Any]:

@@ -39,7 +39,10 @@ class SequenceState(Protocol):
 
 
 class Decoder(SequenceState, Protocol):
-    """A sequence whose `forward` adds tokens (T,) int64 and gives the logits (T, V) after each of them."""
+    """A sequence whose `forward` adds tokens (T,) int64 and gives the logits (T, V) after each of them.
+
+    Those after the last `num_speculative_tokens + 1` are read: a long prompt's others need not be computed.
+    """
 
     async def forward(self, tokens: Tensor) -> Tensor: ...
 
@@ -252,7 +255,7 @@ class Generation:
 
     async def _draft_tokens(self, drafted: Tensor | None, num_drafts: int) -> _Drafts:
         """`num_drafts` tokens behind the text, and behind the tokens `drafted` (K,) after it."""
-        new_tokens = torch.tensor(self._tokens[self._draft.length :], dtype=torch.int64)
+        new_tokens = torch.tensor(self._tokens[self._draft.length :], dtype=torch.int64, device="cpu")
         offset = len(self._tokens)
         if drafted is not None:  # they stay on their device: nothing waits for them
             unseen = drafted[max(0, self._draft.length - offset) :]
@@ -267,7 +270,7 @@ class Generation:
         """How many drafts stay, the tokens, and the target's distribution after the last if it is here."""
         text, target = len(self._tokens), self._target
         if isinstance(target, Verifier):
-            new_tokens = torch.tensor(self._tokens[target.length :], dtype=torch.int64)
+            new_tokens = torch.tensor(self._tokens[target.length :], dtype=torch.int64, device="cpu")
             sampling = SamplingParams(self._seed, text, **self._filter)
             num_accepted, out_tokens = await target.verify(
                 DraftBatch(new_tokens, drafts.tokens, drafts.probs, self._bonus_known, sampling)
@@ -287,7 +290,7 @@ class Generation:
 
     async def _target_probs(self, target: Decoder, drafts: _Drafts) -> Tensor:
         """The target's distributions (K + 1, V) at each drafted place and after the last."""
-        new_tokens = torch.tensor(self._tokens[target.length :], dtype=torch.int64)
+        new_tokens = torch.tensor(self._tokens[target.length :], dtype=torch.int64, device="cpu")
         token_ids = torch.cat([new_tokens.to(drafts.tokens.device), drafts.tokens])
         rows = len(drafts.tokens) + (self._bonus_probs is None)
         logits = need_logits("target", await target.forward(token_ids), rows)

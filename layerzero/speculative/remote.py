@@ -58,7 +58,7 @@ async def _forward(
     key: str, open: Callable[..., Any], args: tuple[Any, ...], num_cached: int, tokens: list[int]
 ) -> Tensor | None:
     decoder = await _decoder_at(key, open, args, num_cached)
-    return None if decoder is None else (await decoder.forward(torch.tensor(tokens))).cpu()
+    return None if decoder is None else (await decoder.forward(torch.tensor(tokens, device="cpu"))).cpu()
 
 
 async def _draft(
@@ -73,7 +73,8 @@ async def _draft(
     decoder = await _decoder_at(key, open, args, num_cached)
     if decoder is None:
         return None
-    drafted, probs = await propose_draft(decoder, torch.tensor(tokens), num_speculative_tokens, sampling)
+    new_tokens = torch.tensor(tokens, device="cpu")
+    drafted, probs = await propose_draft(decoder, new_tokens, num_speculative_tokens, sampling)
     return drafted.cpu(), probs.cpu()
 
 

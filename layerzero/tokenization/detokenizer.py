@@ -78,18 +78,22 @@ class IncrementalDetokenizer:
         return after[len(before) :]
 
     def _release(self, num_held_back: int) -> str:
-        """Give what no stop string begins in; so many characters at the end wait for what follows."""
-        ends = [end for end in (self._text.find(stop, self.released) for stop in self._stop) if end >= 0]
-        self.stopped = bool(ends)
-        upto = min(ends) if ends else len(self._text) - num_held_back
+        """Give what no stop string begins in; so many characters at the end wait for what follows.
+
+        Of several the one that is complete first counts, as if characters came one by one.
+        """
+        begins = [(self._text.find(stop, self.released), stop) for stop in self._stop]
+        found = [(begin + len(stop), begin) for begin, stop in begins if begin >= 0]
+        self.stopped = bool(found)
+        upto = min(found)[1] if found else len(self._text) - num_held_back
         piece = self._text[self.released : upto]
         self.released = max(self.released, upto)
         return piece
 
     def _num_held_back(self) -> int:
-        """How many characters at the end may begin a stop string."""
-        longest = 0
-        for stop in self._stop:
-            sizes = range(min(len(stop) - 1, len(self._text)), longest, -1)
-            longest = next((size for size in sizes if self._text.endswith(stop[:size])), longest)
-        return longest
+        """How many characters at the end may begin a stop string; one that does not is looked at once."""
+        for begin in range(self.released, len(self._text) if self._stop else 0):
+            tail = self._text[begin:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return len(tail)
+        return 0

@@ -129,5 +129,6 @@ def _packed(numbers: Tensor) -> bytes:
 
 
 def _numbers(packed: bytes) -> Tensor:
-    numbers = torch.frombuffer(bytearray(packed), dtype=torch.int32) if packed else torch.empty(0)
-    return numbers.to(torch.int64)
+    if not packed:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.frombuffer(bytearray(packed), dtype=torch.int32).to(torch.int64)

@@ -223,8 +223,9 @@ class Tokenizer:
         padded = pad_sequence(
             [*ids, ids[0].new_zeros(width)], batch_first=True, padding_value=filler, padding_side=side
         )[:-1]
-        places = torch.arange(width) if side == "right" else torch.arange(width).flip(0)
-        return Padded(padded, places < torch.tensor([len(row) for row in ids])[:, None])
+        places = torch.arange(width, device=padded.device)
+        lengths = torch.tensor([len(row) for row in ids], device=padded.device)[:, None]
+        return Padded(padded, (places if side == "right" else places.flip(0)) < lengths)
 
     # -- ids to texts --------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class EncodeOptions(NamedTuple):
 def tensor_of(numbers: Sequence[int]) -> Tensor:
     """A vector of int64 with memory of its own."""
     if not numbers:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
 

@@ -145,8 +145,9 @@ class CudaCopies:
         for source in map(stream_of, sources):
             if source != stream:
                 wait_for_stream(stream, source)
+        pinned: Any = {"device": "cpu", "pin_memory": True}
         copies = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            torch.empty(tensor.shape, dtype=tensor.dtype, **pinned).copy_(tensor, non_blocking=True)
             for tensor in tensors
         ]
         event = torch.cuda.Event(blocking=BLOCKING_EVENTS)

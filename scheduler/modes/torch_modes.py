@@ -215,6 +215,7 @@ def _facts(modes: Modes) -> dict[str, Any]:
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
+_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _forward = sys.modules["torch.autograd.forward_ad"]  # torch has imported it
 _functorch_level = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -223,9 +224,10 @@ def must_run_inline() -> str | None:
     """What in force here makes a call run at once, on this thread; None where it may queue.
 
     A dispatch or function mode sees every operation of its thread and a functorch transform wraps tensors
-    for its own level; neither may leave the block that entered it. Tangents of forward-mode differentiation
-    belong to a level too, and no view that a batch is put together from has them. A default device alone bars
-    nothing: only a function that makes tensors needs it, see `default_device`.
+    for its own level; neither may leave the block that entered it, nor may what hooks of saved tensors are to
+    see. Tangents of forward-mode differentiation belong to a level too, and no view that a batch is put
+    together from has them. A default device alone bars nothing: only a function that makes tensors needs it,
+    see `default_device`.
     """
     if _functorch_level() is not None:
         return "a functorch transform"
@@ -233,6 +235,8 @@ def must_run_inline() -> str | None:
         return "a level of forward-mode differentiation"
     if _dispatch_modes():
         return "a torch dispatch mode"
+    if _grad_enabled() and _hooks(True) is not None:
+        return "hooks of saved tensors"
     if _function_modes():
         return _function_mode()
     return None

@@ -149,13 +149,17 @@ def test_awaited_calls_of_a_context_batch_under_its_policy() -> None:
     assert "reference.linear" not in kernels[::2]
 
 
-def test_a_timeboxed_policy_ends_by_itself() -> None:
-    """E19: after `for_s` the rule is gone, without a call in between."""
+@pytest.mark.parametrize("forked", [False, True], ids=["here", "child"])
+def test_a_timeboxed_policy_ends_by_itself(forked: bool) -> None:
+    """E19: after `for_s` the rule is gone, without a call in between, in a forked child too."""
     clock = FakeClock()
     runtime = Runtime(lz.Settings(warm="off"), clock=clock)
     rule = make_rule("lock", "reference.rms_norm", op="rms_norm", until=clock.now() + 60.0)
     runtime.set_program_policy(Policy((rule,)))
     device = runtime.device("cpu")
+    if forked:
+        clock._due.clear()  # the parent's timers
+        runtime.reset_after_fork()
     generation = device.dispatch_version
     assert runtime.policy.rules
     clock.advance(59.0)

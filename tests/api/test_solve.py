@@ -364,6 +364,27 @@ def test_a_table_holds_under_the_policy_that_it_was_solved_under(
     assert lz.select("rms_norm", X, WEIGHT).kernel == "quick.rms_norm"
 
 
+@pytest.mark.parametrize("rule", ["deny: quick.*", "allow: claims.*", "lock: claims"])
+def test_a_rule_that_is_taken_back_is_no_part_of_a_table_s_decisions(
+    tmp_path: Path, closing: list[Runtime], rule: str
+) -> None:
+    """Solved while the best kernel was refused: solved again without the rule, the table takes it."""
+    file = tmp_path / "policy.yaml"
+    file.write_text(f"rules:\n  - {rule}\n    op: rms_norm\n")
+    closing.append(opened())
+    tune_blocking([norm("rms_norm", 16, 64, "float32")])
+    best = lz.which("rms_norm", X, WEIGHT)
+    lz.load_policy(file)
+    solve(path := tmp_path / "under.json")
+    (bucket,) = DispatchTable.load(path).buckets
+    assert bucket.kernel == "claims.rms_norm" and bucket.costs[best] < bucket.costs[bucket.kernel]
+    closing.pop().close()
+    closing.append(opened(dispatch_table=str(path)))
+    closing[-1].device().table_updater.wait()
+    chosen = lz.select("rms_norm", X, WEIGHT)
+    assert chosen.kernel == best == "quick.rms_norm" and chosen.why.startswith(AHEAD)
+
+
 def test_a_table_is_solved_by_measurements_not_by_the_table_in_force(
     table: Path, tmp_path: Path, closing: list[Runtime]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -112,3 +112,47 @@ def test_blocks_that_end_out_of_order_restore_what_was_around_each() -> None:
         with pytest.raises(RuntimeError, match=r"prefer\('reference'\) needs to end where it began"):
             second.__exit__(None, None, None)
     assert lz.which("rms_norm", X)
+
+
+def doubled(x: torch.Tensor, names: list[list[str]]) -> torch.Tensor:
+    """Notes the kernel that an op inside it would take."""
+    for each in names:
+        each.append(lz.which("rms_norm", x))
+    return x * 2
+
+
+def test_what_is_awaited_is_awaited_under_the_rules() -> None:
+    """Of a batched function, an op and whatever returns a coroutine, as of a coroutine function."""
+    block, seen = lz.prefer("reference"), list[str]()
+
+    async def one() -> None:
+        await asyncio.sleep(0)
+        seen.append(lz.which("rms_norm", X))
+
+    async def crowd() -> None:
+        await block(lz.batched(doubled))(X, seen)
+        await block(lambda: one())()
+        await block(lz.rms_norm)(X)
+        selection = lz.last_selection()
+        assert selection is not None
+        seen.append(selection.kernel)
+
+    with lz.start(lz.Settings(device="cpu", warm="off"), scoped=True):
+        asyncio.run(crowd())
+    assert seen == ["reference.rms_norm"] * 3
+
+
+def test_a_generator_is_told_to_enter_the_block_itself() -> None:
+    """Its steps come when their caller wants them, and would run outside of the rules."""
+
+    def steps() -> Iterator[int]:
+        yield 1
+
+    async def stream() -> AsyncIterator[int]:
+        yield 1
+
+    for generator in (steps, stream):
+        with pytest.raises(
+            TypeError, match=rf"prefer\('reference'\) needs .* got the .*{generator.__name__}: enter"
+        ):
+            lz.prefer("reference")(generator)

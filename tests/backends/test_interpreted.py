@@ -47,7 +47,7 @@ def contract_run(wanted: str, dtype: str, folder: Path) -> CompletedProcess[str]
     """The wanted contract tests in one dtype, in a process of their own."""
     words = [CONTRACT, "-vv", "-p", "no:cacheprovider", "-k", wanted]
     return children.run(
-        "from tests import interpreter; interpreter.remember_builtins(); "
+        "from tests import interpreter; interpreter.remember(); "
         f"import pytest; raise SystemExit(pytest.main({words}))",
         folder=folder,
         variables=os.environ | {"TRITON_INTERPRET": "1", "LAYERZERO_TEST_DTYPES": dtype},

@@ -219,7 +219,8 @@ def test_a_source_that_does_not_compile_blocks_the_kernel(
     monkeypatch.setitem(building.SOURCES, own.name, replace(own, source=broken))
     reason, got = verdict()
     assert reason is Reason.JIT_FAILED and "error" in got
-    assert [p.name for p in (tmp_path / "layerzero" / "native").iterdir()] == ["lock"]
+    (left,) = (tmp_path / "layerzero" / "native").iterdir()
+    assert left.suffix == ".lock"
 
 
 def test_a_folder_that_others_can_write_is_not_trusted(build: None, tmp_path: Path) -> None:

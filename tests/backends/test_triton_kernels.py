@@ -52,7 +52,7 @@ def printed(code: str, folder: Path, **variables: str) -> Any:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-REMEMBERED = "from tests import interpreter; interpreter.remember_builtins()"
+REMEMBERED = "from tests import interpreter; interpreter.remember()"
 
 
 def interpreted(code: str, folder: Path) -> Any:

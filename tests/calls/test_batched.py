@@ -233,3 +233,34 @@ async def test_tensors_without_plain_rows_are_refused_by_name() -> None:
     assert str(first) == "plain rows needs a strided tensor in argument 0, got a nested one"
     assert str(second) == "plain rows needs a strided tensor in argument 0, got layout torch.sparse_coo"
     assert torch.equal(third, -torch.ones(1, 3))
+
+
+class Tagged(torch.Tensor):
+    """Rows with a factor beside them, which nothing that torch makes of them has."""
+
+    factor: float
+
+    @classmethod
+    def of(cls, factor: float) -> Tagged:
+        """A row of ones with a factor."""
+        made = torch.ones(1, 3).as_subclass(cls)
+        made.factor = factor
+        return made
+
+
+@pytest.mark.asyncio
+async def test_rows_of_a_subclass_join_no_others() -> None:
+    """What it keeps beside its rows is each caller's own; those without any still meet."""
+    runs: list[int] = []
+
+    def grown(x: torch.Tensor) -> torch.Tensor:
+        runs.append(len(x))
+        return x.as_subclass(torch.Tensor) * getattr(x, "factor", 1.0)
+
+    call = lz.batched(grown, key="grown")
+    async with runtime():
+        for _ in range(2):
+            rows = [Tagged.of(2.0), Tagged.of(3.0), torch.ones(1, 3), torch.ones(1, 3)]
+            found = await asyncio.gather(*[call(each) for each in rows])
+            assert [float(each[0, 0]) for each in found] == [2.0, 3.0, 1.0, 1.0]
+    assert sorted(runs) == [1] * 4 + [2] * 2

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import layerzero as lz
+import layerzero.sync
 from tests.native.twins import both_paths as both_paths
 
 WEIGHT = torch.randn(8, 8, requires_grad=True)
@@ -316,3 +317,80 @@ def test_tasks_made_before_the_loops_first_call_share_modes_and_that_is_said(
     ]
     assert first is second is torch.float32
     assert len(said) == 1 and "async with layerzero.start()" in said[0] and "autocast" in said[0]
+
+
+def sine(x: Tensor) -> Tensor:
+    """What saves its operand for the backward pass."""
+    return x.sin()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("limit_us", [0.0, 1e9], ids=["worker", "loop"])
+async def test_hooks_around_a_call_see_what_it_saves(limit_us: float) -> None:
+    """As they do around a blocking call, in company, and when the kind of call is known."""
+    x, weight = torch.randn(2, 8, requires_grad=True), torch.randn(8, 8)
+    packed: list[Tensor] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        packed.append(saved)
+        return saved
+
+    def hooks() -> saved_tensors_hooks:
+        return saved_tensors_hooks(pack, lambda saved: saved)
+
+    async def called(call: Callable[[], Awaitable[Tensor]], hooked: bool) -> Tensor:
+        with hooks() if hooked else nullcontext():
+            return await call()
+
+    calls: list[tuple[Callable[[], Awaitable[Tensor]], Callable[[], Tensor]]] = [
+        (lambda: lz.linear(x, weight), lambda: lz.sync.linear(x, weight)),
+        (lambda: lz.batched(sine)(x), lambda: sine(x)),
+    ]
+    async with lz.start(lz.Settings(warm="off", inline_limit_us=limit_us)):
+        for call, blocking in calls:
+            packed.clear()
+            with hooks():
+                blocking()
+            alone = len(packed)
+            assert alone
+            for hooked in (True, False, True):
+                packed.clear()
+                for out in await asyncio.gather(*[called(call, hooked) for _ in range(3)]):
+                    out.sum().backward()
+                assert len(packed) == (3 * alone if hooked else 0)
+
+
+GAIN, BIAS, TURN = torch.rand(8), torch.rand(8), torch.randn(8, 8)
+APART: dict[str, Callable[[Any, Tensor], Any]] = {
+    "one tensor for all": lambda ops, x: ops.rms_norm(x, GAIN),
+    "two tensors for all": lambda ops, x: ops.layer_norm(x, GAIN, BIAS),
+    "any of several weights": lambda ops, x: ops.linear(x, TURN, BIAS),
+    "a function": lambda ops, x: (turned if ops is lz.sync else lz.batched(turned))(x),
+}
+
+
+def turned(x: Tensor) -> Tensor:
+    """Rows by a weight that wants no gradient."""
+    return x @ TURN
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", APART)
+async def test_callers_under_other_modes_share_no_batch(name: str) -> None:
+    """Each gets the kind of tensor, in the dtype, that it gets blocking; those of one mode meet."""
+    blocks: list[Callable[[], AbstractContextManager[Any]]] = [
+        torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    ]  # fmt: skip
+    x = torch.randn(2, 8)
+
+    async def called(block: Callable[[], AbstractContextManager[Any]]) -> Tensor:
+        with block():
+            return await APART[name](lz, x)  # type: ignore[no-any-return]
+
+    async with lz.start(lz.Settings(warm="off", inline_limit_us=0.0)) as runtime:
+        for _ in range(3):
+            for block, out in zip(blocks * 2, await asyncio.gather(*map(called, blocks * 2)), strict=True):
+                with block():
+                    alone = APART[name](lz.sync, x)
+                assert (out.dtype, out.is_inference()) == (alone.dtype, alone.is_inference())
+        assert runtime.device("cpu").loop_drivers.stats().sizes == {2: 9}

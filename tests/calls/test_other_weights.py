@@ -115,6 +115,22 @@ async def test_the_bits_are_those_of_the_call_alone(determinism: Any) -> None:
 
 
 @pytest.mark.asyncio
+async def test_callers_in_inference_mode_have_batches_of_their_own() -> None:
+    """Callers of several weights who wait together do so by their modes: each gets its own kind of tensor."""
+    own = weights()
+
+    async def request(number: int) -> None:
+        rng, x, inference = random.Random(number), torch.randn(1, WIDTH), bool(number % 2)
+        with torch.inference_mode() if inference else torch.no_grad():
+            for _ in range(40):
+                assert (await lz.linear(x, rng.choice(own))).is_inference() is inference
+
+    async with lz.start(SETTINGS.replace(inference=None), scoped=True) as runtime:
+        await asyncio.gather(*(request(number) for number in range(2 * CALLERS)))
+        assert families(runtime)
+
+
+@pytest.mark.asyncio
 async def test_one_bad_weight_fails_its_callers_alone() -> None:
     """A kernel that raises over one weight: who brought that gets the error, the others their products."""
     own = weights()

@@ -388,6 +388,24 @@ CALLS: list[tuple[str, Call, Call]] = [
         },
     ),
 ]  # fmt: skip
+SQUARE, BYTES = draw(8, 8), codes(5, 8)
+# Weights of one address that are not one weight: by their strides, their shape and their dtype.
+CALLS += [
+    ("linear", {"x": draw(3, 8), "weight": SQUARE}, {"x": ..., "weight": SQUARE.T}),
+    ("linear", {"x": draw(3, 8), "weight": SQUARE}, {"x": ..., "weight": SQUARE[:5]}),
+    (
+        "quantized_linear", {"x": draw(3, 8), "weight": BYTES, "scale": draw(5, 1).abs()},
+        {"x": ..., "weight": BYTES.view(torch.float8_e4m3fn), "scale": ...},
+    ),
+    (
+        "paged_attention",  # queries of two dtypes over one pool of codes
+        {
+            "q": draw(4, 2, 8), "k_cache": codes(4, 4, 2, 8), "v_cache": codes(4, 4, 2, 8), **PAGED,
+            "k_scale": draw(2).abs() / 64, "v_scale": draw(2).abs() / 64,
+        },
+        {"q": draw(4, 2, 8).bfloat16(), "k_scale": ..., "v_scale": ...},
+    ),
+]  # fmt: skip
 
 
 def pairs() -> Iterator[Any]:

@@ -365,6 +365,32 @@ def test_an_order_of_groups_that_is_sorted_may_still_be_another(
             lz.load_quantized(folder)
 
 
+def test_the_largest_zero_point_is_fifteen(tmp_path: Path) -> None:
+    """GPTQ stores them less one: of 14 it is read, of 15 refused by the tensor's name."""
+    tensors, said, _ = WRITERS["gptq"]()
+    zeros, exact = f"{NAME}.qzeros", read(save(tmp_path, tensors, said))
+    tensors[zeros] = writers.int32_of(torch.full((4, 2, 8), 14))
+    found = read(save(tmp_path, tensors, said))
+    wanted = exact.dequantize() - 7 * exact.scale.float().repeat_interleave(32, 1)
+    torch.testing.assert_close(found.dequantize(), wanted)
+    tensors[zeros] = writers.int32_of(torch.full((4, 2, 8), 15))
+    with pytest.raises(FormatError, match=rf"{zeros} needs zero points of 0 to 15, got 16") as refused:
+        read(save(tmp_path, tensors, said))
+    assert refused.value.reason == Reason.ZERO_POINT_MISMATCH
+
+
+def test_a_size_that_is_claimed_makes_no_numbers(tmp_path: Path) -> None:
+    """A file of a few bytes that says a width of a trillion is refused before an order of it is made."""
+    parts = {
+        f"{NAME}.weight_packed": torch.zeros(16, 16, dtype=torch.int32),
+        f"{NAME}.weight_scale": torch.ones(16, 4), f"{NAME}.weight_shape": torch.tensor([16, 1 << 40]),
+        f"{NAME}.weight_g_idx": torch.zeros(128, dtype=torch.int32),
+    }  # fmt: skip
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    with pytest.raises(FormatError, match=r"weight_g_idx of shape \(1099511627776,\), .*got \(128,\)"):
+        read(save(tmp_path, parts, said))
+
+
 def test_an_index_may_not_name_files_outside_of_its_folder(tmp_path: Path) -> None:
     """Nor tensors that its files do not hold; a folder without weights or configuration is no checkpoint."""
     folder = save(tmp_path / "one", *WRITERS["awq"]()[:2])

@@ -75,6 +75,21 @@ def test_what_is_written_is_read_as_it_was_rounded(form: str, files: int, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain"]
 
 
+def test_a_single_file_keeps_the_name_that_its_index_gives(tmp_path: Path) -> None:
+    """What is written is read back, whatever the file of the model is called."""
+    source, file = model(tmp_path / "plain"), "model-00001-of-00001.safetensors"
+    (source / "model.safetensors").rename(source / file)
+    place = dict.fromkeys(load_file(source / file), file)
+    index = "model.safetensors.index.json"
+    (source / index).write_text(json.dumps({"weight_map": place}), encoding="utf-8")
+    quantize_folder(source, tmp_path / "out", "int4")
+    checkpoint = lz.load_quantized(tmp_path / "out")
+    assert set(checkpoint.quantized) == {f"{name}.weight" for name in NAMES}
+    assert torch.equal(checkpoint.dequantized("model.norm.weight"), torch.ones(256))
+    written = json.loads((tmp_path / "out" / index).read_text(encoding="utf-8"))["weight_map"]
+    assert set(written.values()) == {file}
+
+
 def test_errors_of_outputs_are_those_of_the_rows_that_ran(tmp_path: Path) -> None:
     """|X (W - Q)'| / |X W'| out of the sum of products alone."""
     source, rows = model(tmp_path / "plain"), torch.randn(50, 256, dtype=torch.float64)

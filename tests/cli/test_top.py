@@ -67,12 +67,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     try:
         end = time.monotonic() + LIMIT_S
         while not child.out.read_text().endswith("\n"):
-            assert child.process.is_alive() and time.monotonic() < end, child.err.read_text()
+            assert child.is_alive() and time.monotonic() < end, child.err.read_text()
             time.sleep(0.05)
         yield f"http://127.0.0.1:{child.out.read_text().strip()}/metrics"
     finally:
         child.process.kill()
-        child.process.join()
+        child.process.wait()
 
 
 def test_once_prints_what_was_counted(served: str, lz: Lz) -> None:

@@ -173,7 +173,7 @@ class Holder:
         self._tell(text)
         until = time.monotonic() + 60.0
         while not self._done.exists() or self._done.read_text() != text:
-            assert self.child.process.is_alive() and time.monotonic() < until, self.child.err.read_text()
+            assert self.child.is_alive() and time.monotonic() < until, self.child.err.read_text()
             time.sleep(0.01)
 
     def _tell(self, text: str) -> None:

@@ -17,18 +17,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from tests.children import Child
 
 ROOT = Path(__file__).resolve().parents[2]
-# A fork of multiprocessing's leaves out what is registered for the end.
 PROGRAM = """
-import atexit, runpy, sys
-try:
+import runpy, sys
+sys.argv = sys.argv[1:]
+if sys.argv[0] == "-m":
     sys.argv = sys.argv[1:]
-    if sys.argv[0] == "-m":
-        sys.argv = sys.argv[1:]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    atexit._run_exitfuncs()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 

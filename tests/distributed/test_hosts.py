@@ -146,11 +146,11 @@ def test_a_rank_group_over_two_hosts_ends_at_a_cut_and_goes_on_under_the_next_ep
         for rank, name in enumerate((hosts.first, hosts.second))
     ]  # fmt: skip
     try:
-        wait_for(lambda: (tmp_path / "stepping").exists() or not all(r.process.is_alive() for r in ranks))
+        wait_for(lambda: (tmp_path / "stepping").exists() or not all(r.is_alive() for r in ranks))
         cut(hosts.cable)
         (tmp_path / "cut").touch()
         ended = [tmp_path / f"ended-{rank}" for rank in range(2)]
-        wait_for(lambda: all(e.exists() for e in ended) or not all(r.process.is_alive() for r in ranks))
+        wait_for(lambda: all(e.exists() for e in ended) or not all(r.is_alive() for r in ranks))
         assert all(each.exists() for each in ended), [
             (each.out.read_text(), each.err.read_text()) for each in ranks
         ]

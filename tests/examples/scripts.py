@@ -1,8 +1,7 @@
-"""The examples' scripts, each as a process of its own that finds torch imported."""
+"""The examples' scripts and what they start, each as a process of its own that finds torch imported."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import tempfile
@@ -24,6 +23,14 @@ sys.argv[:] = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+# What it spawns finds imported what a spawned process imports first: the main module under another name.
+SPAWNING = PROGRAM.replace(
+    "runpy.run_path", """
+from tests import popen
+runpy.run_path(sys.argv[0], run_name="__mp_main__")
+popen.fork_what_is_spawned()
+runpy.run_path""".lstrip(),
+)  # fmt: skip
 
 
 class Script:
@@ -35,14 +42,13 @@ class Script:
     ) -> None:  # fmt: skip
         folder = folder or Path(tempfile.mkdtemp(prefix="script-"))
         self.child = children.Child(
-            PROGRAM, str(EXAMPLES / name), *arguments, folder=folder, variables=variables
+            SPAWNING, str(EXAMPLES / name), *arguments, folder=folder, variables=variables
         )
 
     @property
     def pid(self) -> int:
         """Its process."""
-        assert self.child.process.pid is not None
-        return self.child.process.pid
+        return int(self.child.process.pid)
 
     @property
     def said(self) -> str:
@@ -51,7 +57,7 @@ class Script:
 
     def poll(self) -> int | None:
         """Its exit status, once it has ended."""
-        return self.child.process.exitcode
+        return self.child.process.poll()
 
     def wait(self, timeout: float = children.PATIENCE_S) -> int:
         """Its exit status. Raises: AssertionError: it did not end in so many seconds; it is killed."""
@@ -59,8 +65,7 @@ class Script:
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        self.child.process.send_signal(number)
 
     def terminate(self) -> None:
         """Ask it to end."""
@@ -69,7 +74,7 @@ class Script:
     def kill(self) -> None:
         """End it."""
         self.child.process.kill()
-        self.child.process.join()
+        self.child.process.wait()
 
 
 def wait_until_healthy(url: str, process: Script | subprocess.Popen[bytes]) -> None:

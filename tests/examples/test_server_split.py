@@ -25,6 +25,7 @@ from server import engine_process  # noqa: E402
 from server.pipe import Pipe, Start, Stop, ToEngine  # noqa: E402
 from server.protocol import Sampling  # noqa: E402
 
+from tests import forks  # noqa: E402
 from tests.examples import loopback  # noqa: E402
 from tests.examples.scripts import Script  # noqa: E402
 from tests.examples.serving import PROMPT, asked  # noqa: E402
@@ -56,9 +57,12 @@ class Served:
     def children(self) -> list[int]:
         """The processes of the server beside its first, in the order in which they were started."""
         threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        children = [pid for thread in threads for pid in _read(thread).split()]
-        commands = {int(pid): _read(Path(f"/proc/{int(pid)}/cmdline")) for pid in children}
-        return sorted(pid for pid, command in commands.items() if b"spawn_main" in command)
+        children = [int(pid) for thread in threads for pid in _read(thread).split()]
+        found = [(pid, *(_read(Path(f"/proc/{pid}/{of}")) for of in ("comm", "cmdline"))) for pid in children]
+        return sorted(
+            pid for pid, name, words in found
+            if words and name.strip() != forks.NAME and b"resource_tracker" not in words
+        )  # fmt: skip
 
     def engine(self) -> int:
         """The process that draws tokens: the child that runs the model."""
@@ -317,7 +321,6 @@ async def test_a_device_fault_ends_the_engine(monkeypatch: pytest.MonkeyPatch, t
     sent: list[Any] = []
     server.pipe = type("Sink", (), {"send": staticmethod(sent.append)})
     start = Start(0, [1], Sampling(seed=1), 4, "", None, False, False, [])
-    server._tasks[0] = None
     if ends:
         with pytest.raises(Ended, match="70"):
             await server._draw(start)

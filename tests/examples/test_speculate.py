@@ -83,3 +83,32 @@ def test_many_speculate_at_once() -> None:
 
     alone, together = asyncio.run(main())
     assert alone == together
+
+
+def test_a_long_prompt_is_filled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launch has more rows of logits than are read, or more tokens than a piece; the text is the same."""
+    draft, target = models(2)
+    monkeypatch.setattr(speculate, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr(speculate, "LOGIT_ROWS", 4)
+    rows, with_logits = list[int](), list[int]()
+    for model in (draft, target):
+        for name, counted in (("sample_next", rows), ("forward_all_positions", with_logits)):
+            run = getattr(model, name)
+
+            def count(ids: Any, *rest: Any, run: Any = run, counted: list[int] = counted) -> Any:
+                counted.append(len(ids))
+                return run(ids, *rest)
+
+            monkeypatch.setattr(model, name, count)
+    sampling = generate.SamplingParams(max_tokens=6, temperature=0.0, seed=1)
+
+    async def main() -> tuple[list[int], list[int]]:
+        async with lz.start(lz.Settings(inference=True, perfdb=None), scoped=True):
+            tokens, _ = await speculate.speculate_request(
+                draft, target, PROMPT, sampling, num_speculative_tokens=3
+            )
+            assert max(with_logits) == 4 and sorted(rows) == [3, 8, 8, 8, 8]
+            return [token async for token in generate.generate(target, PROMPT, sampling)], list(tokens)
+
+    plain, tokens = asyncio.run(main())
+    assert tokens == plain

@@ -282,3 +282,21 @@ def test_what_would_be_other_numbers_is_named(call: Any, needs: str) -> None:
     """Parts of no numbers, numbers that a format cannot hold, and dtypes that would cut what comes back."""
     with pytest.raises((ValueError, TypeError), match=needs):
         call()
+
+
+@pytest.mark.parametrize("part", ["scale", "zero_point"])
+def test_parts_on_another_device_are_named(part: str) -> None:
+    """Before the values of any are read."""
+    made = QuantizedTensor.quantize(torch.randn(4, 128), "int4", symmetric=False)
+    parts = made.state_dict() | {part: getattr(made, part).to("meta")}
+    with pytest.raises(ValueError, match=f"{part} needs to be on cpu like codes, got meta"):
+        QuantizedTensor.from_state_dict(parts)
+
+
+def test_numbers_of_double_precision_are_products_of_it() -> None:
+    """A code times its scale, not rounded to float32 on the way; the tensor says what shares a scale."""
+    made = QuantizedTensor.quantize(torch.randn(4, 128), "int8", granularity="group", group_size=32)
+    scale = made.scale.double().repeat_interleave(32, 1)
+    assert torch.equal(made.dequantize(torch.float64), made.codes.double() * scale)
+    assert not torch.equal(made.dequantize(torch.float64), made.dequantize().double())
+    assert repr(made) == "QuantizedTensor(int8, (4, 128), scale by group of 32, cpu)"

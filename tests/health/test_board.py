@@ -84,6 +84,46 @@ def test_tick_reports_what_time_changed() -> None:
     assert {t.kernel for t in health.tick()} == {"a.b", "c.d"} and health.tick() == ()
 
 
+def test_the_first_cooldown_that_ends_is_the_next_change(caplog: pytest.LogCaptureFixture) -> None:
+    """Of several kernels that rest, the one whose time comes first is waited for; each turn is an event."""
+    clock = Clock()
+    health = Health(SETTINGS, clock)
+    with caplog.at_level(logging.INFO, "layerzero"):
+        fail(health, "a.b")
+        clock.now += 1.0
+        fail(health, "c.d")
+        assert health.next_change() == clock.now + 3.0
+        clock.now += 3.0
+        health.tick()
+        assert health.next_change() == clock.now + 1.0
+        probe = health.take_probe("a.b")
+        assert probe is not None
+        probe.succeed()
+    events = [r.getMessage().split(" why=")[0] for r in caplog.records if "circuit." in r.getMessage()]
+    assert events == [
+        "circuit.opened kernel='a.b'", "circuit.opened kernel='c.d'", "circuit.half_opened kernel='a.b'",
+        "circuit.closed kernel='a.b'",
+    ]  # fmt: skip
+
+
+def test_other_limits_hold_for_kernels_that_have_failed() -> None:
+    """A board that is given stricter settings opens the circuit of a kernel that it knows already."""
+    health = Health(SETTINGS, Clock())
+    fail(health, "a.b", times=1)
+    health.set_settings(SETTINGS.replace(failures_to_open=2))
+    fail(health, "a.b", times=1)
+    assert health.state("a.b") is BreakerState.OPEN
+
+
+def test_quarantines_alone_are_copied_to_another_store() -> None:
+    """A kernel that rests is back in a moment; in a file it would stay out."""
+    health, store = Health(SETTINGS, Clock()), MemoryStore()
+    fail(health, "a.b")
+    health.quarantine("c.d", "wrong numbers")
+    health.copy_to(store)
+    assert [record.kernel for record in store.records] == ["c.d"]
+
+
 def test_levels_of_a_backend() -> None:
     """Healthy without trouble, degraded with some, unhealthy with no kernel left, healthy again later."""
     clock = Clock()

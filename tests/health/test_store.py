@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import tempfile
 import threading
 from pathlib import Path
 
@@ -100,6 +101,47 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     path.symlink_to(target)
     (record,) = store.load()
     assert record.device == "*" and target.exists() and path.with_name(path.name + ".damaged-1").is_symlink()
+
+
+@pytest.mark.parametrize("record", [RECORD, QuarantineRecord(kernel="a.b")], ids=["device", "everywhere"])
+@pytest.mark.parametrize("step", ["mkstemp", "replace", "fsync"])
+def test_damage_that_cannot_be_replaced_keeps_the_kernel_out_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    record: QuarantineRecord, step: str,
+) -> None:  # fmt: skip
+    """A full disk, no descriptor, a folder to read alone: now, and when there is room again."""
+    store = JsonQuarantineStore(tmp_path)
+    store.save(record)
+    path = only_file(tmp_path)
+    path.write_bytes(b"damaged")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "layerzero"):
+        patch.setattr(tempfile if step == "mkstemp" else os, step, full)
+        (found,) = store.load()
+    assert (found.kernel, found.device, path.read_bytes()) == ("a.b", "*", b"damaged")
+    assert "no space left" in caplog.text
+    (found,) = {r.kernel: r for r in JsonQuarantineStore(tmp_path).load()}.values()
+    assert (found.kernel, found.device) == ("a.b", "*")
+    assert path.with_name(f"{path.name}.damaged-1").read_bytes() == b"damaged"
+
+
+def test_a_process_that_ends_while_it_replaces_damage_frees_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before what it believes of the kernel is written: the damage is found again."""
+    store = JsonQuarantineStore(tmp_path)
+    store.save(RECORD)
+    only_file(tmp_path).write_bytes(b"damaged")
+
+    def killed(*_: object) -> None:
+        assert [path for path in tmp_path.iterdir() if path.suffix == ".json"]
+        raise OSError("as if")
+
+    monkeypatch.setattr(JsonQuarantineStore, "save", killed)
+    store.load()
 
 
 def test_strange_files_are_ignored(tmp_path: Path) -> None:

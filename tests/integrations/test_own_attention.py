@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +177,40 @@ def test_a_linear_of_another_class_counts_by_what_it_computes() -> None:
     kinds: list[Any] = [nn.Linear, ByHand, Scaled, Packed, nn.Bilinear]
     parts = [kind(2, 2) if kind is not nn.Bilinear else kind(2, 2, 2) for kind in kinds]
     assert [mlp.is_linear(part) for part in parts] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [[(5, 8), (6, 8), (6, 8)], [(2, 5, 8), (2, 6, 8), (2, 6, 8)], [(2, 1, 3, 5, 8)] * 3,
+     [(1, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8)], [(2, 4, 5, 8), (2, 2, 6, 8), (2, 1, 6, 8)]],
+)  # fmt: skip
+def test_axes_that_the_op_has_not_are_torchs(shapes: list[tuple[int, ...]]) -> None:
+    """Operands without heads, with more axes, shared by sequences or by heads; they were refused."""
+    generator = torch.Generator().manual_seed(0)
+    operands = [torch.randn(shape, generator=generator) for shape in shapes]
+    grouped = shapes[1][:-2] != shapes[2][:-2]
+    expected = nn.functional.scaled_dot_product_attention(*operands, enable_gqa=grouped)
+    torch.testing.assert_close(sdpa.scaled_dot_product_attention(*operands, enable_gqa=grouped), expected)
+
+
+@pytest.mark.parametrize("bound", [10.0, 1000.0, math.inf])
+def test_a_block_that_bounds_what_it_computes_stays_the_models_own(bound: float) -> None:
+    """DeepSeek-V4's gate and value, a clipped activation and a projection: usual numbers show no bound."""
+
+    class Clipped(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input.clamp(-bound, bound))
+
+    deepseek: Any = transformers.models.deepseek_v4.modeling_deepseek_v4
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "mlp_bias": False, "hidden_act": "silu"}
+    block = deepseek.DeepseekV4MLP(SimpleNamespace(**sizes, swiglu_limit=bound))
+    clip: Any = transformers.models.clip.modeling_clip
+    plain = clip.CLIPMLP(SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="gelu"))
+    plain.activation_fn = transformers.activations.ClippedGELUActivation(-bound, bound)
+    served = bound == math.inf
+    assert isinstance(mlp.substitute(block), mlp.MlpForward) is served
+    assert isinstance(mlp.substitute(plain), mlp.MlpForward) is served
+    assert mlp.is_linear(Clipped(2, 2)) is served
 
 
 @torch.no_grad()

@@ -15,11 +15,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 import layerzero as lz
 from layerzero.integrations import transformers
-from layerzero.integrations.patches import mlp
+from layerzero.integrations.patches import mlp, norm
 from layerzero.integrations.patches.modules import substitutes
 from tests.integrations import models
 
@@ -188,3 +189,87 @@ def test_threads_that_patch_one_model_at_once_patch_it_once() -> None:
     lz.unpatch(model)
     assert not [name for name, module in model.named_modules() if "forward" in module.__dict__]
     assert type(model.config._attn_implementation) is str
+
+
+class Doubled(nn.Module):
+    """What a parametrization makes of a weight."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Twice its numbers."""
+        return 2 * weight
+
+
+def as_function(part: Any) -> None:
+    """The weight is computed from another parameter."""
+    parametrize.register_parametrization(part, "weight", Doubled(), unsafe=True)
+
+
+def pruned(part: Any) -> None:
+    """A hook puts the masked weight in place before each call."""
+    prune.l1_unstructured(part, "weight", amount=0.5)
+
+
+def as_view(part: Any) -> None:
+    """A plain tensor, as FSDP's first form makes of each part of its flat parameter."""
+    weight = part.weight
+    del part.weight
+    part.weight = weight * 1.5
+
+
+@pytest.mark.parametrize("change", [as_function, pruned, as_view])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_a_norm_whose_weight_is_no_parameter_any_more_keeps_it(family: str, change: Any) -> None:
+    """Changed while the model is patched, it counts; unpatched, the numbers are the model's own."""
+    answers = []
+    for patched in (False, True):
+        model = models.build(family)
+        norms = [part for part in model.modules() if norm.is_norm(part)]
+        if patched:
+            lz.patch(model)
+        for part in norms:
+            change(part)
+        answers.append(models.answer(model, family))
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(models.answer(lz.unpatch(model), family), answers[0], rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_a_block_that_drops_by_a_function_drops_while_it_trains() -> None:
+    """Seed-OSS has no module for it: without gradients, too, training draws as it did."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
+    for rate in (0.0, 0.5):
+        config = models.transformers.SeedOssConfig(**sizes, residual_dropout=rate, attention_dropout=0.0)
+        torch.manual_seed(0)
+        model = models.transformers.SeedOssForCausalLM(config).train()
+        answers = []
+        for _ in range(2):
+            torch.manual_seed(1)
+            with models.counting() as calls:
+                answers.append(model(**models.text(9, 9)).logits)
+            lz.patch(model)
+        torch.testing.assert_close(answers[1], answers[0], rtol=1e-4, atol=1e-5)
+        assert calls.get("mlp", 0) == (2 if rate == 0 else 0)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@torch.no_grad()
+def test_hooks_on_what_lies_inside_a_block_run(everywhere: bool) -> None:
+    """On an activation, as programs look into models, and on every module of the process."""
+    model = lz.patch(models.build("llama"))
+    seen: list[str] = []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        seen.append(type(module).__name__)
+
+    if everywhere:
+        hooks = [nn.modules.module.register_module_forward_hook(hook)]
+    else:
+        hooks = [layer.mlp.act_fn.register_forward_hook(hook) for layer in model.model.layers]
+    try:
+        models.answer(model, "llama")
+    finally:
+        for each in hooks:
+            each.remove()
+    assert seen.count("SiLUActivation") == 2 and (seen.count("Linear") == 15) is everywhere
+    called(model)

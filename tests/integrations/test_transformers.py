@@ -162,21 +162,58 @@ def test_a_model_whose_masks_alone_are_causal_stays_causal(lengths: tuple[int, .
         torch.testing.assert_close(patched(**given).logits[real], before[real], atol=2e-6, rtol=1e-4)
 
 
-def test_a_part_with_attention_of_its_own_gets_masks_that_it_can_add() -> None:
-    """A captioning model whose images alone go through the interface: its text adds masks to scores."""
+def captioning() -> Any:
+    """A small GIT: its images alone go through the interface, its text adds masks to scores."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.GitConfig(
         vocab_size=97, vision_config={**sizes, "image_size": 32, "patch_size": 16},
         max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes,
     )  # fmt: skip
-    model = transformers.GitForCausalLM(config).eval()
-    given = batch(9, 4)
+    return transformers.GitForCausalLM(config).eval()
+
+
+def test_a_part_with_attention_of_its_own_gets_masks_that_it_can_add() -> None:
+    """A captioning model, padded on the left."""
+    model, given = captioning(), batch(9, 4)
     seen = given["attention_mask"].bool()
     with torch.no_grad():
         theirs = model(**given).logits
         ours = lz.patch(model)(**given).logits
     torch.testing.assert_close(ours[seen], theirs[seen], atol=1e-5, rtol=1e-5)
+
+
+def sharing() -> Any:
+    """A small Gemma 4, whose last layers share keys of earlier ones, for the last queries alone."""
+    torch.manual_seed(0)
+    config = transformers.Gemma4TextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, num_global_key_value_heads=2, head_dim=8, global_head_dim=8,
+        max_position_embeddings=64, sliding_window=64, num_kv_shared_layers=2, vocab_size_per_layer_input=97,
+        hidden_size_per_layer_input=8, layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    return transformers.Gemma4ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("make", [llama, bigbird, captioning, sharing])
+@torch.no_grad()
+def test_a_model_that_is_switched_to_our_implementation_gets_the_masks_that_it_needs(make: Any) -> None:
+    """By name and without a patch, and back: what models of its class say decides, as with one."""
+    model, padded = make(), batch(9, 4)
+    seen, own = padded["attention_mask"].bool(), model.config._attn_implementation
+    alone = {"input_ids": batch(9)["input_ids"]}
+
+    def answers() -> list[Tensor]:
+        last = model(**alone, logits_to_keep=2) if make is sharing else model(**alone)
+        return [model(**padded).logits[seen], last.logits]
+
+    before = answers()
+    model.set_attn_implementation("layerzero")
+    with counting() as calls:
+        torch.testing.assert_close(answers(), before, atol=1e-5, rtol=1e-4)
+    assert calls.get("attention", 0) == (0 if make is captioning else 8 if make is sharing else 4)
+    model.set_attn_implementation(own)
+    torch.testing.assert_close(answers(), before, atol=0, rtol=0)
 
 
 def test_sinks_learn(runtime: lz.Runtime) -> None:
@@ -271,6 +308,31 @@ def test_a_copy_of_a_patched_model_is_patched() -> None:
     lz.unpatch(model)
     with pytest.raises(ValueError, match="patched first"):
         lz.unpatch(other)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("keys", [1, 3, 5, 7])
+def test_a_causal_call_counts_from_the_first_as_sdpa_does(keys: int, biased: bool) -> None:
+    """Whatever the lengths: a module that says nothing of causality, called without a mask."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    q, k, v = (torch.randn(2, 4, length, 8) for length in (5, keys, keys))
+    more = {"position_bias": torch.randn(1, 4, 5, keys)} if biased else {}
+    theirs = sdpa_attention_forward(torch.nn.Module(), q, k, v, None, **more)[0]
+    torch.testing.assert_close(integration.forward(torch.nn.Module(), q, k, v, None, **more)[0], theirs)
+
+
+def test_an_implementation_that_is_named_while_a_model_is_patched_stays() -> None:
+    """Attention is as its caller asked last; what is ours comes off."""
+    for named, left in (("eager", "eager"), ("layerzero", "sdpa")):
+        model = lz.patch(llama())
+        model.set_attn_implementation("eager")
+        model.set_attn_implementation(named)
+        with torch.no_grad(), counting() as calls:
+            model(**batch(9))
+        assert calls.get("attention", 0) == (0 if named == "eager" else 2) and calls["rms_norm"] == 5
+        lz.unpatch(model)
+        assert model.config._attn_implementation == left and type(model.config._attn_implementation) is str
 
 
 @torch.no_grad()

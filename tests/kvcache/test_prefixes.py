@@ -14,6 +14,7 @@ from layerzero.kvcache import (
     KVCacheSpec,
     PageAllocator,
     PagedCache,
+    PagedRequests,
     PagedSequence,
     PageKeys,
     PagesExhaustedError,
@@ -161,3 +162,16 @@ def test_a_page_is_reclaimed_only_while_its_content_is_kept() -> None:
         pages.keep(1 - page, forgotten.append)
     pages.free([page, page])
     assert forgotten == [] and pages.allocate(2) == [1 - page, page] and forgotten == [page]
+
+
+def test_keys_and_prefixes_of_other_pages_are_refused() -> None:
+    """A text would be found in pages of another one that begins alike, or of anything."""
+    cache, prefixes = pool(8)
+    sequence = filled(prefixes, [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="keys needs those of pages of 2 tokens, got 1"):
+        prefixes.publish(sequence, [1, 2, 3, 4], PageKeys(1))
+    with pytest.raises(ValueError, match="keys needs those of pages of 2 tokens, got 4"):
+        prefixes.open([1, 2, 3, 4, 5], PageKeys(4))
+    with pytest.raises(ValueError, match="prefixes needs those of the cache's own pages"):
+        PagedRequests(pool(8)[0], prefixes=prefixes)
+    assert PagedRequests(cache, prefixes=prefixes).capacity == 12 and len(prefixes) == 2

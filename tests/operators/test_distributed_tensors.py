@@ -27,8 +27,15 @@ for placement in (Replicate(), Shard(0), Shard(1)):
     seen = lz.sync.attention(sharded, sharded, sharded, is_causal=True)
     assert seen.placements == (placement,)
     torch.testing.assert_close(seen.full_tensor(), lz.sync.attention(q, q, q, is_causal=True))
+grouped, keys, few = torch.randn(2, 12, 5, 8), torch.randn(2, 6, 5, 8), torch.randn(2, 3, 5, 8)
+seen = lz.sync.attention(whole(grouped, Shard(1)), whole(keys, Shard(1)), whole(keys, Shard(1)))
+torch.testing.assert_close(seen.full_tensor(), lz.sync.attention(grouped, keys, keys))
+split, odd = whole(grouped, Shard(1)), whole(few, Shard(1))
+seen = lz.sync.attention(odd, odd, odd)
+torch.testing.assert_close(seen.full_tensor(), lz.sync.attention(few, few, few))
 tokens = whole(q, Shard(2))
 refusals = {
+    "k needs a number of heads that 2 shards divide": lambda: lz.sync.attention(split, odd, odd),
     "q needs to be replicated or sharded along": lambda: lz.sync.attention(tokens, tokens, tokens),
     "rms_norm needs tensors for which plain torch can": lambda: lz.sync.rms_norm(whole(x), weight),
 }

@@ -148,6 +148,23 @@ def test_jagged_tensors_are_rows_and_sequences() -> None:
         lz.sync.attention(heads, heads, heads, layout="BSHD", alibi_slopes=torch.ones(4))
     with pytest.raises(TypeError, match="q needs its jagged axis where BHSD has tokens, 2, got 1"):
         lz.sync.attention(heads, heads, heads)
+    # Parts of padded rows lie with gaps, and as many values may be other sequences.
+    starts, lengths = torch.tensor([0, 2]), torch.tensor([3, 4])
+    gaps = torch.nested.narrow(torch.randn(2, 7, 4, 16), 1, starts, lengths, layout=torch.jagged)
+    with pytest.raises(TypeError, match="q needs sequences without gaps between them"):
+        lz.sync.attention(gaps, gaps, gaps, layout="BSHD")
+    dense = gaps.contiguous()
+    for got, one in zip(
+        lz.sync.attention(dense, dense, dense, layout="BSHD").unbind(), dense.unbind(), strict=True
+    ):
+        torch.testing.assert_close(got, lz.sync.attention(one[None], one[None], one[None], layout="BSHD")[0])
+    k, same, v = (
+        torch.nested.as_nested_tensor([torch.randn(n, 4, 16) for n in each], layout=torch.jagged)
+        for each in ((3, 4), (3, 4), (4, 3))
+    )
+    assert lz.sync.attention(k, k, same, layout="BSHD").shape[0] == 2
+    with pytest.raises(TypeError, match=r"v needs sequences as long as k's, got offsets \[0, 4, 7\] and"):
+        lz.sync.attention(k, k, v, layout="BSHD")
 
 
 def test_an_unknown_subclass_is_refused_by_name() -> None:

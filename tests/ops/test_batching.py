@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -74,6 +75,14 @@ def test_a_single_row_of_a_strided_tensor_is_not_the_start_of_dense_ones() -> No
     big = torch.randn(3, 3, WIDTH)
     pieces = [big[0:1, 0], big[1]]
     assert torch.equal(concat_rows(pieces), torch.cat(pieces))
+
+
+def test_rows_that_touch_in_two_storages_are_no_view_of_one() -> None:
+    """Two arrays over one buffer lie side by side, and neither tensor's storage reaches into the other's."""
+    whole = np.arange(32, dtype=np.float32).reshape(8, 4)
+    pieces = [torch.from_numpy(whole[:5]), torch.from_numpy(whole[5:])]
+    assert as_view_of_base(pieces) is None
+    assert torch.equal(concat_rows(pieces), torch.from_numpy(whole))
 
 
 def test_rows_seen_through_a_minus_sign_are_no_rows_of_their_neighbours() -> None:

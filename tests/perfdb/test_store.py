@@ -270,7 +270,7 @@ def test_a_killed_writer_loses_nothing_it_acknowledged(tmp_path: Path) -> None:
     for _ in range(2):
         child = children.Child(_KILLED, str(path), folder=tmp_path)
         while child.out.read_text().count("\n") <= 20:
-            assert child.process.is_alive(), child.err.read_text()
+            assert child.is_alive(), child.err.read_text()
             time.sleep(0.005)
         child.process.kill()
         acknowledged = child.ended().stdout.count("\n") - 1
@@ -486,9 +486,7 @@ def test_writers_that_begin_together_all_write(tmp_path: Path, damaged: bool) ->
             while (
                 sum(each.exists() for each in (work / f"here-{turn}-{n}" for n in range(writers))) < writers
             ):
-                assert all(child.process.is_alive() for child in running), [
-                    c.err.read_text() for c in running
-                ]
+                assert all(child.is_alive() for child in running), [c.err.read_text() for c in running]
                 time.sleep(0.001)
             (work / f"go-{turn}").touch()
     except BaseException:

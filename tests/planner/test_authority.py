@@ -442,6 +442,52 @@ def test_a_kernel_out_of_service_is_named(tmp_path: Path) -> None:
             lz.load_plan(path, block, X, RESIDUAL)
 
 
+def test_a_kernel_that_rests_after_a_plan_was_loaded_is_planned_around(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Calls go on without it, and say that the file is not followed; once it serves again, the file is."""
+    path = tmp_path / "plans.json"
+    with lz.start(scoped=True) as runtime, torch.no_grad():
+        block, health = saved(path), runtime.device().health
+        loaded = lz.load_plan(path, block, X, RESIDUAL)
+        expected, before = loaded(X, RESIDUAL), kernels_of(loaded)
+        name = next(k for k in before if ".add_rms_norm" in k)
+        health.quarantine(name, "planted")
+        torch.testing.assert_close(loaded(X, RESIDUAL), expected, rtol=1e-4, atol=1e-4)
+        assert name not in kernels_of(loaded)
+        assert "plan.file_not_followed" in caplog.text and name in caplog.text
+        health.lift(name)
+        torch.testing.assert_close(loaded(X, RESIDUAL), expected, rtol=1e-4, atol=1e-4)
+        assert kernels_of(loaded) == before
+
+
+class Prices:
+    """The costs of ops, in microseconds."""
+
+    def __init__(self, **us: float) -> None:
+        self.us = us
+
+    def __call__(self, kernel: Kernel, *_: object) -> tuple[float, str]:
+        return self.us[kernel.op], "measured"
+
+    def fingerprint(self, op: str) -> object:
+        """Equal for equal prices."""
+        return self.us.get(op)
+
+
+def test_a_file_decides_for_its_own_block_alone(tmp_path: Path, opened: Callable[..., Runtime]) -> None:
+    """What is planned beside a loaded plan is searched for, by the prices of now."""
+    device = opened([kernel("one.rms_norm"), kernel("one.add_rms_norm")]).device()
+    path, block = tmp_path / "plans.json", lambda x, residual: lz.sync.rms_norm(x + residual)
+    device.set_costs(Prices(rms_norm=1.0, add_rms_norm=0.5))
+    lz.plan(block, X, RESIDUAL).save(path)
+    device.set_costs(Prices(rms_norm=1.0, add_rms_norm=500.0))
+    assert kernels_of(lz.load_plan(path, block, X, RESIDUAL)) == ["one.add_rms_norm"]
+    beside = lz.plan(block, rows(9), rows(9))
+    beside(X, RESIDUAL)
+    assert kernels_of(beside) == ["one.rms_norm"]
+
+
 def test_a_capture_runs_what_was_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a capture a rehearsed plan is run though a kernel came since; without one it is said."""
     block, other = feed_forward(), rows(9)

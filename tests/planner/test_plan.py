@@ -302,6 +302,21 @@ def test_a_weight_that_wants_a_gradient_later_gets_one() -> None:
     torch.testing.assert_close(first.grad, 2 * x.sum(0).expand(16, -1))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_weight_that_a_module_has_in_the_place_of_another_is_the_one_that_counts(grad: bool) -> None:
+    """A state loaded with `assign=True`, or a parameter that is set, of a module or a function over one."""
+    module = nn.Sequential(nn.Linear(WIDTH, 16), nn.SiLU(), nn.Linear(16, WIDTH)).requires_grad_(False)
+    other = nn.Sequential(nn.Linear(WIDTH, 16), nn.SiLU(), nn.Linear(16, WIDTH)).requires_grad_(False)
+    x = rows()
+    with lz.start(scoped=True), torch.set_grad_enabled(grad):
+        for planned in (lz.plan(module, x), lz.plan(lambda x: module(x), x)):
+            torch.testing.assert_close(planned(x), module(x))
+            module.load_state_dict({n: p.clone() + 1 for n, p in other.state_dict().items()}, assign=True)
+            torch.testing.assert_close(planned(x), module(x))
+            module[0].bias = nn.Parameter(torch.randn(16), requires_grad=False)
+            torch.testing.assert_close(planned(x), module(x))
+
+
 def test_threads_plan_at_once() -> None:
     """Blocks that several threads plan are all right, each signature once, and torch is left as it was."""
     ours = nn.Module.__call__, nn.Module.__getattr__

@@ -114,7 +114,6 @@ def _run(perfdb: Path | None, sizes: tuple[int, ...] = (2,), progress: Any = Non
 def kill_at_work(folder: Path, leader: Child, others: int) -> None:
     """SIGKILL, once so many others have seen that it leads."""
     wait_for(lambda: len(list(folder.glob("waits-*"))) == others)
-    assert leader.process.pid is not None
     os.kill(leader.process.pid, signal.SIGKILL)
 
 

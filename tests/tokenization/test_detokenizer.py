@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,11 +75,44 @@ def test_text_ends_before_the_first_stop_string(tokenizer: Tokenizer, text: str,
     """What is given is the text up to the first stop string, however tokens cut it."""
     ids, whole = ids_of(tokenizer, text)
     parts, stopped = pieces(tokenizer, ids, tuple(stops))
-    ends = [whole.index(stop) for stop in stops if stop in whole]
-    assert stopped == bool(ends)
     # Two stop strings may overlap: the one that is complete first ends the text.
-    wanted = {whole[:end] for end in ends} or {whole}
-    assert "".join(parts) in wanted
+    found = [(whole.index(stop) + len(stop), whole.index(stop)) for stop in stops if stop in whole]
+    assert stopped == bool(found)
+    assert "".join(parts) == (whole[: min(found)[1]] if found else whole)
+
+
+@pytest.mark.parametrize("texts", [["abc"], ["ab", "c"], ["a", "bc"], ["a", "b", "c"]])
+def test_a_stop_string_inside_another_ends_the_text_alike(texts: list[str]) -> None:
+    """Whether one token brings both or several do: the one that is complete first counts."""
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": 256, b"bc": 257, b"abc": 258}
+    tokenizer = Tokenizer(tiktoken.Encoding("stops", pat_str=".+", mergeable_ranks=ranks, special_tokens={}))
+    parts, stopped = pieces(tokenizer, [ranks[text.encode()] for text in texts], ("abc", "b"))
+    assert stopped and "".join(parts) == "a"
+
+
+def test_a_stop_string_of_any_length_costs_a_look_a_character(tokenizers: dict[str, Tokenizer]) -> None:
+    """One of a request's may be as long as its body: others' tokens do not wait for it."""
+    looks = 0
+
+    class Counted(str):
+        """A stop string that counts how often it is compared or cut."""
+
+        def startswith(self, *args: Any) -> bool:
+            nonlocal looks
+            looks += 1
+            return super().startswith(*args)
+
+        def __getitem__(self, index: Any) -> str:
+            nonlocal looks
+            looks += 1
+            return super().__getitem__(index)
+
+    tokenizer = tokenizers["tiktoken"]
+    ids, whole = ids_of(tokenizer, "a b " * 100)
+    for first in ("b", "a b a c", "a b " * 50):  # nothing, a little, and most is held back
+        looks, stops = 0, (Counted("c" * 10_000), Counted(first + "c" * 10_000))
+        parts, _ = pieces(tokenizer, ids, stops)
+        assert "".join(parts) == whole and looks <= 2 * len(stops) * (len(whole) + len(ids))
 
 
 def test_nothing_follows_a_stop_string(tokenizers: dict[str, Tokenizer]) -> None:

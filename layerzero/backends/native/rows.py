@@ -42,7 +42,7 @@ def _tables(cos: Tensor, sin: Tensor) -> list[Tensor]:
 def _rope(native: Any, *args: Any) -> tuple[Tensor, Tensor]:
     """Reads q and k in place, views of one projection too; writes dense heads."""
     q, k, positions, cos, sin, _, _ = args
-    outs = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
+    outs = q.new_empty(q.shape), k.new_empty(k.shape)
     if q.dim() == 3:
         flat = [*outs, q, k]
     else:
@@ -57,7 +57,7 @@ def _rope(native: Any, *args: Any) -> tuple[Tensor, Tensor]:
 def _rope_append(native: Any, *args: Any) -> Tensor:
     """One pass a token: queries turned into the result, keys turned into their page, values copied."""
     q, k, v, positions, cos, sin, k_cache, v_cache, slot_mapping, _, layout = args
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = q.new_empty(q.shape)
     pools = k_cache, v_cache, slot_mapping, layout == "HND"
     if not native(out, q, k, v, positions, *_tables(cos, sin), *pools):
         refuse("rope_append_kv", args)

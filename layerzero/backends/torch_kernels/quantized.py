@@ -44,7 +44,7 @@ def int8_weight_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | 
     """`torch._weight_int8pack_mm`: int8 weights widened in registers."""
     rows = x.reshape(-1, x.shape[-1])
     # The scales stay out of the product, which would round them to x's dtype.
-    ones = torch.ones(weight.shape[0], dtype=x.dtype)
+    ones = x.new_ones(weight.shape[0])
     product = torch._weight_int8pack_mm(rows, weight.contiguous(), ones)  # pyright: ignore[reportPrivateImportUsage]
     return _shifted(product.float() * scale.view(-1), bias, x)
 

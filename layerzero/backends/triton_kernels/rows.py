@@ -127,7 +127,7 @@ def quantize(
         x, codes, scales, width, FORMATS[form].element.max_value, SMALLEST_SCALE,
         GIVEN=scale is not None, MANTISSA=mantissa, LEAST=min_exponent, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
-    return codes, scales if scale is None else scale
+    return codes, scales if scale is None else scale.clone()
 
 
 @triton.jit

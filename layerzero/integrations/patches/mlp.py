@@ -31,6 +31,8 @@ NAMES = ("mlp", "feedforward", "feed_forward", "densegatedactdense", "denseactde
 _IN_LAYERS = frozenset({"fc1", "ffn", "lin1", "linear1"})
 # How often the gate's and the value's weights are put into one matrix anew after something moved them.
 JOINS = 4
+# Of the rows that a block is tried with: usual ones, and some beyond the bounds that blocks put on numbers.
+SCALES = (1.0, 1e5)
 WEIGHTS_APART = "integrations.weights_apart"
 C, F = 8, 12
 
@@ -45,9 +47,11 @@ class MlpForward(PatchedForward):
 
     part, op = "mlp", "mlp"
 
-    def __init__(self, module: nn.Module, up: tuple[str, ...], down: str, activation: str) -> None:
+    def __init__(
+        self, module: nn.Module, up: tuple[str, ...], down: str, activation: str, drops: bool
+    ) -> None:
         super().__init__(module)
-        self.learnt = up, down, activation
+        self.learnt = up, down, activation, drops
         self.joins = 0
         self.joint: StorageWeakRef | None = None  # the weights alone keep it alive
 
@@ -56,12 +60,12 @@ class MlpForward(PatchedForward):
         if len(args) != 1 or kwargs:
             return self.decline("arguments", args, kwargs)
         x, inside = args[0], self.module.__dict__["_modules"]
-        up, down_name, activation = self.learnt
+        up, down_name, activation, drops = self.learnt
         ups: list[Any] = [inside[name] for name in up]
         down: Any = inside[down_name]
         if type(x) is Tensor and x.device.type == "meta":
             return self.original(x)
-        why = _obstacle(self.module, x, [*ups, down])
+        why = _obstacle(self.module, x, [*ups, down], drops)
         if why:
             return self.decline(why, args, kwargs)
         weight, bias = ups[0].weight, ups[0].bias
@@ -85,11 +89,11 @@ class MlpForward(PatchedForward):
         gate_of = GATES.get(learnt()[2])
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            names, last, activation = learnt()
+            names, last, activation, drops = learnt()
             if len(args) != 1 or kwargs or is_left_alone(args[0]):
                 return kind.forward(module, *args, **kwargs)
             x, ups, down = args[0], [module._modules[name] for name in names], module._modules[last]
-            if _obstacle(module, x, [*ups, down]):
+            if _obstacle(module, x, [*ups, down], drops):
                 return kind.forward(module, x)
             if len(ups) == 1 or gate_of is None:
                 return mlp(x, ups[0].weight, down.weight, ups[0].bias, down.bias, activation=activation)
@@ -147,12 +151,13 @@ class MlpForward(PatchedForward):
         return {**self.__dict__, "joint": None, "joins": 0}
 
 
-def _obstacle(module: nn.Module, x: Any, linears: list[Any]) -> str:
-    """Why this call is not for the op; empty where it is."""
+def _obstacle(module: nn.Module, x: Any, linears: list[Any], drops: bool) -> str:
+    """Why this call is not for the op; empty where it is. `drops`: a function drops numbers in training."""
     if not all(is_linear(linear) for linear in linears):
         return "projections"
     # By the dictionary: torch's compiler guards on every place that an attribute could have been in.
-    if has_hooks(linears) or module.__dict__.get("_is_fsdp_managed_module", False):
+    inside = [part for part in module._modules.values() if part is not None]
+    if has_hooks(inside) or _has_hooks_everywhere() or module.__dict__.get("_is_fsdp_managed_module", False):
         return "hooks"
     weights = [value for linear in linears for value in (linear.weight, linear.bias) if value is not None]
     if type(x) is not Tensor or any(type(weight) not in PLAIN for weight in weights):
@@ -164,9 +169,14 @@ def _obstacle(module: nn.Module, x: Any, linears: list[Any]) -> str:
         return "autocast"
     if learns and (x.requires_grad or any(weight.requires_grad for weight in weights)):
         return "gradient"
-    if module.training and any(isinstance(m, nn.Dropout) and m.p for m in module.children()):
+    if module.training and (drops or any(isinstance(m, nn.Dropout) and m.p for m in module.children())):
         return "dropout"
     return ""
+
+
+def _has_hooks_everywhere() -> bool:
+    """Whether a hook waits for every module of the process; torch's compiler follows none."""
+    return not torch.compiler.is_compiling() and bool(cast(Any, nn.modules.module)._has_any_global_hook())
 
 
 @functools.cache
@@ -228,8 +238,8 @@ def substitute(module: nn.Module) -> MlpForward | str:
         if name not in linears and part is not None
     }
     double = probe.stand_in(module, {}, {**rest, **small})
-    x = probe.numbers(3, C, seed=5)
-    theirs = probe.answer(type(module).forward, double, x)
+    rows = [probe.numbers(3, C, seed=5, scale=scale) for scale in SCALES]
+    theirs = [probe.answer(type(module).forward, double, x) for x in rows]
     for order in ((0, 1), (1, 0)) if gated else ((0,),):
         up = torch.cat([weights[i].weight for i in order])
         biases = [weights[i].bias for i in order]
@@ -237,13 +247,16 @@ def substitute(module: nn.Module) -> MlpForward | str:
             return "one of its gated projections has a bias, the other has none"
         bias = None if biases[0] is None else torch.cat(biases)
         for activation in GATES if up.shape[0] == 2 * F else UNGATED:
-            ours = mlp_reference(x, up, weights[-1].weight, bias, weights[-1].bias, activation)
-            if probe.same(ours, theirs):
-                return MlpForward(module, tuple(ups[i] for i in order), down, activation)
+            last = weights[-1].weight, bias, weights[-1].bias, activation
+            if all(probe.same(mlp_reference(x, up, *last), y) for x, y in zip(rows, theirs, strict=True)):
+                double.training = True
+                with torch.random.fork_rng(devices=[]):
+                    drops = not probe.same(probe.answer(type(module).forward, double, rows[0]), theirs[0])
+                return MlpForward(module, tuple(ups[i] for i in order), down, activation, drops)
     return (
         "no activation of the op gives what it computes"
-        if isinstance(theirs, Tensor)
-        else probe.why_not(theirs)
+        if isinstance(theirs[0], Tensor)
+        else probe.why_not(theirs[0])
     )
 
 
@@ -268,13 +281,13 @@ def is_linear(part: object) -> bool:
 
 @functools.cache
 def _gives_linear(kind: Any) -> bool:
-    x = probe.numbers(3, C, seed=7)
+    rows = [probe.numbers(3, C, seed=7, scale=scale) for scale in SCALES]
     plain = [_linear((F, C), bias, seed=8) for bias in (True, False)]
     doubles = [probe.stand_in(linear, dict(linear.named_parameters())) for linear in plain]
     for linear, double in zip(plain, doubles, strict=True):
         double.__class__ = kind
         double._parameters.setdefault("bias", None)
-        if not probe.same(probe.answer(linear, x), probe.answer(kind.forward, double, x)):
+        if not all(probe.same(probe.answer(linear, x), probe.answer(kind.forward, double, x)) for x in rows):
             return False
     return True
 

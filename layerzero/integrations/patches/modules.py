@@ -36,13 +36,19 @@ class Patch:
     table: PatchTable
     parts: frozenset[str]
     substitutes: list[PatchedForward] = field(default_factory=list)
-    # What to give each configuration back, and other such things: (object, attribute, value).
-    settings: list[tuple[Any, str, Any]] = field(default_factory=list)
+    # What was set in configurations and other such things: (object, attribute, value before, value).
+    settings: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+
+    def set(self, owner: Any, name: str, before: Any, value: Any) -> None:
+        """Set an attribute until `restore_settings`."""
+        self.settings.append((owner, name, before, value))
+        setattr(owner, name, value)
 
     def restore_settings(self) -> None:
-        """Give every object the attribute back that it had."""
-        for owner, name, value in self.settings:
-            setattr(owner, name, value)
+        """Give every object the attribute back that it had, unless somebody has set another one since."""
+        for owner, name, before, value in self.settings:
+            if getattr(owner, name) == value:
+                setattr(owner, name, before)
         self.settings.clear()
 
 

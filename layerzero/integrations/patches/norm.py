@@ -36,8 +36,12 @@ class NormForward(PatchedForward):
         """One tensor by the op; anything else by the module itself."""
         if len(args) != 1 or kwargs:
             return self.decline("arguments", args, kwargs)
-        x, (op, eps, shift, *_), inside = args[0], self.learnt, self.module._parameters
-        weight = inside.get("weight")
+        x, (op, eps, shift, has_weight, has_bias), inside = args[0], self.learnt, self.module._parameters
+        weight, bias = inside.get("weight"), inside.get("bias")
+        if has_weight and weight is None:  # computed, or put in place by a hook or FSDP's flat parameter
+            weight = self.module.weight
+        if has_bias and bias is None:
+            bias = self.module.bias
         if type(x) is not Tensor or (weight is not None and type(weight) not in PLAIN):
             return self.decline("tensor subclass", args, kwargs)
         if x.device.type == "meta":
@@ -51,7 +55,7 @@ class NormForward(PatchedForward):
             if shift and weight is not None:
                 weight = weight.float() + shift
             return sync.rms_norm(x, weight, eps=eps)
-        return sync.layer_norm(x, weight, inside.get("bias"), eps=eps)
+        return sync.layer_norm(x, weight, bias, eps=eps)
 
     @staticmethod
     def traced(kind: Any, learnt: Callable[[], Any]) -> Callable[..., Any]:

@@ -36,9 +36,9 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's function by `lz.sync.attention`; operands of a subclass by torch's."""
-    plain = all(type(x) is Tensor and x.device.type != "meta" for x in (query, key, value))
-    if not plain:
+    """torch's function by `lz.sync.attention`; operands of a subclass or of other axes by torch's."""
+    plain = all(type(x) is Tensor and x.device.type != "meta" and x.dim() == 4 for x in (query, key, value))
+    if not plain or not (query.shape[0] == key.shape[0] == value.shape[0]) or key.shape[1] != value.shape[1]:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -106,7 +106,8 @@ def quantize_reference(
     tensor_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scale, round, clamp, in float32 for every dtype of x: all kernels give the same codes."""
-    return round_to_format(x, ALL_FORMATS[format], granularity, group_size, scale, tensor_scale)
+    codes, used = round_to_format(x, ALL_FORMATS[format], granularity, group_size, scale, tensor_scale)
+    return codes, used if scale is None else scale.clone()  # an operator's results are memory of their own
 
 
 def _validate_values(args: Args) -> Args:
@@ -139,7 +140,7 @@ def _empty(args: Args) -> tuple[Tensor, Tensor] | None:
     codes = x.new_empty(_codes_shape(shape, form), dtype=form.element.storage)
     # Nothing shares the scale of an empty tensor; any number gives nothing back.
     ones = torch.ones(scale_shape(shape, granularity, group_size), device=x.device)
-    return codes, ones.to(form.scales[0]) if scale is None else scale
+    return codes, ones.to(form.scales[0]) if scale is None else scale.clone()
 
 
 QUANTIZE = define_op(

@@ -81,8 +81,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int = 0) -> tuple[Tensor
     """How likely each row's token was, and the `top` likeliest tokens of the row.
 
     Args: logits (B, V); tokens (B,) integers; top from 0 to V.
-    Returns: logarithms of probabilities (B,); the likeliest tokens (B, top) int64, the likeliest first; their
-        logarithms (B, top); float32, or float64 for such logits.
+    Returns: logarithms of probabilities (B,); the likeliest tokens (B, top) int64, the likeliest first, of
+        equal ones the lowest; their logarithms (B, top); float32, or float64 for such logits.
     Raises: ValueError, TypeError: an argument does not fit, by name; on the CPU also ids out of range.
 
     Example:
@@ -98,8 +98,21 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int = 0) -> tuple[Tensor
     index = checks.ids_in_range("tokens", tokens, vocab, "the vocabulary").long().unsqueeze(-1)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logprobs = torch.log_softmax(wide, -1)
-    likeliest = torch.topk(logprobs, top, dim=-1)
-    return logprobs.gather(-1, index).squeeze(-1), likeliest.indices, likeliest.values
+    likeliest = _largest(logprobs, top)
+    return logprobs.gather(-1, index).squeeze(-1), likeliest, logprobs.gather(-1, likeliest)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """The places (B, count) of each row's largest: the first ones of any larger count."""
+    least = values.topk(max(1, count), -1).values.amin(-1, keepdim=True)
+    is_above, is_last = values > least, values == least
+    room = count - is_above.sum(-1, keepdim=True)
+    place = torch.arange(values.shape[-1], device=values.device)
+    # `topk` takes any of equal ones: the lowest are kept here. A row of NaN has some places.
+    kept = torch.where(is_above | (is_last & (is_last.cumsum(-1) <= room)), place, place[-1])
+    lowest = kept.topk(count, -1, largest=False).values.sort(-1).values
+    order = values.gather(-1, lowest).sort(dim=-1, descending=True, stable=True).indices
+    return lowest.gather(-1, order)
 
 
 # -- the steps ------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def tree_mask(parents: Sequence[int], device: torch.device | str = "cpu") -> Ten
         raise TypeError(f"parents needs a sequence of ints, got {type(parents).__name__}")
     parents = tuple(parents)
     _need_tree(parents)
-    mask = torch.eye(len(parents), dtype=torch.bool)
+    mask = torch.eye(len(parents), dtype=torch.bool, device="cpu")
     for node, parent in enumerate(parents):
         if parent >= 0:
             mask[node] |= mask[parent]

@@ -5,7 +5,8 @@ How layers combine (file < environment < program < context < request):
     lock    the last applicable one wins; every other kernel is refused
     deny    all apply, in every layer; deny beats allow. A locked kernel is exempt from denials in the
             lock's own layer and below, never from those above it
-    allow   the highest layer that has an applicable allow list decides; no list allows everything
+    allow   the highest layer that has an applicable allow list decides; no list allows everything. A locked
+            kernel is exempt from a list of the lock's own layer and below, as from denials
     boost   all apply, in chain order, each to the cost that the one before left
 """
 
@@ -204,17 +205,18 @@ class RequestPolicy:
         hits = rules.matching(kernel_id, backend) & self._bits
         lock = self.lock
         locked = lock is not None and hits >> self._lock_index & 1 == 1
-        denies = hits & self._denies
+        denies, allows = hits & self._denies, self._allows
         if locked and lock is not None:
             for layer, mask in rules.of_layer.items():
                 if layer <= lock.layer:
                     denies &= ~mask
+                    allows &= ~mask
         reasons = [rules.denial(index) for index in _indices(denies)]
         if lock is not None and not locked:
             by_whom = f"no rule by {lock.source}"
             reasons.append(Rejected(Reason.LOCKED_TO_ANOTHER, "policy", str(lock), kernel_id, by_whom))
-        if self._allows and not hits & self._allows and not locked:
-            reasons.append(_not_allowed([rules.rules[index] for index in _indices(self._allows)], kernel_id))
+        if allows and not hits & allows:
+            reasons.append(_not_allowed([rules.rules[index] for index in _indices(allows)], kernel_id))
         boost = NO_BOOST
         for index in _indices(hits & rules.by_action["boost"]):
             boost = boost.then(rules.rules[index].boost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -16,6 +17,7 @@ from layerzero.selection.plan import signature_of
 from layerzero.selection.policy import Policy, make_rule
 from layerzero.selection.record import Selection
 from layerzero.spec.errors import KernelExecutionError, NoKernelFoundError, RuntimeClosedError
+from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Reason
 from layerzero.spec.settings import Settings
 from tests.clocks import FakeClock
@@ -153,6 +155,59 @@ def test_half_open_admits_the_configured_probes_only() -> None:
     for thread in threads:
         thread.join(10)
     assert len(reached) == 2
+
+
+def probed_device(*kernels: Kernel) -> LocalDevice:
+    """A device whose kernel `flaky` is on probation, with its only place for a probe taken."""
+    flaky, clock = Flaky(), FakeClock()
+    first = kernel("flaky.rms_norm", flaky, launch_us=0.1)
+    own = device([first, *kernels], Settings(failures_to_open=1, probes=1), clock=clock)
+    own.launch(RMS, args())
+    clock.advance(31.0)
+    own.plan(RMS, signature_of(RMS, args()), args(), mode_bits())
+    assert own.health.take_probe("flaky.rms_norm") is not None
+    return own
+
+
+def test_a_call_that_is_no_probe_says_who_answered_it(caplog: pytest.LogCaptureFixture) -> None:
+    """The record names the kernel that ran, with its own transforms; a counter and an event say it, too."""
+    own = probed_device(kernel("dense.rms_norm", launch_us=9.0, contiguous=True))
+    full = RMS.build(torch.rand(3, 16)[:, ::2])[1]
+    with caplog.at_level(logging.DEBUG, "layerzero"):
+        result, plan = own.launch_planned(RMS, full)
+    record = plan.selection_for_request()
+    assert torch.equal(result, RMS.reference(*full))
+    assert (record.kernel, record.fallback) == ("dense.rms_norm", "flaky.rms_norm")
+    assert [each.kind for each in record.transforms] == ["contiguous"] and "on probation" in record.why
+    accepted = record.candidate("dense.rms_norm").accepted
+    assert accepted is not None and record.expected_us == accepted.kernel_us + accepted.transform_us
+    assert own.counters.get("fallbacks", kernel="flaky.rms_norm", reason="CIRCUIT_OPEN") == 1
+    assert "kernel.fell_back" in caplog.text
+    assert own.health.probing_kernels() == {"flaky.rms_norm"}
+
+
+def test_what_fails_beside_a_kernel_on_probation_is_not_held_against_that_kernel() -> None:
+    """The next kernel raises, once: the one after it answers, and who raised is blamed by name."""
+    broken = Flaky()
+    broken.broken = False
+    second = kernel("second.rms_norm", broken, launch_us=5.0)
+    own = probed_device(second, kernel("third.rms_norm", launch_us=9.0))
+    broken.broken = True
+    before, calls = own.health.statuses(), broken.calls
+    _, plan = own.launch_planned(RMS, args())
+    assert (plan.kernel, plan.selection.fallback) == ("third.rms_norm", "second.rms_norm")
+    assert broken.calls == calls + 1
+    (flaky,) = (s for s in own.health.statuses() if s.kernel == "flaky.rms_norm")
+    assert flaky in before
+    assert own.counters.get("fallbacks", kernel="second.rms_norm", reason="RuntimeError") == 1
+
+
+def test_a_kernel_on_probation_that_nothing_stands_beside_says_so() -> None:
+    """Where no other kernel takes the call, a call that is no probe is an error by name."""
+    own = probed_device(kernel("dense.rms_norm", launch_us=9.0))
+    own.set_policy(Policy((make_rule("lock", "flaky.rms_norm", op="rms_norm"),)))
+    with pytest.raises(KernelExecutionError, match=r"flaky\.rms_norm .*on probation.* no other kernel"):
+        own.launch(RMS, args())
 
 
 def test_when_everybody_fails_the_first_error_is_the_cause() -> None:
@@ -456,6 +511,36 @@ def test_a_forked_child_lets_plans_grow_as_old_as_its_parent() -> None:
     kept = own.table(RMS)
     clock.advance(11.0)
     assert own.table(RMS) is not kept
+    own.close()
+
+
+def test_a_forked_child_tries_a_kernel_that_rests_when_its_time_has_come() -> None:
+    """A circuit that was open at the fork ends in the child, too."""
+    flaky, clock = Flaky(), FakeClock()
+    own = flaky_device(flaky, clock, failures_to_open=1, cooldown_s=30.0)
+    own.launch(RMS, args())
+    flaky.broken = False
+    clock._due.clear()
+    own.reset_after_fork()
+    assert selection(own, args()).kernel == "steady.rms_norm"
+    clock.advance(31.0)
+    assert selection(own, args()).kernel == "flaky.rms_norm"
+    own.close()
+
+
+def test_a_forked_child_reads_the_measurements_that_its_parent_was_reading() -> None:
+    """The thread that read them is not there: the child reads them itself."""
+    own = device([kernel("a.rms_norm", launch_us=0.1), kernel("b.rms_norm", launch_us=9.0)])
+    build = lambda: lambda kernel, *_: (1.0 if kernel.backend == "b" else 5.0, "measured")  # noqa: E731
+    never = threading.Event()
+    own.loader.run_later = lambda job: never  # type: ignore[method-assign]  # a thread that is gone
+    own.load_costs(build, at_once=False)
+    del own.loader.run_later
+    own.reset_after_fork()
+    own.wait_for_costs(LIMIT_S)
+    assert selection(own, args()).kernel == "b.rms_norm"
+    own.reset_after_fork()
+    assert own._costs_loading is None
     own.close()
 
 

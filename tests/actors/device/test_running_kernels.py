@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -138,6 +139,28 @@ def test_a_journal_keeps_nothing_alive_that_is_dropped(tmp_path: Path, twin: Any
     del kernel
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_notes_nothing_in_its_parents_journal(tmp_path: Path, twin: Any) -> None:
+    """What a child runs, names, closes or dies under: the parent's journal says what the parent runs."""
+    journal = RunningKernelLog(tmp_path, "gpu-0", "1", twin)
+    noted = journal.wrap("fatal.x", lambda deadly: os.kill(os.getpid(), signal.SIGKILL) if deadly else None)
+    noted(False)
+    child = os.fork()
+    if not child:
+        journal.wrap("childs.x", lambda: None)()
+        assert journal.running_kernels() == []
+        journal.close()
+        noted(True)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert journal.running_kernels() == []
+    journal.wrap("parents.x", lambda: shutil.copytree(tmp_path, tmp_path / "then"))()
+    assert [flight.kernel for flight in read(tmp_path / "then" / journal.path.name)] == ["parents.x"]
+    journal.close()
+    assert not journal.path.exists()
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"X" * 4160])

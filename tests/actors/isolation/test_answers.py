@@ -229,3 +229,6 @@ def test_a_killed_process_that_a_driver_keeps_holds_up_no_caller(monkeypatch: py
             call(asking(plugged.HANG), None, 1e-6)
     kept.set()
     assert limits and None not in limits
+    assert (
+        life.process.returncode == -signal.SIGKILL
+    )  # its status was taken, later: no process is left behind

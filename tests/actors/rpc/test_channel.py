@@ -321,7 +321,7 @@ async def served(
     """A connection to a listener in another process: only there can an answer come while the asker waits."""
     child = Child(program, folder=folder)
     while not (said := child.out.read_text()).endswith("\n"):
-        assert child.process.is_alive(), child.err.read_text()
+        assert child.is_alive(), child.err.read_text()
         await asyncio.sleep(0.005)
     path, port = said.split()
     address = Address(path, "127.0.0.1", int(port), "here", SECRET)

@@ -155,6 +155,22 @@ def adjust(**parameters: Any) -> torch.Tensor:
     return lz.adjust_logits(LOGITS, **parameters)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_likeliest_are_the_first_of_any_longer_list(dtype: torch.dtype) -> None:
+    """Rows of bfloat16 have many equal logits: a neighbour that asks for more changes nobody's list."""
+    logits = torch.randn(5, 512, generator=torch.Generator().manual_seed(1)).bfloat16().to(dtype)
+    logits[1] = 0.0
+    logits[2, 3:] = -math.inf
+    logits[3, 7] = math.nan
+    tokens, stable = torch.arange(5), logits.sort(dim=-1, descending=True, stable=True).indices
+    for top in (0, 1, 2, 3, 5, 20, 512):
+        _, likeliest, values = lz.token_logprobs(logits, tokens, top)
+        fair = torch.tensor([0, 1, 2, 4])
+        assert torch.equal(likeliest[fair], stable[fair, :top])
+        assert torch.equal(values[fair], logits.to(values.dtype).log_softmax(-1).gather(-1, likeliest)[fair])
+        assert values[3].isnan().all()
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

@@ -103,10 +103,13 @@ def test_a_lock_beats_denials_up_to_its_layer_only() -> None:
 
 
 def test_a_locked_kernel_needs_no_place_in_an_allow_list() -> None:
-    """What is locked is taken though the list names others alone."""
+    """What is locked is taken though the list names others alone; a list from above the lock stands."""
     allow = make_rule("allow", "torch_sdpa")
+    lock = make_rule("lock", "flash_attn", op="attention")
+    above = make_rule("allow", "torch_sdpa", layer=Layer.CONTEXT)
     assert codes(policy(allow), FLASH) == [Reason.POLICY_NOT_ALLOWED]
-    assert codes(policy(allow, make_rule("lock", "flash_attn", op="attention")), FLASH) == []
+    assert codes(policy(allow, lock), FLASH) == []
+    assert codes(policy(allow, lock, above), FLASH) == [Reason.POLICY_NOT_ALLOWED]
 
 
 def test_every_reason_is_listed() -> None:
@@ -343,10 +346,10 @@ def naive(chain: list[Rule], kernel: tuple[str, str], request: CallSpec) -> tupl
     if lock is not None and not locked:
         reasons.add(Reason.LOCKED_TO_ANOTHER)
     allows = [r for r in ordered if r.action == "allow"]
-    if allows and not locked:
-        top = max(r.layer for r in allows)
-        if not any(names(r) for r in allows if r.layer == top):
-            reasons.add(Reason.POLICY_NOT_ALLOWED)
+    top = max((r.layer for r in allows), default=Layer.FILE)
+    spared = locked and lock is not None and top <= lock.layer
+    if allows and not spared and not any(names(r) for r in allows if r.layer == top):
+        reasons.add(Reason.POLICY_NOT_ALLOWED)
     cost = 100.0
     for rule in ordered:
         if rule.action == "boost" and names(rule):
