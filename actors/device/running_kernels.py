@@ -57,10 +57,15 @@ _PRIVATE = 0x10 | getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS
 
 
 def _map(*arguments: int) -> None:
-    """POSIX's mmap: Python's own does not replace what is mapped."""
+    """POSIX's mmap: Python's own does not replace what is mapped.
+
+    Raises: OSError: the system does not map it.
+    """
     function = ctypes.CDLL(None, use_errno=True).mmap
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-    function(*arguments)
+    function.restype = ctypes.c_ssize_t
+    if function(*arguments) == -1:  # MAP_FAILED
+        raise OSError(code := ctypes.get_errno(), os.strerror(code))
 
 
 class _Local(threading.local):

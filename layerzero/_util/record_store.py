@@ -113,11 +113,8 @@ class RecordStore(Generic[R]):
         except FileNotFoundError:
             return None  # another process has just removed it
         except (OSError, msgspec.MsgspecError, ValueError) as error:
-            record, moved_to, why = (
-                self.lost(kernel, f"its record was unreadable: {path.name}"),
-                "",
-                str(error),
-            )
+            record = self.lost(kernel, f"its record was unreadable: {path.name}")
+            moved_to, why = "", str(error)
             try:
                 moved_to = str(self._replaced_by(record, path))
             except OSError as failure:  # no room, or no right to write: the damage is found again

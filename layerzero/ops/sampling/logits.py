@@ -104,7 +104,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int = 0) -> tuple[Tensor
 
 def _largest(values: Tensor, count: int) -> Tensor:
     """The places (B, count) of each row's largest: the first ones of any larger count."""
-    least = values.topk(max(1, count), -1).values.amin(-1, keepdim=True)
+    if not count:
+        return values.new_empty((*values.shape[:-1], 0), dtype=torch.int64)
+    least = values.topk(count, -1).values.amin(-1, keepdim=True)
     is_above, is_last = values > least, values == least
     room = count - is_above.sum(-1, keepdim=True)
     place = torch.arange(values.shape[-1], device=values.device)
