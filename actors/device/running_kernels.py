@@ -108,7 +108,7 @@ class RunningKernelLog:
         self._lock = threading.Lock()
         self._closed = True
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        _map(address, _SIZE, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE, -1, 0)  # whoever writes, writes here
+        _map(address, _SIZE, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE, -1, 0)  # each writer writes here
 
     def wrap(self, kernel: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, noted in the journal while it runs."""

@@ -22,7 +22,7 @@ from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Rejected
 
-MOST_CALLS = 65_536  # a batch of more is asked by nobody, and its list of calls takes the memory
+MOST_CALLS = 65_536  # the rows that a batch holds by default; each call is an entry of a list
 
 
 class Explanation(msgspec.Struct, frozen=True):

@@ -45,7 +45,7 @@ class Patch:
         setattr(owner, name, value)
 
     def restore_settings(self) -> None:
-        """Give every object the attribute back that it had, unless somebody has set another one since."""
+        """Give every object the attribute back that it had, unless another one was set since."""
         for owner, name, before, value in self.settings:
             if getattr(owner, name) == value:
                 setattr(owner, name, before)
