@@ -26,7 +26,7 @@ class _Process(Fork):
     """One that nobody has any more is killed."""
 
     def __del__(self) -> None:
-        if self._child_created and self.poll() is None:  # type: ignore[attr-defined]
+        if self._child_created and self.poll() is None:
             self.kill()
             self.wait()
 

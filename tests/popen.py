@@ -96,7 +96,7 @@ def fork_what_is_spawned() -> None:
         return
     spawn, (address, alive) = util.spawnv_passfds, begin_beside()
 
-    def forked(path: Any, args: Sequence[str], descriptors: Sequence[int]) -> int:
+    def forked(path: bytes, args: Sequence[Any], descriptors: Sequence[int]) -> int:
         if "--multiprocessing-fork" not in args:
             return int(spawn(path, args, descriptors))
         passed = {number: number for number in (0, 1, 2, *descriptors)}
