@@ -74,16 +74,16 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
 
 def places_of(fn: Any, weights: Sequence[Tensor]) -> tuple[WeightPlace, ...]:
     """Where the modules that a function computes with keep these weights."""
-    wanted = {id(weight) for weight in weights}
-    held = (value for value in captured_values(fn) if isinstance(value, torch.nn.Module))
+    weight_ids = {id(weight) for weight in weights}
+    outermost = (value for value in captured_values(fn) if isinstance(value, torch.nn.Module))
     tables: list[Mapping[str, Tensor | None]] = []
-    for module in dict.fromkeys(module for outer in held for module in outer.modules()):
+    for module in dict.fromkeys(module for outer in outermost for module in outer.modules()):
         tables += (module._parameters, module._buffers)
     return tuple(
         (table, name, weight)
         for table in tables
         for name, weight in table.items()
-        if weight is not None and id(weight) in wanted
+        if weight is not None and id(weight) in weight_ids
     )
 
 
