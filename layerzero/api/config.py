@@ -187,8 +187,8 @@ class PolicyScope:
             @functools.wraps(func)
             def called(*args: Any, **kwargs: Any) -> Any:
                 with self:
-                    result = func(*args, **kwargs)
-                return self._awaited(result) if isinstance(result, Coroutine) else result
+                    answer = func(*args, **kwargs)
+                return self._awaited(answer) if isinstance(answer, Coroutine) else answer
 
             return cast("F", called)
 

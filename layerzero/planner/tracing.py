@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -28,12 +28,8 @@ _SAFE = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default
 _SWITCH = torch._C._set_grad_enabled
 
 
-class WeightPlace(NamedTuple):
-    """The parameters or buffers of a module, and a weight that is among them by a name."""
-
-    table: Mapping[str, Tensor | None]
-    name: str
-    weight: Tensor
+# The parameters or buffers of a module, and a weight that is among them by a name.
+WeightPlace = tuple[Mapping[str, Tensor | None], str, Tensor]
 
 
 # One thread plans at a time: torch's modes of tracing, and its own `nn.Module.__call__` in the place of the
@@ -82,16 +78,16 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
 
 def places_of(fn: Any, weights: Sequence[Tensor]) -> tuple[WeightPlace, ...]:
     """Where the modules that a function computes with keep these weights."""
-    wanted = {id(weight) for weight in weights}
-    held = (value for value in captured_values(fn) if isinstance(value, torch.nn.Module))
+    weight_ids = {id(weight) for weight in weights}
+    outermost = (value for value in captured_values(fn) if isinstance(value, torch.nn.Module))
     tables: list[Mapping[str, Tensor | None]] = []
-    for module in dict.fromkeys(module for outer in held for module in outer.modules()):
+    for module in dict.fromkeys(module for outer in outermost for module in outer.modules()):
         tables += (module._parameters, module._buffers)
     return tuple(
-        WeightPlace(table, name, weight)
+        (table, name, weight)
         for table in tables
         for name, weight in table.items()
-        if weight is not None and id(weight) in wanted
+        if weight is not None and id(weight) in weight_ids
     )
 
 
