@@ -83,9 +83,9 @@ class IncrementalDetokenizer:
         Of several the one that is complete first counts, as if characters came one by one.
         """
         begins = [(self._text.find(stop, self.released), stop) for stop in self._stop]
-        found = [(begin + len(stop), begin) for begin, stop in begins if begin >= 0]
-        self.stopped = bool(found)
-        upto = min(found)[1] if found else len(self._text) - num_held_back
+        ends = [(begin + len(stop), begin) for begin, stop in begins if begin >= 0]
+        self.stopped = bool(ends)
+        upto = min(ends)[1] if ends else len(self._text) - num_held_back
         piece = self._text[self.released : upto]
         self.released = max(self.released, upto)
         return piece

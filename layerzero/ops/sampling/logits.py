@@ -106,13 +106,13 @@ def _largest(values: Tensor, count: int) -> Tensor:
     """The places (B, count) of each row's largest: the first ones of any larger count."""
     if not count:
         return values.new_empty((*values.shape[:-1], 0), dtype=torch.int64)
-    least = values.topk(count, -1).values.amin(-1, keepdim=True)
-    is_above, is_last = values > least, values == least
+    threshold = values.topk(count, -1).values.amin(-1, keepdim=True)
+    is_above, is_last = values > threshold, values == threshold
     room = count - is_above.sum(-1, keepdim=True)
     place = torch.arange(values.shape[-1], device=values.device)
     # `topk` takes any of equal ones: the lowest are kept here. A row of NaN has some places.
-    kept = torch.where(is_above | (is_last & (is_last.cumsum(-1) <= room)), place, place[-1])
-    lowest = kept.topk(count, -1, largest=False).values.sort(-1).values
+    places = torch.where(is_above | (is_last & (is_last.cumsum(-1) <= room)), place, place[-1])
+    lowest = places.topk(count, -1, largest=False).values.sort(-1).values
     order = values.gather(-1, lowest).sort(dim=-1, descending=True, stable=True).indices
     return lowest.gather(-1, order)
 
