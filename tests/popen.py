@@ -96,10 +96,10 @@ def fork_what_is_spawned() -> None:
         return
     spawn, (address, alive) = util.spawnv_passfds, begin_beside()
 
-    def forked(path: bytes, args: Sequence[Any], descriptors: Sequence[int]) -> int:
+    def forked(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         if "--multiprocessing-fork" not in args:
-            return int(spawn(path, args, descriptors))
-        passed = {number: number for number in (0, 1, 2, *descriptors)}
+            return int(spawn(path, args, passfds))
+        passed = {number: number for number in (0, 1, 2, *passfds)}
         return _adopted(address, args[args.index("-c") :], os.environ, passed)
 
     forked.server = alive  # type: ignore[attr-defined]  # it ends with this process
