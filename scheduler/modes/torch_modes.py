@@ -215,7 +215,7 @@ def _facts(modes: Modes) -> dict[str, Any]:
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 _forward = sys.modules["torch.autograd.forward_ad"]  # torch has imported it
 _functorch_level = torch._C._functorch.maybe_current_level  # pyright: ignore[reportAttributeAccessIssue]
 

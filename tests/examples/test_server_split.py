@@ -58,11 +58,12 @@ class Served:
         """The processes of the server beside its first, in the order in which they were started."""
         threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         children = [int(pid) for thread in threads for pid in _read(thread).split()]
-        found = [(pid, *(_read(Path(f"/proc/{pid}/{of}")) for of in ("comm", "cmdline"))) for pid in children]
-        return sorted(
-            pid for pid, name, words in found
-            if words and name.strip() != forks.NAME and b"resource_tracker" not in words
-        )  # fmt: skip
+        found = []
+        for pid in children:
+            name, words = (_read(Path(f"/proc/{pid}/{of}")) for of in ("comm", "cmdline"))
+            if words and name.strip() != forks.NAME and b"resource_tracker" not in words:
+                found.append(pid)
+        return sorted(found)
 
     def engine(self) -> int:
         """The process that draws tokens: the child that runs the model."""

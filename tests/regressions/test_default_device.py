@@ -85,7 +85,8 @@ def test_pages_are_found_where_they_are(graphs: bool) -> None:
     def step(metadata: Any, ids: Tensor) -> Tensor:
         parts = metadata.positions, metadata.slot_mapping, metadata.seq_lens
         assert all(part.is_cpu for part in (*parts, metadata.block_tables))
-        return (ids + metadata.positions)[metadata.logits_indices]
+        out: Tensor = (ids + metadata.positions)[metadata.logits_indices]
+        return out
 
     buckets: Any = {"buckets": (2,), "prefill_buckets": (8,)} if graphs else {}
     runner = lz.StepRunner(step, cache, max_model_len=16, max_num_seqs=2, **buckets)
