@@ -227,7 +227,7 @@ def test_what_cannot_be_written_is_said_before_a_text_runs(
         (("--format", "int3"), "format needs one of"),
         (("--format", "int8", "--out", source), "needs to be a new folder"),
         (("--format", "int8", "--method", "best"), "method needs one of"),
-        (("--format", "int8"), "codec can't decode"),
+        (("--format", "int8"), "--calibrate needs a text in UTF-8"),
     ):
         told = run(*options, *named)
         assert told.exit_code == 1 and said in told.output, told.output
