@@ -6,8 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 PIP_FLAGS ?=
-# One process more than there are cores: tests wait for processes of their own now and then.
-PYTEST_FLAGS ?= --numprocesses=$(shell expr $$(nproc 2>/dev/null || echo 2) + 1) --maxprocesses=8 --dist=worksteal
+PYTEST_FLAGS ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 DEMO_FLAGS ?=
 
 PY := $(VENV)/bin/python

@@ -74,6 +74,9 @@ def test_a_model_is_rounded_where_it_lies(form: str, method: str, tmp_path: Path
     writing.quantize_folder(source, tmp_path / "out", form, method=method, grams=grams, tokens=16)
     found = lz.load_quantized(tmp_path / "out").dequantized("a.weight")
     assert (found - load_file(source / "model.safetensors")["a.weight"]).abs().max() < 1.0
+    with torch.device("cpu"):
+        writing.quantize_folder(source, tmp_path / "usual", form, method=method, grams=grams, tokens=16)
+        torch.testing.assert_close(found, lz.load_quantized(tmp_path / "usual").dequantized("a.weight"))
 
 
 @pytest.mark.parametrize("graphs", [False, True])
