@@ -210,10 +210,10 @@ def pruned(part: Any) -> None:
 
 
 def as_view(part: Any) -> None:
-    """A plain tensor, as FSDP's first form makes of each part of its flat parameter."""
-    weight = part.weight
-    del part.weight
-    part.weight = weight * 1.5
+    """Plain tensors, as FSDP's first form makes of each part of its flat parameter."""
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        delattr(part, name)
+        setattr(part, name, parameter * 1.5 + 0.25)
 
 
 @pytest.mark.parametrize("change", [as_function, pruned, as_view])
