@@ -73,7 +73,7 @@ def test_a_patched_model_is_one_graph_with_the_numbers_of_the_model(family: str)
     assert bool(found["linear"] or found["mlp"]) is (bool(table.ops("mlp")) and family != "falcon")
 
 
-@pytest.mark.parametrize(("part", "more"), [("mlp", 12), ("norm", 18)])
+@pytest.mark.parametrize(("part", "more"), [("mlp", 8), ("norm", 18)])
 def test_a_part_on_our_ops_is_guarded_by_few_more_guards_than_its_own(part: str, more: int) -> None:
     """Each is checked before each run: of a token, that is a part."""
     layer = models.build("llama").model.layers[0]
@@ -87,10 +87,10 @@ def test_a_part_on_our_ops_is_guarded_by_few_more_guards_than_its_own(part: str,
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_a_patched_model_is_guarded_by_as_many_guards_as_its_own(family: str) -> None:
-    """But for hooks of each activation; none for each module, nor each time that its name is asked for."""
+    """The patch adds none for each module, nor for each time that a model asks for its name."""
     batch = models.inputs(family)
     own = guards_of(models.build(family), **batch)
-    assert guards_of(lz.patch(models.build(family)), **batch) <= own + 14
+    assert guards_of(lz.patch(models.build(family)), **batch) <= own + 10
 
 
 def test_layers_compiled_one_by_one_share_the_graphs_that_they_share_without_a_patch() -> None:

@@ -35,6 +35,7 @@ JOINS = 4
 SCALES = (1.0, 1e5)
 WEIGHTS_APART = "integrations.weights_apart"
 C, F = 8, 12
+_LINEAR = nn.Linear  # the compiler guards on each step to a name
 
 
 class MlpForward(PatchedForward):
@@ -157,13 +158,14 @@ def _obstacle(module: Any, x: Any, linears: list[Any], others: tuple[str, ...], 
     if not all(is_linear(linear) for linear in linears):
         return "projections"
     # By the dictionary: torch's compiler guards on every place that an attribute could have been in.
-    # Such as an activation; a graph, as torch's, looks at what its forward would run.
-    parts = [module._modules[name] for name in others]
-    beside = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
-    if has_hooks(linears) or beside or module.__dict__.get("_is_fsdp_managed_module", False):
+    if has_hooks(linears) or module.__dict__.get("_is_fsdp_managed_module", False):
+        return "hooks"
+    # Of an activation, say: those that its own forward would run.
+    if any(part._forward_hooks or part._forward_pre_hooks for part in map(module._modules.get, others)):
         return "hooks"
     weights = [value for linear in linears for value in (linear.weight, linear.bias) if value is not None]
-    if type(x) is not Tensor or any(type(weight) not in PLAIN for weight in weights):
+    # By `__class__`: the compiler guards on what `type` gives beside the tensor.
+    if type(x) is not Tensor or any(weight.__class__ not in PLAIN for weight in weights):
         return "tensor subclass"
     if any(weight.dtype is not x.dtype for weight in weights):
         return "dtypes"
@@ -277,7 +279,7 @@ def is_linear(part: object) -> bool:
     A graph cannot try a class: of torch's own alone, there.
     """
     kind: Any = type(part)
-    if kind is nn.Linear:
+    if kind is _LINEAR:
         return True
     return isinstance(part, nn.Linear) and not torch.compiler.is_compiling() and _gives_linear(kind)
 
