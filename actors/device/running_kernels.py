@@ -47,25 +47,18 @@ class RunningKernel(msgspec.Struct, frozen=True):
 
 
 class Crash(msgspec.Struct, frozen=True):
-    """One crash of a device's process under a kernel; `at` is wall-clock time in seconds since 1970."""
+    """One crash of a device's process under a kernel; `time_s` is wall-clock time in seconds since 1970."""
 
     kernel: str
     time_s: float
 
 
 _PRIVATE = 0x10 | getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)  # MAP_FIXED
-
-
-def _map(*arguments: int) -> None:
-    """POSIX's mmap: Python's own does not replace what is mapped.
-
-    Raises: OSError: the system does not map it.
-    """
-    function = ctypes.CDLL(None, use_errno=True).mmap
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-    function.restype = ctypes.c_ssize_t
-    if function(*arguments) == -1:  # MAP_FAILED
-        raise OSError(code := ctypes.get_errno(), os.strerror(code))
+if hasattr(os, "fork"):
+    # Python's own does not replace what is mapped. Looked up here: in a forked child locks may be held.
+    _mmap = ctypes.CDLL(None, use_errno=True).mmap
+    _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    _mmap.restype = ctypes.c_ssize_t
 
 
 class _Local(threading.local):
@@ -73,7 +66,7 @@ class _Local(threading.local):
 
 
 class RunningKernelLog:
-    """The journal of one incarnation of a device; `watched` wraps a callable, `close` says that all is well.
+    """The journal of one incarnation of a device; `wrap` wraps a callable, `close` says that all is well.
 
     `twin` is the compiled module that notes a call in less time, `layerzero.native.KERNEL_NOTES`'s.
     """
@@ -108,7 +101,9 @@ class RunningKernelLog:
         self._lock = threading.Lock()
         self._closed = True
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        _map(address, _SIZE, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE, -1, 0)  # each writer writes here
+        # What notes without asking, as the compiled twin does, notes in memory of the child's own.
+        if _mmap(address, _SIZE, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE, -1, 0) == -1:
+            raise OSError(code := ctypes.get_errno(), os.strerror(code))
 
     def wrap(self, kernel: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, noted in the journal while it runs."""

@@ -21,8 +21,9 @@ from layerzero.spec.capability import Capability
 from layerzero.spec.hardware import Hardware
 from layerzero.spec.kernel import Kernel
 from layerzero.spec.reasons import Rejected
+from layerzero.spec.settings import Settings
 
-MOST_CALLS = 65_536  # the rows that a batch holds by default; each call is an entry of a list
+MOST_CALLS = Settings().max_num_batched_tokens  # each call is an entry of a list
 
 
 class Explanation(msgspec.Struct, frozen=True):

@@ -24,8 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     try:
         if kernels or not FAST_PATH.compiled:
-            cost = "two minutes" if kernels else "20 s"
-            print(f"layerzero.native: compiling, once for this machine (about {cost} of CPU) ...", flush=True)
+            print("layerzero.native: compiling, once for this machine ...", flush=True)
         if kernels:
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 list(pool.map(lambda name: library(name).get(), building.SOURCES))

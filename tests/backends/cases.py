@@ -190,7 +190,7 @@ _TOGETHER = {
 
 
 # Triton's interpreter runs programs one by one, and a row is its own: a few rows, at most more than a page.
-_INTERPRETED_ROWS, _INTERPRETED_MOST = 3, 18
+_INTERPRETED_ROWS, _INTERPRETED_MOST = 5, 18
 # Below these the sizes that cases have anyhow are enough.
 _SMALL = {"%": 16, ">=": 9}
 

@@ -133,6 +133,12 @@ def test_a_cpu_gets_instructions_that_it_has(
     assert (shipped.name if shipped else None) == (f"layerzero_rows.{level}.so" if level else None)
 
 
+def test_no_wheel_is_for_the_cpu_that_it_was_built_on() -> None:
+    """Nothing that a wheel carries is compiled for the very CPU there, whatever its instructions are."""
+    variants = [variant for source in building.SOURCES.values() for variant in source.variants().items()]
+    assert variants and not [name for name, flags in variants if "native" in " ".join(flags)]
+
+
 def test_a_build_takes_what_was_compiled_from_the_same_by_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
